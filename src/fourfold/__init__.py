@@ -1,0 +1,43 @@
+"""Fourfold trains large models on the GPUs you have.
+
+Give it a model and a cluster; it finds the fastest plan that fits in memory, shows it, and runs it. The public names are
+loaded when first used, so that `import fourfold` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.config import Config as Config
+    from fourfold.errors import ConfigError as ConfigError
+    from fourfold.errors import FourfoldError as FourfoldError
+    from fourfold.errors import PlanError as PlanError
+    from fourfold.plan import Plan as Plan
+    from fourfold.train.callbacks import Callback as Callback
+    from fourfold.train.worker import fit as fit
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Callback": "fourfold.train.callbacks",
+    "Config": "fourfold.config",
+    "ConfigError": "fourfold.errors",
+    "FourfoldError": "fourfold.errors",
+    "Plan": "fourfold.plan",
+    "PlanError": "fourfold.errors",
+    "fit": "fourfold.train.worker",
+}
+
+__all__ = ["Callback", "Config", "ConfigError", "FourfoldError", "Plan", "PlanError", "fit"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fourfold' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,325 @@
+"""What to train: frozen dataclasses, one per section of the config file.
+
+    defaults  <  file (TOML, JSON, YAML)  <  --section.field value
+
+`Config.load` reads a file; `Config.resolve` fills what was left to the family's defaults and checks every rule, so that
+a resolved config says everything. A zero in a size field means "the default", as the field's text says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fourfold import schema
+from fourfold.errors import ConfigError
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RopeScaling",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts; the names follow Hugging Face's `rope_scaling`."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    """linear: all frequencies / factor. llama3: low ones only, blended. yarn: ramp between dimensions, scaled tables."""
+    factor: float
+    """How many times longer than `original_positions`."""
+    original_positions: int = 0
+    """Context length of pre-training (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths longer than original_positions / this are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths shorter than original_positions / this are kept."""
+    beta_fast: float = 32.0
+    """yarn: rotations above which a dimension is kept."""
+    beta_slow: float = 1.0
+    """yarn: rotations below which a dimension is interpolated."""
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ConfigError(f"model.rope_scaling.factor = {self.factor} must be at least 1")
+        if self.kind != "linear" and self.original_positions < 1:
+            raise ConfigError(f"model.rope_scaling.original_positions is needed by kind '{self.kind}'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model. `hf` takes the architecture from a Hugging Face config.json; fields given beside it win."""
+
+    family: Literal["gpt", "bert", "llama"] = "gpt"
+    """gpt: learned positions, LayerNorm, GELU. llama: RMSNorm, RoPE, SwiGLU (also Qwen, Mistral). bert: bidirectional."""
+    hf: str | None = None
+    """Path of a Hugging Face config.json."""
+    layers: int = 0
+    """Number of blocks."""
+    hidden: int = 0
+    """Width of the residual stream."""
+    heads: int = 0
+    """Attention heads; 0: hidden / 64."""
+    kv_heads: int = 0
+    """llama: key and value heads; 0: as many as `heads`."""
+    head_dim: int = 0
+    """llama: width of a head; 0: hidden / heads."""
+    ffn: int = 0
+    """Width inside the MLP; 0: 4 hidden (gpt, bert) or 8/3 hidden rounded up to 128 (llama)."""
+    vocab: int = 256
+    """Number of token ids."""
+    seq_len: int = 0
+    """Tokens in a training sequence."""
+    positions: int = 0
+    """gpt, bert: rows of the position table, the longest sequence; 0: seq_len."""
+    rope_theta: float = 0.0
+    """llama: base of the rotary frequencies; 0: 10000."""
+    rope_scaling: RopeScaling | None = None
+    """llama: stretching of the rotary frequencies."""
+    qkv_bias: bool | None = None
+    """llama: bias on the q, k and v projections (Qwen 2); default false."""
+    qk_norm: bool | None = None
+    """llama: RMSNorm on every head of q and k (Qwen 3); default false."""
+    tie: bool | None = None
+    """Head and embedding share one weight; default true for gpt and bert, false for llama."""
+    norm_eps: float = 0.0
+    """Added to the variance in norms; 0: 1e-5 (gpt, llama) or 1e-12 (bert)."""
+    dropout: float = 0.0
+    """Dropout after the embedding and each part, and on attention weights."""
+    init_std: float = 0.02
+    """Standard deviation of initial matrices (projections back to the residual stream: divided by sqrt(2 layers))."""
+
+    def resolve(self) -> ModelConfig:
+        """Defaults of the family filled in; raises ConfigError where a rule is broken."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        if self.hf is not None:
+            from fourfold.model.hf import read_config
+
+            given = read_config(self.hf) | given
+        m = dataclasses.replace(self, **given | {"hf": None})
+        _require(m, "model", layers=1, hidden=1, seq_len=1, vocab=2)
+        llama = m.family == "llama"
+        heads = m.heads or max(1, m.hidden // 64)
+        if not m.head_dim and m.hidden % heads:
+            good = nearest_divisor(m.hidden, heads)
+            raise ConfigError(
+                f"model.heads = {heads} does not divide model.hidden = {m.hidden} "
+                f"({m.hidden} / {heads} = {m.hidden / heads:.2f}); the nearest that does is {good}"
+            )
+        kv_heads, head_dim = m.kv_heads or heads, m.head_dim or m.hidden // heads
+        if not llama:
+            # what the other families do in one way only; the value they imply is allowed, so that resolving twice is too
+            implied = {"kv_heads": heads, "head_dim": m.hidden // heads, "rope_theta": 0.0, "rope_scaling": None}
+            implied |= {"qkv_bias": True, "qk_norm": False}
+            for name, value in implied.items():
+                if getattr(m, name) and getattr(m, name) != value:
+                    raise ConfigError(f"model.{name} is a field of family 'llama'; found family '{m.family}'")
+        if heads % kv_heads:
+            raise ConfigError(
+                f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}; "
+                f"the nearest that does is {nearest_divisor(heads, kv_heads)}"
+            )
+        if llama and head_dim % 2:
+            raise ConfigError(f"model.head_dim = {head_dim} is odd; rotary positions turn pairs, use {head_dim + 1}")
+        if not 0 <= m.dropout < 1:
+            raise ConfigError(f"model.dropout = {m.dropout} must be at least 0 and below 1")
+        if m.init_std <= 0:
+            raise ConfigError(f"model.init_std = {m.init_std} must be above 0")
+        positions = m.positions or m.seq_len
+        if m.seq_len > positions:
+            raise ConfigError(
+                f"model.seq_len = {m.seq_len} is longer than model.positions = {positions}, the longest sequence the "
+                f"model has positions for; use seq_len = {positions} or less"
+            )
+        return dataclasses.replace(
+            m,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=m.ffn or (math.ceil(8 * m.hidden / 3 / 128) * 128 if llama else 4 * m.hidden),
+            positions=positions,
+            rope_theta=m.rope_theta or (10000.0 if llama else 0.0),
+            qkv_bias=not llama if m.qkv_bias is None else m.qkv_bias,
+            qk_norm=bool(m.qk_norm),
+            tie=not llama if m.tie is None else m.tie,
+            norm_eps=m.norm_eps or (1e-12 if m.family == "bert" else 1e-5),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The corpus, and how it is read."""
+
+    source: str = "stdlib"
+    """stdlib (the running Python's own source), or the path of a text file, JSONL file, token file or folder of text."""
+    tokenizer: str = "bytes"
+    """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files carry their own."""
+    eval_fraction: float = 0.01
+    """Share of the corpus, at its end, kept for evaluation."""
+    mask_rate: float = 0.15
+    """bert: share of tokens to predict (80 % masked, 10 % random, 10 % kept)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"data.eval_fraction = {self.eval_fraction} must be at least 0 and below 1")
+        if not 0 < self.mask_rate < 1:
+            raise ConfigError(f"data.mask_rate = {self.mask_rate} must be between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = 3e-4
+    """Learning rate after warm-up."""
+    warmup: int = 0
+    """Steps over which the learning rate rises from 0."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after warm-up."""
+    final_lr: float = 0.1
+    """Learning rate at the last step, as a share of `lr`."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms and biases have none."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip: float = 1.0
+    """Longest gradient (2-norm over the whole model); 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "warmup", "final_lr", "weight_decay", "eps", "clip"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"optim.{name} = {getattr(self, name)} must not be negative")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name} = {getattr(self, name)} must be at least 0 and below 1")
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of `step` (counted from 0) in a run of `steps`."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.decay == "constant":
+            return self.lr
+        done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
+        fall = 0.5 * (1 + math.cos(math.pi * done)) if self.decay == "cosine" else 1 - done
+        return self.lr * (self.final_lr + (1 - self.final_lr) * fall)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    global_batch: int = 8
+    """Sequences in a step, whatever the plan."""
+    seed: int = 0
+    """Seed of initial weights, data order, masks and dropout."""
+    run_dir: str = ""
+    """Where the run is written; empty: runs/<name of the config file>."""
+    eval_every: int = 0
+    """Evaluate every so many steps, and at the end; 0: never."""
+    eval_batches: int = 4
+    """Global batches in an evaluation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA when there is a GPU."""
+    timeout: float = 0.0
+    """Seconds a rank waits for another before it gives up; 0: 60 on CPU, 600 on CUDA."""
+    deterministic: bool = True
+    """Ask torch for deterministic kernels, so that the same plan twice gives the same bits."""
+
+    def __post_init__(self) -> None:
+        _require(self, "train", steps=1, global_batch=1, eval_every=0, eval_batches=1, timeout=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state of training is saved."""
+
+    every: int = 0
+    """Save every so many steps, and at the end; 0: at the end only."""
+    keep: int = 2
+    """How many complete checkpoints are kept, at least 2 (the newest may be half written when a machine dies)."""
+
+    def __post_init__(self) -> None:
+        _require(self, "checkpoint", every=0, keep=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is shown, and where metrics go besides metrics.jsonl."""
+
+    every: int = 10
+    """Print a lasting line every so many steps."""
+    tensorboard: bool = False
+    """Write TensorBoard events under run_dir/tensorboard (extra `tensorboard`)."""
+    wandb: str = ""
+    """Project name at Weights & Biases (extra `wandb`); empty: off."""
+
+    def __post_init__(self) -> None:
+        _require(self, "log", every=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything about what to train."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """Read a config file. `model.hf` and `data` paths in it are relative to the working directory."""
+        path = Path(path)
+        config = cls.from_dict(schema.read(path))
+        if not config.train.run_dir:
+            train = dataclasses.replace(config.train, run_dir=f"runs/{path.stem}")
+            config = dataclasses.replace(config, train=train)
+        return config
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Config:
+        return schema.build(cls, data)
+
+    def to_dict(self) -> dict[str, Any]:
+        return schema.dump(self)
+
+    def resolve(self) -> Config:
+        """Every default filled in and every rule checked."""
+        if not self.train.run_dir:
+            raise ConfigError("train.run_dir is missing: say where the run is to be written")
+        if self.optim.warmup > self.train.steps:
+            raise ConfigError(
+                f"optim.warmup = {self.optim.warmup} is longer than train.steps = {self.train.steps}; "
+                f"use {self.train.steps} or less"
+            )
+        return dataclasses.replace(self, model=self.model.resolve())
+
+
+def nearest_divisor(total: int, wish: int) -> int:
+    """The divisor of `total` nearest to `wish` (the smaller of two equally near ones)."""
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wish), d))
+
+
+def _require(section: Any, name: str, **least: int) -> None:
+    for key, bound in least.items():
+        value = getattr(section, key)
+        if value < bound:
+            what = "is missing" if value == 0 and bound == 1 else f"= {value} must be at least {bound}"
+            raise ConfigError(f"{name}.{key} {what}")

@@ -1,0 +1,72 @@
+"""Every error a user can meet.
+
+An error says what was found, the rule it breaks and the nearest thing that works. `exit_code` is what the command line
+returns: 2 when the input is at fault (nothing was started), 1 when a run failed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "FourfoldError",
+    "NotYetError",
+    "PlanError",
+    "RankFailure",
+    "RunDirError",
+    "ScheduleError",
+    "TrainingError",
+]
+
+
+class FourfoldError(Exception):
+    """Base of all errors meant for users; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(FourfoldError, ValueError):
+    """The config (what to train) is wrong."""
+
+    exit_code = 2
+
+
+class PlanError(FourfoldError, ValueError):
+    """The plan (how to train it) is wrong, or no plan fits."""
+
+    exit_code = 2
+
+
+class NotYetError(PlanError):
+    """The plan is legal, but this version does not execute a part of it."""
+
+
+class ScheduleError(FourfoldError, ValueError):
+    """A schedule or program is not valid, or cannot be built as asked."""
+
+    exit_code = 2
+
+
+class DataError(FourfoldError, ValueError):
+    """A corpus is missing, empty, truncated or does not fit the model."""
+
+    exit_code = 2
+
+
+class RunDirError(FourfoldError):
+    """A run directory is in use, already holds a run, or cannot be written."""
+
+    exit_code = 2
+
+
+class CheckpointError(FourfoldError):
+    """A checkpoint is missing, incomplete, damaged or does not fit the model."""
+
+
+class TrainingError(FourfoldError):
+    """Training stopped because it could not go on (for instance, too many non-finite steps in a row)."""
+
+
+class RankFailure(FourfoldError):
+    """A rank died, raised or hung; says which one was first."""

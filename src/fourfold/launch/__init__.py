@@ -1,0 +1,1 @@
+"""How ranks start: on this machine."""

@@ -1,0 +1,52 @@
+"""A transformer as an ordered list of layers, so that any contiguous run of them is a stage.
+
+    layers:  embed, blocks.0, …, blocks.L-1, head           units:  embed, blocks.0.attn, blocks.0.mlp, …, head
+
+The embedding takes token ids, blocks and head take the residual stream; the head gives logits, or the summed loss when it
+is handed targets.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fourfold.config import ModelConfig
+from fourfold.model.layers import Block, Embedding, Head, Rotary
+
+__all__ = ["Transformer"]
+
+
+class Transformer(nn.Module):
+    """GPT, BERT or Llama, by `config.family`; the plain serial model that every parallel run is compared with."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.rotary: Rotary | None = None
+        if config.family == "llama":
+            self.rotary = Rotary(config.head_dim, config.seq_len, config.rope_theta, config.rope_scaling)
+        self.embed = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.layers))
+        self.head = Head(config)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head use the embedding's weight where the config says so (again, after parameters were replaced)."""
+        if self.config.tie:
+            self.head.weight = self.embed.tokens.weight  # type: ignore[assignment]  # nn.Embedding types it as a Tensor
+
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers by name, in order."""
+        blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
+        return {"embed": self.embed, **blocks, "head": self.head}
+
+    def units(self) -> dict[str, nn.Module]:
+        """The units by name, in order: run one after the other they are the model."""
+        parts = {f"blocks.{i}.{p}": getattr(b, p) for i, b in enumerate(self.blocks) for p in ("attn", "mlp")}
+        return {"embed": self.embed, **parts, "head": self.head}
+
+    def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
+        x_btd = self.embed(tokens_bt)
+        for block in self.blocks:
+            x_btd = block(x_btd)
+        return self.head(x_btd, targets_bt)

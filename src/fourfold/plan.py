@@ -1,0 +1,304 @@
+"""How to train it: the Plan, a small readable file that says exactly how one model is folded over one cluster.
+
+A plan is written by hand in TOML, or by the planner in JSON (which adds `predicted`, `certificate`, `alternatives`).
+Everything but `[mesh]` has a default. `Plan.check` proves a plan against a config before any process starts, with the
+arithmetic that failed and the nearest value that works.
+
+Mesh axes, slowest link first: pipe, data, depth, row, col; their product is the number of ranks. Tokens are split over
+data × depth × row, so a step's sequences divide as  global_batch = data·depth·row · micro_batches · micro_batch_size.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fourfold import schema
+from fourfold.config import Config, nearest_divisor
+from fourfold.errors import NotYetError, PlanError
+from fourfold.model.spec import unit_names
+
+__all__ = [
+    "AXES",
+    "Batch",
+    "Memory",
+    "Mesh",
+    "Pipeline",
+    "Plan",
+    "Precision",
+    "Recompute",
+    "Tensor",
+    "UnitRule",
+]
+
+AXES = ("pipe", "data", "depth", "row", "col")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "wave", "zb-h1", "zb-v", "synthesized")
+Recompute = Literal["none", "selective", "full", "per-slice"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Degrees of the mesh axes."""
+
+    pipe: int = 1
+    data: int = 1
+    depth: int = 1
+    row: int = 1
+    col: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise PlanError(f"mesh.{axis} = {getattr(self, axis)} must be at least 1")
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.degrees.values())
+
+    @property
+    def batch_ways(self) -> int:
+        """Over how many ranks the sequences of a step are split."""
+        return self.data * self.depth * self.row
+
+    def product(self) -> str:
+        """The degrees written out, for messages: `pipe 2 · data 2 = 4`."""
+        factors = [f"{axis} {n}" for axis, n in self.degrees.items() if n > 1] or ["data 1"]
+        return f"{' · '.join(factors)} = {self.ranks}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How a rank's sequences of a step are cut."""
+
+    micro_batches: int = 0
+    """Micro-batches in a step; 0: 1 without a pipeline, else 2 pipe where it divides, else the nearest that does."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 0:
+            raise PlanError(f"batch.micro_batches = {self.micro_batches} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Order of work over the stages."""
+
+    schedule: str = "1f1b"
+    """gpipe | 1f1b | interleaved | wave | zb-h1 | zb-v | synthesized | path of a schedule file."""
+    waves: int = 1
+    """wave: number of waves."""
+    stages_per_rank: int = 2
+    """interleaved: stages on every rank."""
+    split_backward: Literal["auto"] | bool = "auto"
+    """Whether weight gradients run on their own (W)."""
+    executor: Literal["ordered", "message-driven"] = "ordered"
+    """Follow the schedule, or act on what has arrived."""
+    slack: int = 0
+    """Extra micro-batches in flight per stage."""
+    layers: Literal["auto"] | tuple[int, ...] = "auto"
+    """Layers of every stage, or auto."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES and Path(self.schedule).suffix not in (".json", ".csv"):
+            raise PlanError(
+                f"pipeline.schedule = '{self.schedule}' is neither a schedule nor a .json or .csv file"
+                f"{schema.nearest(self.schedule, SCHEDULES)}"
+            )
+        for name, least in (("waves", 1), ("stages_per_rank", 1), ("slack", 0)):
+            if getattr(self, name) < least:
+                raise PlanError(f"pipeline.{name} = {getattr(self, name)} must be at least {least}")
+        if isinstance(self.layers, tuple) and any(n < 0 for n in self.layers):
+            raise PlanError(f"pipeline.layers = {list(self.layers)} has a negative number of layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Matrix products on the grid."""
+
+    flow: Literal["auto", "summa", "os", "ls", "ws"] = "auto"
+    """How a product moves; auto: fewest bytes for each shape."""
+    residual: Literal["sequence", "hidden"] = "sequence"
+    """What the residual stream is split by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRule:
+    """Choices for the units whose name matches; the first rule that matches a unit wins."""
+
+    match: str
+    """Pattern of unit names: `embed`, `blocks.3.attn`, `blocks.*.mlp`, `*`."""
+    mode: Literal["replicate", "zero2", "zero3", "keep"] = "replicate"
+    """What is sharded over the replica group, and when parameters are gathered."""
+    reduce: Literal["step", "micro-batch"] = "step"
+    """When gradients are reduced."""
+    within: int = 0
+    """Shard within groups of this many ranks, replicate across them; 0: all."""
+    split: int = 1
+    """Slices of operator splitting."""
+    recompute: Recompute = "none"
+    """none, selective (keep matrix products), full, per-slice."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("within", 0), ("split", 1)):
+            if getattr(self, name) < least:
+                raise PlanError(f"unit '{self.match}': {name} = {getattr(self, name)} must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Where optimizer state and activations live."""
+
+    optimizer: Literal["device", "host", "auto"] = "device"
+    """auto: as much on the device as fits."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Type of AdamW's moments."""
+    staging: str = "0GiB"
+    """Device bytes for prefetched optimizer state."""
+    activations: Literal["device", "host"] = "device"
+    """Where saved activations wait for the backward."""
+
+    def __post_init__(self) -> None:
+        schema.parse_bytes(self.staging, "memory.staging", PlanError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats."""
+
+    compute: Literal["fp64", "fp32", "bf16"] = "fp32"
+    """Weights and activations; bf16 keeps an fp32 master of the weights with the optimizer."""
+    reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
+    """Gradients, while they accumulate and are reduced; never narrower than fp32 compute needs (fp64 for fp64)."""
+    compile: bool = False
+    """torch.compile every unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one model is folded over one cluster."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    batch: Batch = field(default_factory=Batch)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    tensor: Tensor = field(default_factory=Tensor)
+    unit: tuple[UnitRule, ...] = ()
+    memory: Memory = field(default_factory=Memory)
+    precision: Precision = field(default_factory=Precision)
+    predicted: dict[str, Any] | None = None
+    """Written by the planner: time and memory it expects."""
+    certificate: dict[str, Any] | None = None
+    """Written by the planner: how far from the best possible."""
+    alternatives: tuple[dict[str, Any], ...] | None = None
+    """Written by the planner: the runners-up."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file (TOML, JSON, YAML)."""
+        return cls.from_dict(schema.read(path, PlanError))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        return schema.build(cls, data, error=PlanError)
+
+    def to_dict(self) -> dict[str, Any]:
+        return schema.dump(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan; TOML or JSON by the file's ending."""
+        path = Path(path)
+        match path.suffix:
+            case ".json":
+                schema.write_json(path, self.to_dict())
+            case ".toml":
+                path.write_text(schema.dump_toml(self.to_dict()), encoding="utf-8")
+            case other:
+                raise PlanError(f"{path}: a plan is saved as .json or .toml; found '{other}'")
+
+    def rule_for(self, unit: str) -> UnitRule:
+        """The first rule that matches a unit's name, or the defaults."""
+        return next((r for r in self.unit if fnmatch.fnmatchcase(unit, r.match)), UnitRule(match=unit))
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Micro-batches in a step, with the default filled in."""
+        if self.batch.micro_batches:
+            return self.batch.micro_batches
+        wish = 2 * self.mesh.pipe if self.mesh.pipe > 1 else 1
+        return nearest_divisor(max(1, global_batch // self.mesh.batch_ways), wish)
+
+    def micro_batch_size(self, global_batch: int) -> int:
+        """Sequences of one micro-batch on one rank."""
+        return global_batch // (self.mesh.batch_ways * self.micro_batches(global_batch))
+
+    def check(self, config: Config, ranks: int | None = None) -> None:
+        """Raise PlanError unless this plan can train `config` (a resolved one) on `ranks` ranks."""
+        self._check_ranks(ranks)
+        self._check_batch(config.train.global_batch)
+        units = unit_names(config.model)
+        self._check_rules(units)
+        self._check_supported(units)
+
+    def _check_ranks(self, ranks: int | None) -> None:
+        if ranks is None or self.mesh.ranks == ranks:
+            return
+        fixed = self.mesh.ranks // self.mesh.data
+        if ranks % fixed == 0:
+            hint = f"data = {ranks // fixed} would make it {ranks}"
+        else:
+            hint = f"or start {self.mesh.ranks} ranks"
+        raise PlanError(f"the mesh is {self.mesh.product()} ranks, but there are {ranks}; {hint}")
+
+    def _check_batch(self, global_batch: int) -> None:
+        ways, micro = self.mesh.batch_ways, self.batch.micro_batches or 1
+        if global_batch % (ways * micro):
+            step = ways * micro
+            low, high = global_batch // step * step, -(-global_batch // step) * step
+            split = " · ".join(f"{a} {getattr(self.mesh, a)}" for a in ("data", "depth", "row") if a in self._wide())
+            factors = " · ".join(filter(None, [split, f"micro_batches {micro}" if micro > 1 else ""]))
+            near = f"{low} or {high}" if low else f"{high}"
+            raise PlanError(
+                f"train.global_batch = {global_batch} does not divide by {factors} = {step}; use {near} sequences"
+            )
+
+    def _wide(self) -> list[str]:
+        return [axis for axis, n in self.mesh.degrees.items() if n > 1]
+
+    def _check_rules(self, units: Iterable[str]) -> None:
+        units = list(units)
+        for rule in self.unit:
+            if not fnmatch.filter(units, rule.match):
+                raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
+
+    def _check_supported(self, units: Iterable[str]) -> None:
+        """What this version does not execute, refused by name. Each line goes when its feature lands."""
+        for axis in ("pipe", "depth", "row", "col"):
+            if getattr(self.mesh, axis) > 1:
+                raise NotYetError(f"mesh.{axis} = {getattr(self.mesh, axis)}: not yet; use data = {self.mesh.ranks}")
+        for name in units:
+            rule = self.rule_for(name)
+            for what, value, only in (
+                ("mode", rule.mode, "replicate"),
+                ("reduce", rule.reduce, "step"),
+                ("within", rule.within, 0),
+                ("split", rule.split, 1),
+            ):
+                if value != only:
+                    raise NotYetError(f"unit '{rule.match}': {what} = {value!r}: not yet; use {what} = {only!r}")
+            if rule.recompute == "per-slice":
+                raise NotYetError(f"unit '{rule.match}': recompute = 'per-slice': not yet; use 'full' or 'selective'")
+        for what in ("optimizer", "activations"):
+            if getattr(self.memory, what) != "device":
+                raise NotYetError(f"memory.{what} = '{getattr(self.memory, what)}': not yet; use 'device'")
+        if self.memory.moments != "fp32":
+            raise NotYetError(f"memory.moments = '{self.memory.moments}': not yet; use 'fp32'")
+
+
+def _patterns(units: list[str]) -> list[str]:
+    """Unit names with the block number as `*`, in order, each once."""
+    return list(dict.fromkeys(".".join("*" if p.isdigit() else p for p in name.split(".")) for name in units))

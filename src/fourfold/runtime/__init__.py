@@ -1,0 +1,1 @@
+"""Doing it: stages that compute, and what runs them."""

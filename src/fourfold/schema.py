@@ -1,0 +1,235 @@
+"""Frozen dataclasses from mappings and back: the one reader behind config, plan and cluster files.
+
+    read("x.toml") -> mapping          build(Config, mapping) -> Config          dump(config) -> mapping
+
+Unknown names and wrong types are refused with the path of the field (`model.layers`), what was found, and the nearest
+right name. Supported field types: bool, int, float, str, Literal, tuple[X, ...], dict, X | None, unions, dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fourfold.errors import ConfigError, FourfoldError
+
+__all__ = ["build", "dump", "dump_toml", "format_bytes", "nearest", "parse_bytes", "read", "write_json"]
+
+T = TypeVar("T")
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """`; did you mean 'x'?` or, when nothing is near, the list of what is allowed."""
+    options = list(options)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(options)}"
+
+
+def read(path: str | Path, error: type[FourfoldError] = ConfigError) -> dict[str, Any]:
+    """Read a TOML, JSON or YAML (with the `yaml` extra) file whose top level is a table."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, siblings, n=1)
+        hint = f"; did you mean '{path.parent / close[0]}'?" if close else ""
+        raise error(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise error(f"{path}: cannot be read as text: {e}") from None
+    try:
+        match path.suffix.lower():
+            case ".toml":
+                data: Any = tomllib.loads(text)
+            case ".json":
+                data = json.loads(text)
+            case ".yaml" | ".yml":
+                data = _read_yaml(path, text, error)
+            case other:
+                raise error(f"{path}: files end in .toml, .json or .yaml; found '{other}'")
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as e:
+        raise error(f"{path}: not valid {path.suffix[1:].upper()}: {e}") from None
+    if not isinstance(data, dict):
+        raise error(f"{path}: the top level must be a table; found {_kind(data)}")
+    return data
+
+
+def _read_yaml(path: Path, text: str, error: type[FourfoldError]) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise error(f"{path}: YAML needs the extra: pip install 'fourfold[yaml]' (or use TOML or JSON)") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise error(f"{path}: not valid YAML: {e}") from None
+
+
+def build(cls: type[T], data: Mapping[str, Any], where: str = "", error: type[FourfoldError] = ConfigError) -> T:
+    """Make a `cls` from a mapping; missing fields take their defaults. `where` prefixes names in messages."""
+    assert dataclasses.is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in data:
+        if key not in names:
+            raise error(f"unknown field '{_join(where, key)}'{nearest(str(key), names)}")
+    values = {key: _convert(hints[key], value, _join(where, key), error) for key, value in data.items()}
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise error(f"missing field '{_join(where, missing[0])}'")
+    return cls(**values)
+
+
+def _convert(kind: Any, value: Any, where: str, error: type[FourfoldError]) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin is typing.Literal:
+        if value in args and not (isinstance(value, bool) and True not in args and False not in args):
+            return value
+        hint = nearest(value, map(str, args)) if isinstance(value, str) else f"; known: {', '.join(map(str, args))}"
+        raise error(f"{where} = {value!r} is not one of its values{hint}")
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(args, value, where, error)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise error(f"{where} must be a list; found {_kind(value)}")
+        return tuple(_convert(args[0], v, f"{where}[{i}]", error) for i, v in enumerate(value))
+    if origin is dict or kind is dict:
+        if not isinstance(value, Mapping):
+            raise error(f"{where} must be a table; found {_kind(value)}")
+        return dict(value)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise error(f"{where} must be a table; found {_kind(value)}")
+        return build(typing.cast(type, kind), value, where, error)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise error(f"{where} must be {_NAMES.get(kind, kind)}; found {_kind(value)} {value!r}")
+    return value
+
+
+def _convert_union(kinds: tuple[Any, ...], value: Any, where: str, error: type[FourfoldError]) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    problems = []
+    for kind in kinds:
+        if kind is type(None):
+            continue
+        try:
+            return _convert(kind, value, where, error)
+        except FourfoldError as e:
+            problems.append(str(e))
+    raise error(" or ".join(problems))
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list() | tuple():
+            return "a list"
+        case dict():
+            return "a table"
+        case _:
+            return f"a {type(value).__name__}"
+
+
+def _join(where: str, key: Any) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def dump(value: Any) -> Any:
+    """The inverse of `build`: plain dicts, lists and scalars; fields that are None are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: dump(v) for name, v in items if v is not None}
+    if isinstance(value, Mapping):
+        return {str(k): dump(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [dump(v) for v in value]
+    return value
+
+
+def dump_toml(data: Mapping[str, Any]) -> str:
+    """TOML of a two-level mapping: tables of scalars and lists, and lists of such tables (`[[unit]]`)."""
+
+    def lines(table: Mapping[str, Any]) -> str:
+        return "".join(f"{k} = {_toml_value(v)}\n" for k, v in table.items())
+
+    out = [lines({k: v for k, v in data.items() if not _is_table(v)})]
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            out.append(f"[{key}]\n{lines(value)}")
+        elif _is_table(value):
+            out.extend(f"[[{key}]]\n{lines(item)}" for item in value)
+    return "\n".join(part for part in out if part)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
+    )
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(map(_toml_value, value))}]"
+        case dict():
+            return "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        case _:
+            return json.dumps(value, ensure_ascii=False)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str | int, where: str, error: type[FourfoldError] = ConfigError) -> int:
+    """Bytes of `"16GiB"`, `"512 MB"` or a plain number."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS:
+        raise error(f"{where} = {text!r} is not a size; write for example '16GiB', '512MiB' or '40GB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people: `1.50 GiB`."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,1 @@
+"""Units: parameters that are gathered and reduced together, as views of one flat buffer."""

@@ -1,0 +1,52 @@
+"""Where each parameter of a unit lies in the unit's flat buffer. Pure arithmetic, shared by engine and planner; no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["ALIGN", "Layout", "Slot", "lay_out"]
+
+ALIGN = 64
+"""Elements. A parameter starts on a multiple of this, and so does every rank's shard: vectorised kernels then see the same
+main loop and tail wherever a parameter lies, so an update has the same bits under every plan, and matrix operands are
+aligned."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements [start, stop) of the flat buffer are the parameter `name`, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots in order, and the length of the buffer: a multiple of ALIGN times the number of shards."""
+
+    slots: tuple[Slot, ...]
+    total: int
+    shards: int
+
+    def shard_range(self, index: int) -> tuple[int, int]:
+        """Elements of the buffer that shard `index` holds."""
+        length = self.total // self.shards
+        return index * length, (index + 1) * length
+
+
+def lay_out(shapes: Mapping[str, tuple[int, ...]], shards: int = 1) -> Layout:
+    """Parameters one after another in the given order."""
+    slots, at = [], 0
+    for name, shape in shapes.items():
+        slot = Slot(name, tuple(shape), at, at + math.prod(shape))
+        slots.append(slot)
+        at = _round_up(slot.stop, ALIGN)
+    return Layout(tuple(slots), _round_up(at, ALIGN * shards), shards)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

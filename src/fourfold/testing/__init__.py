@@ -1,0 +1,1 @@
+"""For our tests and yours: ranks started in a test."""

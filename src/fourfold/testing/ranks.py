@@ -1,0 +1,134 @@
+"""Start ranks in a test: forked processes, a gloo group over a file, each rank's traceback raised in the parent.
+
+    def check(rank, ranks):
+        x = torch.full((3,), float(rank))
+        dist.all_reduce(x)
+        return x.sum().item()
+
+    assert run_ranks(check, 4) == [18.0] * 4
+
+Forking takes about 0.1 s for four ranks, against seconds for fresh interpreters. It is safe as long as the parent has
+never run a multi-threaded torch kernel: `run_ranks` sets one thread, so call it (or `torch.set_num_threads(1)`) first.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.errors import RankFailure
+
+__all__ = ["run_ranks"]
+
+
+def run_ranks(
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0, group_timeout: float = 20.0, **kwargs: Any
+) -> list[Any]:
+    """Call `fn(rank, ranks, *args, **kwargs)` in `ranks` processes that share a gloo group; returns their results.
+
+    The first rank to fail ends the others, and RankFailure carries its traceback. `timeout` bounds the whole call,
+    `group_timeout` every collective, both in seconds.
+    """
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="fourfold-ranks-") as folder:
+        processes, pipes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, theirs)
+            process = context.Process(target=_rank, args=job, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        try:
+            return _collect(processes, pipes, time.monotonic() + timeout, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+
+
+def _rank(
+    fn: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    store: str,
+    group_timeout: float,
+    pipe: Connection,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=group_timeout),
+        )
+        answer = (time.monotonic(), True, fn(rank, ranks, *args, **kwargs))
+    except BaseException:  # all of it is the parent's to raise
+        answer = (time.monotonic(), False, traceback.format_exc())
+    try:
+        data = pickle.dumps(answer)
+    except Exception:
+        data = pickle.dumps((time.monotonic(), False, f"the result cannot be sent:\n{traceback.format_exc()}"))
+    pipe.send_bytes(data)
+    pipe.close()
+    os._exit(0 if answer[1] else 1)  # no clean-up: the group's other ranks may be gone
+
+
+def _collect(processes: list[Any], pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, tuple[float, str]] = {}
+    open_pipes = dict(enumerate(pipes))
+    while open_pipes:
+        left = deadline - time.monotonic()
+        ready = wait(list(open_pipes.values()), timeout=max(0.0, left))
+        if not ready:
+            waiting = ", ".join(map(str, open_pipes))
+            raise RankFailure(f"ranks {waiting} did not finish within {timeout:.0f} s{_first(failures)}")
+        for rank in [r for r, p in open_pipes.items() if p in ready]:
+            pipe = open_pipes.pop(rank)
+            try:
+                when, good, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join(5)
+                failures[rank] = (0.0, f"died with exit code {processes[rank].exitcode}")
+                continue
+            if good:
+                results[rank] = value
+            else:
+                failures[rank] = (when, value)
+        if failures:
+            deadline = min(deadline, time.monotonic() + 2.0)  # a short time for the others to say what they saw
+            if not open_pipes or time.monotonic() > deadline:
+                break
+    if failures:
+        raise RankFailure(_first(failures).lstrip("; "))
+    return [results[rank] for rank in sorted(results)]
+
+
+def _first(failures: dict[int, tuple[float, str]]) -> str:
+    """The earliest failure: the others are usually its consequences."""
+    if not failures:
+        return ""
+    rank, (_, text) = min(failures.items(), key=lambda item: item[1][0])
+    return f"; rank {rank} failed first:\n{text}"

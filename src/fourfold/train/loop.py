@@ -1,0 +1,244 @@
+"""The training loop, from top to bottom.
+
+A step: count the tokens to predict; run every micro-batch forward and backward, with gradients accumulating in the units
+and each unit's reduction starting when its last contribution is in; exchange one small vector between all ranks; clip,
+update; say how it went. Nothing in a step waits for the GPU: losses and norms stay there, and are read one step later.
+
+What a step depends on: weights, step number, seed. What it does not: number of ranks, order of micro-batches, time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.model.spec import flops_per_token
+from fourfold.runtime.stage import Stage
+from fourfold.shard.unit import Unit
+from fourfold.train.callbacks import Callback, RunInfo
+from fourfold.train.checkpoint import Checkpointer, Holding
+from fourfold.train.data import IGNORE, Samples
+from fourfold.train.mesh import RankMesh
+from fourfold.train.metrics import peak_bytes
+from fourfold.train.optim import AdamW
+
+__all__ = ["Loop"]
+
+
+@dataclass
+class _Result:
+    """What a step left on the device: `gathered` [ranks, 4] is (loss sum, square sum, peak bytes, stop) of every rank."""
+
+    step: int
+    gathered: Tensor
+    count: Tensor
+    lr: float
+
+
+class Loop:
+    """Everything a rank needs to train; assembled by train/worker.py."""
+
+    def __init__(
+        self,
+        info: RunInfo,
+        *,
+        mesh: RankMesh,
+        world: dist.ProcessGroup | None,
+        device: torch.device,
+        stage: Stage,
+        units: Sequence[Unit],
+        optimizer: AdamW,
+        train_samples: Samples,
+        eval_samples: Samples | None,
+        checkpointer: Checkpointer,
+        callbacks: Sequence[Callback],
+        peak_rate: float,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ):
+        self.info, self.config, self.plan = info, info.config, info.plan
+        self.mesh, self.world, self.device = mesh, world, device
+        self.stage, self.units, self.optimizer = stage, list(units), optimizer
+        self.train_samples, self.eval_samples = train_samples, eval_samples
+        self.checkpointer, self.callbacks, self.peak_rate = checkpointer, list(callbacks), peak_rate
+        self.stop_requested = stop_requested
+        self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
+        self.saved_step = -1
+        self._clock = time.perf_counter()
+
+    def run(self, done: int) -> int:
+        """Train from `done` steps on until the config's last step, or until asked to stop; returns the steps done."""
+        steps = self.config.train.steps
+        self._call(lambda c: c.on_start(self.info, done))
+        self._clock = time.perf_counter()
+        pending: _Result | None = None
+        while done < steps:
+            result = self.step(done)
+            done += 1
+            stop = False
+            if pending is not None:
+                stop |= self._report(pending)
+            pending = result
+            if self.device.type == "cpu" or done == steps or self._pause_at(done):
+                stop |= self._report(pending)
+                pending = None
+            if self._every(self.config.train.eval_every, done):
+                self.evaluate(done)
+            if self._every(self.config.checkpoint.every, done) or stop:
+                self.save(done)
+                self._clock = time.perf_counter()
+            if stop:
+                break
+        if done == steps:
+            self.save(done)
+        self.checkpointer.wait()
+        self._call(lambda c: c.on_end(self.info, done))
+        return done
+
+    # ---- one step ----
+
+    def step(self, index: int) -> _Result:
+        """Step `index`, counted from 0."""
+        self.stage.step = index
+        batches = list(self._micro_batches(self.train_samples, index))
+        count = self._count(self.train_samples, batches)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for m, (tokens, targets) in enumerate(batches):
+            last = m == len(batches) - 1
+            loss = self.stage.forward(m, tokens, extra=(targets,))
+            loss_sum += loss
+            self.stage.backward(m, count.reciprocal().to(loss.dtype), done=_reduce if last else None)
+        for unit in self.units:
+            unit.finish()
+        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.stop_requested())
+        norm = gathered[:, 1].sum().sqrt()
+        skip = 1 - (norm + gathered[:, 0].sum()).isfinite().float()
+        lr = self.config.optim.lr_at(index, self.config.train.steps)
+        self.optimizer.step(lr, norm, skip)
+        for unit in self.units:
+            unit.zero_grad()
+        return _Result(index + 1, gathered, count, lr)
+
+    def _micro_batches(self, samples: Samples, index: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step."""
+        batch, ways = self.config.train.global_batch, self.plan.mesh.batch_ways
+        size, way = self.plan.micro_batch_size(batch), self.mesh.index("data", "depth", "row")
+        for m in range(self.micro_batches):
+            first = index * batch + (m * ways + way) * size
+            arrays = samples.batch(range(first, first + size))
+            tokens, targets = (torch.from_numpy(a).to(self.device) for a in arrays)
+            yield tokens, targets
+
+    def _count(self, samples: Samples, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Tokens to predict in the whole step, on all ranks: what the loss is averaged over."""
+        if samples.all_valid:
+            total = self.config.train.global_batch * self.config.model.seq_len
+            return torch.tensor(float(total), dtype=torch.float64, device=self.device)
+        count = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _, targets in batches:
+            count += (targets != IGNORE).sum()
+        if self.world is not None:
+            dist.all_reduce(count, group=self.world)
+        return count.clamp(min=1)
+
+    def _square_sum(self) -> Tensor:
+        """Sum of squares of the gradients this rank owns; over all ranks, every element counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for unit in self.units:
+            assert unit.grad is not None
+            if all(p.owned_at(self.mesh.coordinates) for pieces in unit.pieces.values() for p in pieces):
+                total += torch.linalg.vector_norm(unit.grad, dtype=torch.float64).square()
+        return total
+
+    def _gather(self, *values: Tensor | float) -> Tensor:
+        """[ranks, len(values)]: every rank's values on every rank, so that all decide alike."""
+        mine = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
+        if self.world is None:
+            return mine[None]
+        everyone = mine.new_empty(self.info.ranks, len(values))
+        dist.all_gather_into_tensor(everyone, mine, group=self.world)
+        return everyone
+
+    # ---- around the steps ----
+
+    def _report(self, result: _Result) -> bool:
+        """Read a step's results, tell the callbacks; True when some rank asked to stop."""
+        gathered, count = result.gathered.cpu(), float(result.count)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        tokens = self.config.train.global_batch * self.config.model.seq_len
+        rate = tokens / seconds
+        loss, norm = float(gathered[:, 0].sum()) / count, math.sqrt(float(gathered[:, 1].sum()))
+        metrics = {
+            "step": result.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": result.lr,
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": rate * flops_per_token(self.config.model) / (self.peak_rate * self.info.ranks),
+            "peak_bytes": int(gathered[:, 2].max()),
+        }
+        self._call(lambda c: c.on_step(self.info, metrics))
+        return bool(gathered[:, 3].any())
+
+    def evaluate(self, step: int) -> float:
+        """Mean loss over the first batches of the evaluation split, the same at every call."""
+        assert self.eval_samples is not None
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for index in range(self.config.train.eval_batches):
+            for tokens, targets in self._micro_batches(self.eval_samples, index):
+                total[0] += self.stage.evaluate(tokens, extra=(targets,))
+                total[1] += (targets != IGNORE).sum()
+        if self.world is not None:
+            dist.all_reduce(total, group=self.world)
+        loss = float(total[0] / total[1].clamp(min=1))
+        metrics = {"step": step, "eval_loss": loss, "eval_tokens": int(total[1])}
+        self._call(lambda c: c.on_eval(self.info, metrics))
+        self._clock = time.perf_counter()
+        return loss
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint of `step` steps done, unless there is one."""
+        if step == self.saved_step:
+            return
+        self.saved_step = step
+        state = {
+            "version": 1,
+            "step": step,
+            "updates": self.optimizer.updates,
+            "data": self.train_samples.state(step * self.config.train.global_batch),
+        }
+        self.checkpointer.save(step, self.holdings(), state, done=lambda path: self._saved(step, path))
+
+    def _saved(self, step: int, path: object) -> None:
+        self._call(lambda c: c.on_save(self.info, step, path))  # type: ignore[arg-type]
+
+    def holdings(self) -> list[Holding]:
+        """What this rank has to put into a checkpoint, or to fill from one."""
+        return [
+            Holding(prefix, flat, 0, unit.layout, unit.pieces)
+            for unit in self.units
+            for prefix, flat in self.optimizer.flats(unit).items()
+        ]
+
+    def _pause_at(self, done: int) -> bool:
+        return self._every(self.config.train.eval_every, done) or self._every(self.config.checkpoint.every, done)
+
+    def _every(self, interval: int, done: int) -> bool:
+        return interval > 0 and (done % interval == 0 or done == self.config.train.steps)
+
+    def _call(self, what: Callable[[Callback], None]) -> None:
+        for callback in self.callbacks:
+            what(callback)
+
+
+def _reduce(unit: object) -> None:
+    assert isinstance(unit, Unit)
+    unit.reduce()

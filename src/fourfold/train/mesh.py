@@ -1,0 +1,54 @@
+"""The mesh of ranks: coordinates by axis, and the process groups along axes.
+
+Rank numbers run fastest along `col`, slowest along `pipe`, so that the axes with the most traffic join neighbours.
+Groups are made by all their members together: every rank must ask for the same groups in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fourfold.plan import AXES
+from fourfold.plan import Mesh as Degrees
+
+__all__ = ["RankMesh"]
+
+
+class RankMesh:
+    """Where this rank stands in the mesh."""
+
+    def __init__(self, degrees: Degrees, rank: int, timeout: timedelta | None = None):
+        self.degrees, self.rank, self._timeout = degrees.degrees, rank, timeout
+        self.coordinates = self._coordinates(rank)
+
+    def _coordinates(self, rank: int) -> dict[str, int]:
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.degrees[axis])
+        return {axis: found[axis] for axis in AXES}
+
+    def size(self, *axes: str) -> int:
+        return math.prod(self.degrees[axis] for axis in axes)
+
+    def members(self, *axes: str) -> list[int]:
+        """Ranks that differ from this one along `axes` only, in order."""
+        mine = self.coordinates
+        return [
+            rank
+            for rank in range(math.prod(self.degrees.values()))
+            if all(c == mine[axis] for axis, c in self._coordinates(rank).items() if axis not in axes)
+        ]
+
+    def index(self, *axes: str) -> int:
+        """Place of this rank among `members(*axes)`."""
+        return self.members(*axes).index(self.rank)
+
+    def group(self, *axes: str, backend: str | None = None) -> dist.ProcessGroup | None:
+        """A new process group along `axes`; None when it would hold this rank alone."""
+        members = self.members(*axes)
+        if len(members) == 1:
+            return None
+        return dist.new_group(members, timeout=self._timeout, backend=backend, use_local_synchronization=True)

@@ -1,0 +1,86 @@
+"""Metrics of every step: one JSON object per line in metrics.jsonl, and what MFU is measured against.
+
+    step loss grad_norm lr tokens seconds tokens_per_second mfu peak_bytes skipped
+
+`tokens` are the positions trained on in the step, `seconds` its wall time, `peak_bytes` the most memory any rank has used
+so far (CUDA: allocated; CPU: resident). `mfu` is the model's FLOPs (model/spec.py: no recomputation) per second over the
+ranks' peak rate: the vendor's figure for known GPUs at the plan's precision, and on CPUs, which have no such figure worth
+the name, the rate of a matrix product measured when the run starts, on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.train.rundir import RunDir, read_metrics
+
+__all__ = ["MetricsFile", "peak_bytes", "peak_flops"]
+
+# Dense matrix rate, FLOP/s, by a part of the device's name: (bf16, fp32 without TF32, fp64), vendor figures.
+_PEAKS = {
+    "B200": (2250e12, 75e12, 37e12),
+    "H200": (989e12, 67e12, 67e12),
+    "H100": (989e12, 67e12, 67e12),
+    "A100": (312e12, 19.5e12, 19.5e12),
+    "V100": (125e12, 15.7e12, 7.8e12),
+    "L40S": (362e12, 91.6e12, 1.4e12),
+    "A10": (125e12, 31.2e12, 0.5e12),
+    "L4": (121e12, 30.3e12, 0.5e12),
+    "4090": (165e12, 82.6e12, 1.3e12),
+}
+
+
+class MetricsFile:
+    """Appends to metrics.jsonl; after a resume, lines of steps that will be done again are dropped first."""
+
+    def __init__(self, run: RunDir, done: int):
+        kept = [m for m in read_metrics(run) if m["step"] <= done]
+        partial = run.path / ".metrics.jsonl.partial"
+        partial.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
+        partial.replace(run.metrics_file)
+        self._file = run.metrics_file.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        self._file.write(json.dumps(metrics) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory this rank has used so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that MFU is a share of."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        column = {torch.float32: 1, torch.float64: 2}.get(dtype, 0)
+        known = [rates[column] for part, rates in _PEAKS.items() if part in name]
+        if known:
+            return known[0]
+    return _measure(device, dtype)
+
+
+def _measure(device: torch.device, dtype: torch.dtype, size: int = 384, seconds: float = 0.1) -> float:
+    """Rate of a square matrix product, best of what fits in `seconds`."""
+    a: Tensor = torch.ones(size, size, dtype=dtype, device=device)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        b = a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+        del b
+    return best

@@ -1,0 +1,105 @@
+"""AdamW over units: torch's fused kernel on slices of flat buffers.
+
+Per unit, all of the length of the unit's buffer:
+
+    master       what is updated: the weights themselves (fp32, fp64), or an fp32 copy of bf16 weights
+    exp_avg, exp_avg_sq     the moments, of the master's type
+
+bf16 weights are the master rounded half up (not half to even): then a weight and 16 more bits restore the master.
+Matrices decay, vectors (norms, biases) do not. A step whose `skip` flag is set changes nothing, and asks the host
+nothing: the flag stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.config import OptimConfig
+from fourfold.shard.unit import Unit
+
+__all__ = ["AdamW", "round_half_up"]
+
+
+class AdamW:
+    """Decoupled weight decay, fused, on the slots of units."""
+
+    def __init__(self, units: Sequence[Unit], config: OptimConfig):
+        self.units, self.config = list(units), config
+        self.master: dict[str, Tensor] = {}
+        self.exp_avg: dict[str, Tensor] = {}
+        self.exp_avg_sq: dict[str, Tensor] = {}
+        matrices: list[Tensor] = []
+        vectors: list[Tensor] = []
+        state = {}
+        self._slots: list[tuple[Tensor, Unit, int, int]] = []
+        for u in self.units:
+            wide = u.full.dtype in (torch.float32, torch.float64)
+            master = u.full.detach() if wide else u.full.detach().float()
+            first, second = torch.zeros_like(master), torch.zeros_like(master)
+            self.master[u.name], self.exp_avg[u.name], self.exp_avg_sq[u.name] = master, first, second
+            for s in u.layout.slots:
+                p = master[s.start : s.stop]
+                (matrices if len(s.shape) > 1 else vectors).append(p)
+                steps = torch.zeros((), dtype=torch.float32, device=master.device)
+                state[p] = {"step": steps, "exp_avg": first[s.start : s.stop], "exp_avg_sq": second[s.start : s.stop]}
+                self._slots.append((p, u, s.start, s.stop))
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [g for g in groups if g["params"]]
+        self._torch = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+        )
+        self._torch.state.update(state)
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: Tensor, skip: Tensor) -> None:
+        """One update from the units' reduced gradients, clipped by their global `norm`; nothing where `skip` is 1."""
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        for u in self.units:
+            assert u.grad is not None, f"{u.name} has no gradient"
+            if self.config.clip:
+                u.grad.mul_((self.config.clip / (norm + 1e-6)).clamp(max=1.0).to(u.grad.dtype))
+        for p, u, start, stop in self._slots:
+            assert u.grad is not None
+            p.grad = u.grad[start:stop].to(p.dtype)
+        self._torch.found_inf = skip  # type: ignore[attr-defined]  # read by the fused kernel
+        self._torch.step()
+        for p, *_ in self._slots:
+            p.grad = None
+        for u in self.units:
+            self.publish(u)
+
+    @torch.no_grad()
+    def publish(self, unit: Unit) -> None:
+        """Give a unit the weights of its master."""
+        master = self.master[unit.name]
+        if master.data_ptr() != unit.full.data_ptr():
+            unit.full.copy_(round_half_up(master))
+
+    def flats(self, unit: Unit) -> dict[str, Tensor]:
+        """What a checkpoint holds of a unit, by the prefix of its names; all laid out as the unit is."""
+        return {
+            "": self.master[unit.name],
+            "optim.exp_avg.": self.exp_avg[unit.name],
+            "optim.exp_avg_sq.": self.exp_avg_sq[unit.name],
+        }
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights (skipped ones are not among them)."""
+        return int(self._torch.state[self._slots[0][0]]["step"].item())
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for p, *_ in self._slots:
+            self._torch.state[p]["step"].fill_(count)
+
+
+def round_half_up(x: Tensor) -> Tensor:
+    """fp32 to bf16, ties away from zero: add half a unit in the last place to the bits and cut. NaN and Inf stay."""
+    bits = x.view(torch.int32)
+    rounded = (bits + 0x8000) & -0x10000
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)

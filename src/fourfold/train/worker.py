@@ -1,0 +1,293 @@
+"""Where the parts meet: one rank, assembled from a config and a plan. Reads like a recipe.
+
+Build the model without storage; make its units, each with its parameters in one flat buffer and their initial values; chain
+them into a stage; give them an optimizer; open the data; resume if there is something to resume; run the loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold import schema
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.launch.place import Place, choose_device, join, leave
+from fourfold.model.build import build_model, fill_initial, materialize_buffers
+from fourfold.model.spec import parameter_count, tied_parameters
+from fourfold.model.transformer import Transformer
+from fourfold.piece import whole
+from fourfold.plan import Plan
+from fourfold.runtime.stage import Link, Stage
+from fourfold.shard.unit import Unit
+from fourfold.train import checkpoint
+from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
+from fourfold.train.data import Samples, open_corpus
+from fourfold.train.loop import Loop
+from fourfold.train.mesh import RankMesh
+from fourfold.train.metrics import MetricsFile, peak_flops
+from fourfold.train.optim import AdamW
+from fourfold.train.rundir import RunDir
+from fourfold.view.console import Progress
+
+__all__ = ["DTYPES", "Outcome", "fit", "open_samples", "work"]
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the steps done, and where it was written."""
+
+    steps: int
+    run_dir: Path
+
+
+def fit(
+    config: Config, plan: Plan | None = None, *, callbacks: Sequence[Callback] = (), resume: bool = False
+) -> Outcome:
+    """Train `config` by `plan`, in this process as one rank of a job (or as the only one).
+
+    Call it in every rank, from your own script; `fourfold train` starts the ranks itself. With `resume`, the run in
+    `train.run_dir` goes on from its newest checkpoint.
+    """
+    config, plan = config.resolve(), plan or Plan()
+    place = Place()
+    plan.check(config, place.ranks)
+    run = RunDir.reopen(config.train.run_dir) if resume else RunDir.create(config.train.run_dir, config, plan)
+    try:
+        return work(place, None, config, plan, run, callbacks=callbacks)
+    finally:
+        run.unlock()
+
+
+def work(
+    place: Place,
+    store: dist.Store | None,
+    config: Config,
+    plan: Plan,
+    run: RunDir,
+    *,
+    callbacks: Sequence[Callback] = (),
+    console: IO[str] | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Be one rank of a run whose directory is claimed, config resolved and plan checked."""
+    device = choose_device(config.train.device, place)
+    timeout = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
+    _set_up_torch(config, device)
+    if place.ranks > 1:
+        join(place, store, device, timeout)
+    try:
+        loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console, stop_requested)
+        steps = loop.run(done)
+        if place.rank == 0 and steps == config.train.steps:
+            from fourfold.train.export import write_final
+
+            write_final(run, config)
+        return Outcome(steps, run.path)
+    finally:
+        if place.ranks > 1:
+            leave()
+
+
+def assemble(
+    place: Place,
+    device: torch.device,
+    timeout: float,
+    config: Config,
+    plan: Plan,
+    run: RunDir,
+    callbacks: Sequence[Callback],
+    console: IO[str] | None,
+    stop_requested: Callable[[], bool],
+) -> tuple[Loop, int]:
+    """The loop of one rank, and how many steps were done before."""
+    mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=timeout))
+    world = dist.group.WORLD if place.ranks > 1 else None
+    replicas = mesh.group("data", "depth")
+    saving = mesh.group("pipe", "data", "depth", "row", "col", backend="gloo")
+    compute = DTYPES[plan.precision.compute]
+    reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
+
+    model = build_model(config.model)
+    model.to(compute)
+    units = make_units(model, config, plan, mesh, device, compute, reduce, replicas)
+    materialize_buffers(model, device, compute)
+    stage = Stage(
+        [
+            Link(name, units[name], module, _recompute(plan, name), plan.precision.compile)
+            for name, module in model.units().items()
+        ],
+        reseed=_reseeder(config, mesh) if config.model.dropout else None,
+    )
+    optimizer = AdamW(list(units.values()), config.optim)
+    train_samples, eval_samples = open_samples(config)
+
+    info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameter_count(config.model))
+    mine = list(callbacks) + extra_callbacks(config)
+    checkpointer = checkpoint.Checkpointer(
+        run.checkpoints, keep=config.checkpoint.keep, group=saving, coordinates=mesh.coordinates
+    )
+    loop = Loop(
+        info,
+        mesh=mesh,
+        world=world,
+        device=device,
+        stage=stage,
+        units=list(units.values()),
+        optimizer=optimizer,
+        train_samples=train_samples,
+        eval_samples=eval_samples,
+        checkpointer=checkpointer,
+        callbacks=mine,
+        peak_rate=peak_flops(device, compute),
+        stop_requested=stop_requested,
+    )
+    done = resume(loop, run, saving)
+    if place.rank == 0:
+        schema.write_json(run.path / "env.json", environment(place, device))
+        loop.callbacks = [Recorder(run, config, done, console), *loop.callbacks]
+    return loop, done
+
+
+def make_units(
+    model: Transformer,
+    config: Config,
+    plan: Plan,
+    mesh: RankMesh,
+    device: torch.device,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+    replicas: dist.ProcessGroup | None,
+) -> dict[str, Unit]:
+    """The model's units with their initial weights; its parameters become views of them."""
+    copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1)
+    tied = tied_parameters(config.model)
+    units: dict[str, Unit] = {}
+    for name, module in model.units().items():
+        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        unit = units[name] = Unit.of(
+            name,
+            module,
+            pieces={n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()},
+            device=device,
+            compute=compute,
+            reduce=reduce,
+            group=replicas,
+            borrow={n: _owner(units, tied[f"{name}.{n}"]) for n in found if f"{name}.{n}" in tied},
+        )
+        for n, parameter in unit.params.items():
+            for piece in unit.pieces[n]:
+                fill_initial(parameter, piece, config.model, config.train.seed)
+    return units
+
+
+def _owner(units: dict[str, Unit], serial: str) -> tuple[Unit, str]:
+    """The unit that owns a serial parameter, and its name there."""
+    unit = next(u for u in units.values() if serial.startswith(f"{u.name}."))
+    return unit, serial.removeprefix(f"{unit.name}.")
+
+
+def _recompute(plan: Plan, unit: str) -> Any:
+    return plan.rule_for(unit).recompute
+
+
+def _reseeder(config: Config, mesh: RankMesh) -> Callable[[int, int, int], None]:
+    """Seed torch by (seed, step, micro-batch, link, place in the batch) before a link draws random numbers."""
+
+    def reseed(step: int, micro_batch: int, link: int) -> None:
+        key = f"{config.train.seed}:{step}:{micro_batch}:{link}:{mesh.index('data', 'depth', 'row')}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
+
+    return reseed
+
+
+def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
+    """Fill the loop's state from the newest complete checkpoint, if there is one; returns the steps done."""
+    directory = checkpoint.newest(run.checkpoints)
+    if directory is None:
+        return 0
+    state = checkpoint.load(directory, loop.holdings(), group=group)
+    for unit in loop.units:
+        loop.optimizer.publish(unit)
+    loop.optimizer.updates = state["updates"]
+    consumed, batch = loop.train_samples.consumed(state["data"]), loop.config.train.global_batch
+    if consumed != state["step"] * batch:
+        raise ConfigError(f"train.global_batch = {batch} is not the batch this run was started with; it cannot change")
+    loop.saved_step = state["step"]
+    return state["step"]
+
+
+def open_samples(config: Config) -> tuple[Samples, Samples | None]:
+    """The training samples, and those for evaluation when it is asked for; raises DataError for bad data."""
+    corpus = open_corpus(config.data.source, config.data.tokenizer)
+    kinds: dict[str, Any] = {
+        "seq_len": config.model.seq_len,
+        "vocab": config.model.vocab,
+        "seed": config.train.seed,
+        "eval_fraction": config.data.eval_fraction,
+        "bidirectional": config.model.family == "bert",
+        "mask_rate": config.data.mask_rate,
+    }
+    train = Samples(corpus, split="train", **kinds)
+    if not config.train.eval_every:
+        return train, None
+    held = Samples(corpus, split="eval", **kinds)
+    if held.count < 1:
+        raise ConfigError(
+            f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "
+            f"{train.count} windows leaves none to evaluate on; use {1.5 / train.count:.2g} or more"
+        )
+    return train, held
+
+
+def environment(place: Place, device: torch.device) -> dict[str, Any]:
+    """What the run ran on, for env.json."""
+    return {
+        "fourfold": __import__("fourfold").__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "ranks": place.ranks,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _set_up_torch(config: Config, device: torch.device) -> None:
+    if config.train.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+class Recorder(Callback):
+    """Rank 0's record: metrics.jsonl and the console."""
+
+    def __init__(self, run: RunDir, config: Config, done: int, console: IO[str] | None):
+        self.file = MetricsFile(run, done)
+        self.progress = Progress(config.train.steps, config.log.every, console)
+
+    def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
+        self.file.write(metrics)
+        self.progress.step(metrics)
+
+    def on_eval(self, run: RunInfo, metrics: dict[str, Any]) -> None:
+        self.file.write(metrics)
+        self.progress.note(f"  evaluation at step {metrics['step']}: loss {metrics['eval_loss']:.4f}")
+
+    def on_save(self, run: RunInfo, step: int, path: Path) -> None:
+        self.progress.note(f"  [dim]saved {path}[/]")
+
+    def on_end(self, run: RunInfo, step: int) -> None:
+        self.file.close()
