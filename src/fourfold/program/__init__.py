@@ -25,8 +25,10 @@ from fourfold.program.instructions import (
 )
 from fourfold.program.lowering import lower
 from fourfold.program.ops import Op, Schedule
+from fourfold.program.partition import Layer
 from fourfold.program.schedules import build, forward_only, fused, loop, names, register, split, zigzag
 from fourfold.program.simulator import simulate
+from fourfold.program.synthesizer import Synthesis, search, synthesize
 from fourfold.program.timeline import Peak, Span, Timeline
 from fourfold.program.validator import validate
 
@@ -35,6 +37,7 @@ __all__ = [
     "Costs",
     "Gather",
     "Instruction",
+    "Layer",
     "Op",
     "Part",
     "Peak",
@@ -48,6 +51,7 @@ __all__ = [
     "Send",
     "Span",
     "Stream",
+    "Synthesis",
     "Timeline",
     "Unit",
     "build",
@@ -57,8 +61,10 @@ __all__ = [
     "lower",
     "names",
     "register",
+    "search",
     "simulate",
     "split",
+    "synthesize",
     "validate",
     "zigzag",
 ]
