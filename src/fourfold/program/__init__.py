@@ -22,6 +22,7 @@ from fourfold.program.instructions import (
     Send,
     Stream,
     Unit,
+    parse_instruction,
 )
 from fourfold.program.lowering import lower
 from fourfold.program.ops import Op, Schedule
@@ -31,6 +32,7 @@ from fourfold.program.simulator import simulate
 from fourfold.program.synthesizer import Synthesis, search, synthesize
 from fourfold.program.timeline import Peak, Span, Timeline
 from fourfold.program.validator import validate
+from fourfold.program.waves import choose_waves
 
 __all__ = [
     "Bucket",
@@ -55,11 +57,13 @@ __all__ = [
     "Timeline",
     "Unit",
     "build",
+    "choose_waves",
     "forward_only",
     "fused",
     "loop",
     "lower",
     "names",
+    "parse_instruction",
     "register",
     "search",
     "simulate",
