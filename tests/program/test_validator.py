@@ -44,7 +44,7 @@ def test_a_dropped_op_is_refused(schedule, data):
     row = schedule.order[rank]
     broken = _with_row(schedule, rank, row[:at] + row[at + 1 :])
     assume(not broken.forward_only)  # that would be a valid evaluation
-    with pytest.raises(ScheduleError, match="missing|before|deadlock|in order"):
+    with pytest.raises(ScheduleError, match=r"missing|before|deadlock|in order"):
         validate(broken)
 
 
@@ -70,7 +70,7 @@ def test_swapped_dependent_ops_are_refused(schedule, data):
     ]
     i, j = data.draw(st.sampled_from(pairs))
     row[i], row[j] = row[j], row[i]
-    with pytest.raises(ScheduleError, match="which it needs|in order|deadlock"):
+    with pytest.raises(ScheduleError, match=r"which it needs|in order|deadlock"):
         validate(_with_row(schedule, rank, row))
 
 
@@ -122,7 +122,9 @@ def test_broken_schedules_say_why(rows, says):
 
 def test_the_last_stage_takes_micro_batches_in_order():
     schedule = Schedule((ops("0F1 0F0 0B0 0B1"), ops("1F1 1F0 1B0 1B1")), (0, 1), 2)
-    with pytest.raises(ScheduleError, match="rank 1, op 1F1: the last stage takes micro-batches in order, 1F0 comes next"):
+    with pytest.raises(
+        ScheduleError, match="rank 1, op 1F1: the last stage takes micro-batches in order, 1F0 comes next"
+    ):
         validate(schedule)
 
 
@@ -314,12 +316,19 @@ def test_blocking_sends_that_lock_up_are_found():
                 continue
             if isinstance(instruction, Op):
                 step = -1 if instruction.kind == "F" else 1
-                mine = [r for r in waiting if (r.stage, r.micro_batch) == (instruction.stage + step, instruction.micro_batch)]
+                mine = [
+                    r
+                    for r in waiting
+                    if (r.stage, r.micro_batch) == (instruction.stage + step, instruction.micro_batch)
+                ]
                 late += mine
                 waiting = [r for r in waiting if r not in mine]
             late.append(instruction)
         rows.append(replace(program, instructions=tuple(late)))
-    with pytest.raises(ScheduleError, match=r"deadlock: rank \d, instruction \d+ \(SEND .*which waits for rank \d, instruction \d+ \(SEND"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"deadlock: rank \d, instruction \d+ \(SEND .*which waits for rank \d, instruction \d+ \(SEND",
+    ):
         validate(replace(lowered, programs=tuple(rows)))
 
 
@@ -348,7 +357,8 @@ def test_programs_obey_the_cap_too():
 
 
 @pytest.mark.parametrize(
-    "text", ["SEND 3 activation 0 from 2", "RECV 3 activations 0 from 2", "GATHER", "GATHER a b", "JUMP 3", "3F0 a b", ""]
+    "text",
+    ["SEND 3 activation 0 from 2", "RECV 3 activations 0 from 2", "GATHER", "GATHER a b", "JUMP 3", "3F0 a b", ""],
 )
 def test_bad_instructions(text):
     with pytest.raises(ScheduleError, match="is not an instruction"):

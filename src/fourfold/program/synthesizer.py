@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from fourfold.errors import ScheduleError
 from fourfold.program.bounds import lower_bound
-from fourfold.program.costs import Costs, Number
+from fourfold.program.costs import Costs, Number, divide
 from fourfold.program.engine import Order, Problem, peaks, run
 from fourfold.program.greedy import Policy, list_schedule
 from fourfold.program.improve import fuse, improve
@@ -62,7 +62,7 @@ class Synthesis:
     @property
     def gap(self) -> Number:
         """How far above the lower bound, as a share of it; 0: proven optimal for its placement."""
-        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0
+        return divide(self.makespan, self.lower_bound) - 1 if self.lower_bound else 0
 
     def explain(self) -> str:
         """One line for people."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fourfold.program.costs import Number, StageCosts
+from fourfold.program.costs import Number, StageCosts, divide
 from fourfold.program.instructions import Carried, Instruction, Part, Send
 from fourfold.program.ops import Op
 
@@ -93,12 +93,12 @@ class Timeline:
     @cached_property
     def bubble(self) -> Number:
         """The idle share of all ranks' time."""
-        return sum(self.idle) / (self.rows * self.makespan) if self.makespan else 0
+        return divide(sum(self.idle), self.rows * self.makespan) if self.makespan else 0
 
     @property
     def gap(self) -> Number:
         """How far above the lower bound, as a share of it: 0 is proven optimal."""
-        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0
+        return divide(self.makespan, self.lower_bound) - 1 if self.lower_bound else 0
 
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
