@@ -63,7 +63,8 @@ def _swappable(
         op, start = order[rank][i], times.starts[rank][i]
         if i and times.ends[rank][i - 1] == start:
             i -= 1
-            if not _needs(op, order[rank][i]):
+            before = order[rank][i]
+            if op[:2] != before[:2] and not _needs(op, before):  # stages keep taking micro-batches in order
                 pairs.append((rank, i))
         else:
             source = _source(op, where)

@@ -57,12 +57,30 @@ def modulo_schedule(
             if begin is None:
                 return None
             at[stage, "W", u] = begin
-    rows: list[list[tuple[Any, int, str, int]]] = [[] for _ in range(problem.ranks)]
+    return _repeated(problem, at, unroll, length)
+
+
+def _repeated(
+    problem: Problem, at: dict[tuple[int, str, int], Any], unroll: int, length: Any
+) -> list[list[tuple[int, str, int]]]:
+    """The pattern repeated for all micro-batches, which every stage takes in order.
+
+    Micro-batches are alike: if one overtook another, each stage may as well have run the n-th first as its n-th.
+    """
+    rows: list[list[tuple[Any, int, int, str]]] = [[] for _ in range(problem.ranks)]
     for (stage, letter, u), start in at.items():
-        row = rows[problem.placement[stage]]
         for turn, m in enumerate(range(u, problem.micro_batches, unroll)):
-            row.append((start + turn * length, stage, letter, m))
-    return [[(stage, letter, m) for _, stage, letter, m in sorted(row)] for row in rows]
+            rows[problem.placement[stage]].append((start + turn * length, m, stage, letter))
+    order = []
+    for row in rows:
+        count: dict[tuple[int, str], int] = {}
+        ops = []
+        for _, _, stage, letter in sorted(row):
+            m = count.get((stage, letter), 0)
+            count[stage, letter] = m + 1
+            ops.append((stage, letter, m))
+        order.append(ops)
+    return order
 
 
 class _Circle:
