@@ -114,12 +114,10 @@ def grid(quick: bool) -> Iterator[Row]:
 
 
 def _grid(quick: bool) -> Iterator[tuple[str, Any, tuple[str, Any]]]:
-    sizes = [(2, b) for b in (2, 4, 8)] + [(4, b) for b in (2, 4, 6, 8, 12, 16)] + [(8, b) for b in (4, 8, 12, 16, 32)]
-    sizes += [] if quick else [(16, b) for b in (16, 32, 64)] + [(3, 7), (6, 12)]
-    for ranks, micro_batches in sizes[:9] if quick else sizes:
-        for share in (1, Fraction(3, 4)):
-            if ranks == 16 and share != 1:
-                continue
+    sizes = [(2, b) for b in (2, 4, 8)] + [(3, 7)] + [(4, b) for b in (2, 4, 6, 8, 12, 16)]
+    more = [(6, 12)] + [(8, b) for b in (4, 8, 12, 16, 32)] + [(16, b) for b in (8, 16, 32, 64)]
+    for ranks, micro_batches in sizes if quick else sizes + more:
+        for share in (1, Fraction(3, 2)):
             cap = ranks * share
             for label, (forward, input_grad, weight_grad) in SHARES.items():
                 prices = Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, message=0.05)
@@ -151,6 +149,7 @@ def _peers(
     """(name, makespan, peak memory) of every hand-written schedule; layers are balanced for each placement."""
     options: list[tuple[str, dict[str, Any]]] = [
         *[(name, {}) for name in ("gpipe", "1f1b", "zb-h1", "zb-v")],
+        *[("1f1b", {"slack": n}) for n in (1, 2)],
         *[("interleaved", {"stages_per_rank": n}) for n in (2, 4)],
         *[("wave", {"waves": n}) for n in (1, 2)],
         *[("wave", {"waves": n, "paper": True}) for n in (1, 2)],

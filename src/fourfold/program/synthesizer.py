@@ -468,7 +468,7 @@ def _hand_written(placement: str, count: int) -> list[tuple[str, dict[str, Any]]
         return [("interleaved", {"stages_per_rank": count})]
     if count % 2:
         return []
-    waves: list[tuple[str, dict[str, Any]]] = [("wave", {"waves": count // 2})]
+    waves = [("wave", {"waves": count // 2, "paper": paper}) for paper in (False, True)]
     return [*waves, ("zb-v", {})] if count == 2 else waves
 
 
