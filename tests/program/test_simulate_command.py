@@ -149,3 +149,13 @@ def test_the_example_runs():
     own = runpy.run_path(str(ROOT / "examples/own_schedule.py"))["two_by_two"]
     for ranks, micro_batches in ((1, 1), (4, 8), (3, 7), (5, 2)):
         validate(own(ranks, micro_batches))
+
+
+def test_the_documentation_is_right():
+    """Its drawings are drawn so, and its code runs."""
+    text = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+    for name, micro_batches, width in (("1f1b", 4, 63), ("wave", 4, 72), ("zb-v", 8, 102)):
+        for rank, line in enumerate(draw(simulate(build(name, 4, micro_batches)), width)):
+            assert f"{rank} {line.plain}" in text
+    for code in text.split("```python\n")[1:]:
+        exec(code.split("```")[0], {})

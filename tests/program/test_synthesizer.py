@@ -193,6 +193,17 @@ def test_list_schedules_never_lock_up_nor_exceed_the_cap(data, prices):
     validate(Schedule(tuple(tuple(map(Op._make, ops)) for ops in order), placement, total))
 
 
+def test_reserves_by_lifetime_stop_early_stages_from_hoarding():
+    """The figures in the documentation: the least reserves idle 19 F, those in proportion to lifetimes 6 F."""
+    problem = Problem.in_integers(zigzag(8, 4), 8, 32, Costs(message=Fraction(1, 20)), 8)
+    idle = {}
+    for share in (0, 1):
+        policy = Policy.by_time(problem, forward=1, backward=1, lead=0, reserve=share)
+        idle[share] = run(problem, list_schedule(problem, policy)).makespan * problem.tick - 96
+    assert round(idle[0]) == 19
+    assert round(idle[1]) == 6
+
+
 def test_greedy_without_reserves_would_lock_up():
     """Reserves of nothing: young micro-batches fill the ranks, and the search's own assertion fires."""
     problem = Problem.in_integers(zigzag(4, 4), 4, 16, Costs(message=Fraction(1, 20)), 4)
@@ -224,7 +235,7 @@ def test_modulo_scheduling_needs_little_memory():
 def test_improved_orders_are_valid(ranks, micro_batches, prices, seed):
     schedule = build("zb-v", ranks, micro_batches)
     problem = Problem.in_integers(schedule.placement, ranks, micro_batches, prices, ranks)
-    order = improve(problem, schedule.order, random.Random(seed), 40)
+    order, _ = improve(problem, schedule.order, random.Random(seed), 40)
     better = Schedule(tuple(tuple(map(Op._make, ops)) for ops in order), schedule.placement, micro_batches)
     validate(better, memory_cap=ranks)
     assert simulate(better, prices).makespan <= simulate(schedule, prices).makespan
@@ -238,7 +249,8 @@ def test_improved_orders_are_valid(ranks, micro_batches, prices, seed):
 def test_improvement_only_improves():
     problem = Problem.in_integers(zigzag(4, 2), 4, 8, Costs(input_grad=1.4, weight_grad=0.6, message=0.05), 4)
     before = build("zb-v", 4, 8).order
-    after = improve(problem, before, random.Random(0), 300)
+    after, timed = improve(problem, before, random.Random(0), 300)
+    assert 0 < timed <= 300
     assert run(problem, after).makespan < run(problem, before).makespan
     assert max(peaks(problem, after)) <= problem.cap
     assert sorted(op for ops in after for op in ops) == sorted(op for ops in before for op in ops)

@@ -20,8 +20,9 @@ __all__ = ["fuse", "improve"]
 _Op = tuple[int, str, int]
 
 
-def improve(problem: Problem, order: Order, rng: random.Random, evaluations: int) -> list[list[_Op]]:
-    """The order after at most `evaluations` tried swaps; never longer than before, never over the cap."""
+def improve(problem: Problem, order: Order, rng: random.Random, evaluations: int) -> tuple[list[list[_Op]], int]:
+    """The order after at most `evaluations` timed swaps, and how many; never longer than before, never over the cap."""
+    budget = evaluations
     best = [list(ops) for ops in order]
     where = {op: (rank, i) for rank, ops in enumerate(best) for i, op in enumerate(ops)}
     times = run(problem, best)
@@ -45,7 +46,7 @@ def improve(problem: Problem, order: Order, rng: random.Random, evaluations: int
             ops[i], ops[i + 1] = ops[i + 1], ops[i]
         if not improved:
             break
-    return best
+    return best, budget - evaluations
 
 
 def _value(times: Times) -> tuple[Any, Any]:

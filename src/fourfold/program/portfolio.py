@@ -1,0 +1,345 @@
+"""A portfolio of orders for one number of stages a rank, and the search in it.
+
+**Seeds**: the hand-written schedules. **List schedules** with nested reserves (`greedy`): first a handful of policies that are
+often best, then random ones and mutations of the best so far; also as if messages were free or twice as dear, since greedy
+choices are short-sighted and what they find for other costs is often better for the true ones. **Modulo schedules**
+(`modulo`). At last the best is **fused** and **improved** (`improve`).
+
+Where a whole backward is cheaper than its halves (an instruction less, or measured so), which backwards to split is part of
+the search; else all are split, which then can only help.
+
+Many micro-batches are reduced to few by the periodic form (`periodic`): the search runs on three to four times as many as
+there are ranks, and the body of what it finds is repeated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+from fourfold.program.bounds import lower_bound
+from fourfold.program.costs import Costs, Number
+from fourfold.program.engine import Order, Problem, peaks, run
+from fourfold.program.greedy import Policy, list_schedule
+from fourfold.program.improve import fuse, improve
+from fourfold.program.modulo import modulo_schedule
+from fourfold.program.ops import Op, Schedule
+from fourfold.program.partition import Layer, partition, stage_costs
+from fourfold.program.periodic import find_body
+from fourfold.program.schedules import build, fused, loop, split, zigzag
+from fourfold.program.validator import check_cap
+
+__all__ = ["PLACEMENTS", "Arena", "Candidate", "Portfolio", "Setting"]
+
+PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"loop": loop, "wave": zigzag}
+
+_STARTERS = (
+    # forward, backward, lead, patience
+    (1, 1, 0, 0),
+    (1, 1, 0, 0.5),
+    (1, 1, 0.5, 0),
+    (-1, -1, -1, 0),
+    (-2, -2, 0, 0),
+    (-2, -2, 1, 0.5),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked for."""
+
+    ranks: int
+    micro_batches: int
+    stages_per_rank: int
+    placements: tuple[str, ...]
+    costs: Costs
+    memory_cap: Number | None
+    layers: tuple[Layer, ...] | None
+    split_backward: Literal["auto"] | bool
+
+    def arena(self, name: str, micro_batches: int) -> Arena:
+        """One placement, with its layers balanced, for a number of micro-batches."""
+        placement = PLACEMENTS[name](self.ranks, self.stages_per_rank)
+        costs, counts = self.costs, None
+        if self.layers is not None:
+            counts = partition([layer.work for layer in self.layers], placement)
+            costs = stage_costs(self.layers, counts, self.costs)
+        if self.memory_cap is not None:
+            check_cap(Problem.of(placement, self.ranks, micro_batches, costs), self.memory_cap)
+        problem = Problem.in_integers(placement, self.ranks, micro_batches, costs, self.memory_cap)
+        return Arena(name, problem, costs, counts, lower_bound(problem))
+
+
+@dataclass
+class Arena:
+    """One placement with its costs, in whole numbers."""
+
+    name: str
+    problem: Problem
+    costs: Costs
+    layers: tuple[int, ...] | None
+    bound: Any
+    """No order can be faster, in ticks."""
+
+    def __post_init__(self) -> None:
+        c = self.problem.costs
+        self.variants = {
+            factor: replace(
+                self.problem,
+                costs=replace(c, down=tuple(factor * x for x in c.down), up=tuple(factor * x for x in c.up)),
+            )
+            for factor in ((0, 1, 2) if any(c.down) else (1,))
+        }
+        """The problem with messages 0, 1 and 2 times as dear."""
+
+    def value(self, ticks: Any) -> Fraction:
+        """Ticks as time, comparable between arenas."""
+        return Fraction(ticks) * Fraction(self.problem.tick)
+
+
+@dataclass
+class Candidate:
+    """An order that was timed."""
+
+    makespan: Any
+    order: Order
+    arena: Arena
+    origin: str
+    policy: Policy | None = None
+    """Of the list scheduler, where one led here."""
+    messages: int = 1
+    """The variant that the policy was run on."""
+
+    @property
+    def time(self) -> Fraction:
+        return self.arena.value(self.makespan)
+
+    @property
+    def kinds(self) -> set[str]:
+        return {op[1] for op in self.order[0]}
+
+    def schedule(self, name: str) -> Schedule:
+        order = tuple(tuple(map(Op._make, ops)) for ops in self.order)
+        return Schedule(order, self.arena.problem.placement, self.arena.problem.micro_batches, name)
+
+
+class Portfolio:
+    """The search for one number of stages a rank."""
+
+    def __init__(self, setting: Setting, budget: int, seed: int):
+        self.setting, self.budget, self.timed = setting, budget, 0
+        ranks, micro_batches = setting.ranks, setting.micro_batches
+        self.rng = random.Random(f"{seed} {ranks} {micro_batches} {setting.stages_per_rank}")
+        whole_arenas = [setting.arena(name, micro_batches) for name in setting.placements]
+        self.bound = min(arena.value(arena.bound) for arena in whole_arenas)
+        """No schedule with this number of stages can be faster."""
+        # Beyond four rounds of micro-batches a steady state repeats; what is left out is a whole number of rounds.
+        self.searched = 3 * ranks + micro_batches % ranks if micro_batches > 4 * ranks else micro_batches
+        cheaper_whole = setting.costs.instruction > 0 or setting.costs.backward is not None
+        self.choose_split = setting.split_backward == "auto" and cheaper_whole
+        self.best: list[Candidate] = []  # the fastest of every arena and set of kinds
+
+    def search(self) -> tuple[Candidate, Number, Number]:
+        """The best candidate for all micro-batches, its makespan and its lower bound."""
+        arenas = [self.setting.arena(name, self.searched) for name in self.setting.placements]
+        for arena in arenas:
+            self._try_hand_written(arena)
+            for policy in self._starters(arena):
+                self._try_policy(arena, policy, 1)
+        self._evolve(int(self.budget * 0.75))
+        if self.choose_split:
+            winner = self._winner()
+            self._consider(winner.arena, fuse(winner.arena.problem, winner.order), f"{winner.origin}, fused")
+        winner = self._winner()
+        if not self._proven(winner):
+            order, tried = improve(winner.arena.problem, winner.order, self.rng, max(0, self.budget - self.timed))
+            self.timed += tried
+            self._consider(winner.arena, order, f"{winner.origin}, improved")
+        if self.searched < self.setting.micro_batches:
+            self._extend()
+        winner = self._winner()
+        problem, costs = winner.arena.problem, winner.arena.costs
+        exact = Problem.of(problem.placement, problem.ranks, problem.micro_batches, costs)
+        bound = winner.arena.value(winner.arena.bound)
+        makespan = run(exact, winner.order).makespan * exact.tick
+        return winner, makespan, float(bound) if isinstance(makespan, float) else bound
+
+    # ---- candidates ----
+
+    def _consider(
+        self, arena: Arena, order: Order, origin: str, policy: Policy | None = None, messages: int = 1
+    ) -> None:
+        """Time an order; keep it if it is the fastest of its kind within the cap."""
+        problem = arena.problem
+        self.timed += 1
+        if policy is None and problem.cap is not None and max(peaks(problem, order)) > problem.cap:
+            return  # list schedules keep to the cap themselves
+        times = run(problem, order)
+        if times.stuck:
+            return
+        new = Candidate(times.makespan, order, arena, origin, policy, messages)
+        for i, old in enumerate(self.best):
+            if old.arena is arena and old.kinds == new.kinds:
+                if policy is None:  # mutations go on from the best policy
+                    new.policy, new.messages = old.policy, old.messages
+                # Equally good policies replace each other: the search drifts over plateaus.
+                if new.makespan < old.makespan or (policy is not None and new.makespan == old.makespan):
+                    self.best[i] = new
+                return
+        self.best.append(new)
+
+    def _winner(self) -> Candidate:
+        return min(self.best, key=lambda candidate: candidate.time)
+
+    def _proven(self, candidate: Candidate) -> bool:
+        """Whether it meets its lower bound: no search can do better on its placement."""
+        return bool(candidate.makespan <= candidate.arena.bound)
+
+    def _try_hand_written(self, arena: Arena) -> None:
+        for name, options in _hand_written(arena.name, self.setting.stages_per_rank):
+            schedule = build(name, self.setting.ranks, arena.problem.micro_batches, **options)
+            if self.setting.split_backward is True:
+                schedule = split(schedule)
+            elif self.setting.split_backward is False:
+                schedule = fused(schedule)
+            self._consider(arena, schedule.order, schedule.name)
+
+    def _try_policy(self, arena: Arena, policy: Policy, messages: int) -> None:
+        self._consider(arena, list_schedule(arena.variants[messages], policy), "greedy", policy, messages)
+
+    def _starters(self, arena: Arena) -> Iterator[Policy]:
+        """Policies that are often best: earliest first or deepest first, with full reserves."""
+        for whole in self._ways(arena.problem.micro_batches):
+            for forward, backward, lead, patience in _STARTERS:
+                yield Policy.by_time(
+                    arena.problem,
+                    forward=forward,
+                    backward=backward,
+                    lead=lead,
+                    reserve=1,
+                    whole=whole,
+                    patience=patience,
+                )
+
+    def _ways(self, micro_batches: int) -> list[tuple[int, int]]:
+        """Which backwards are whole: none, all, or, where it is to choose, also all but those of the cool-down."""
+        if self.choose_split:
+            return [(0, 0), (0, micro_batches), (0, max(0, micro_batches - self.setting.ranks))]
+        return [(0, micro_batches) if self.setting.split_backward is False else (0, 0)]
+
+    # ---- evolution ----
+
+    def _evolve(self, until: int) -> None:
+        """Random policies, mutations of the best ones and modulo schedules, mostly on the best kind."""
+        rng = self.rng
+        while self.timed < until:
+            ranking = sorted(self.best, key=lambda candidate: candidate.time)
+            if self._proven(ranking[0]):
+                return
+            parent = ranking[1 if self.timed % 4 == 0 and len(ranking) > 1 else 0]
+            arena = parent.arena
+            messages = rng.choice(list(arena.variants))
+            draw = rng.random()
+            if draw < 0.12:
+                unroll = rng.choice((1, 1, 2, 2, 3, 4))
+                order = modulo_schedule(arena.problem, rng, unroll=unroll, split="I" in parent.kinds)
+                if order is None:
+                    self.timed += 1
+                else:
+                    self._consider(arena, order, "modulo")
+            elif draw < 0.45 or parent.policy is None:
+                self._try_policy(arena, self._random_policy(arena.problem), messages)
+            else:
+                keep = parent.messages if rng.random() < 0.8 else messages
+                self._try_policy(arena, self._mutated(arena.problem, parent.policy), keep)
+
+    def _random_policy(self, problem: Problem) -> Policy:
+        rng, count = self.rng, problem.micro_batches
+        whole = rng.choice(self._ways(count))
+        if self.choose_split and rng.random() < 0.5:
+            ranks = self.setting.ranks
+            ramps = (0, ranks // 2, ranks, 3 * ranks // 2, 2 * ranks)
+            begin = min(rng.choice(ramps), count)
+            whole = (begin, max(begin, count - rng.choice(ramps)))
+        return Policy.by_time(
+            problem,
+            forward=rng.choice((-2, -1, -0.5, 0, 0.5, 1, 2)),
+            backward=rng.choice((-2, -1, -0.5, 0, 0.5, 1, 2)),
+            lead=rng.choice((-1, 0, 0.25, 0.5, 0.75, 1, 1.5)),
+            reserve=rng.choice((1, 1, 1, 0.75, 0.5, 0)),
+            whole=whole,
+            eager=rng.random() < 0.3,
+            weight=rng.choice((-1, 0, 1)),
+            weight_lead=rng.choice((0, 0.5, 1, 1.5, 2)),
+            patience=rng.choice((0, 0, 0.25, 0.5, 0.75)),
+        )
+
+    def _mutated(self, problem: Problem, policy: Policy) -> Policy:
+        """A policy with some reserves, or some keys, or one of its traits changed."""
+        rng = self.rng
+        draw = rng.random()
+        if draw < 0.6 and problem.cap is not None:
+            return replace(policy, reserve=self._nudged(problem, policy.reserve))
+        if draw < 0.8:
+            other = self._random_policy(problem)
+            trait = rng.choice(("forward", "input_grad", "weight_grad", "whole", "eager", "patience"))
+            return replace(policy, **{trait: getattr(other, trait)})
+        amount = problem.period * rng.random()
+
+        def shaken(keys: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(key + amount * rng.choice((0, 0, 0, -1, 1)) for key in keys)
+
+        return replace(policy, forward=shaken(policy.forward), input_grad=shaken(policy.input_grad))
+
+    def _nudged(self, problem: Problem, reserve: Sequence[int]) -> tuple[int, ...]:
+        """Reserves with a micro-batch more or less for some stages, still at least one each and within the cap."""
+        rng, size = self.rng, problem.costs.activation
+        assert problem.cap is not None
+        new = list(reserve)
+        for _ in range(rng.choice((1, 1, 2, 3, 6))):
+            stages = rng.choice(problem.stages_of)
+            stage = rng.choice(stages)
+            changed = max(size[stage], new[stage] + rng.choice((-1, 1)) * size[stage])
+            if sum(new[s] for s in stages[1:]) - new[stage] + changed + size[stages[0]] <= problem.cap:
+                new[stage] = changed
+        return tuple(new)
+
+    # ---- more micro-batches ----
+
+    def _extend(self) -> None:
+        """The two best for all micro-batches: their bodies repeated, or else their policies run again; and the seeds."""
+        ranking = sorted(self.best, key=lambda candidate: candidate.time)
+        more = self.setting.micro_batches - self.searched
+        arenas = {name: self.setting.arena(name, self.setting.micro_batches) for name in self.setting.placements}
+        self.best, extended = [], 0
+        for candidate in ranking:  # a policy can always be run again, and every arena has had one
+            arena = arenas[candidate.arena.name]
+            body = find_body(candidate.arena.problem, candidate.order)
+            if body is not None and more % body.step == 0:
+                self._consider(arena, body.extended(more), f"{candidate.origin}, repeated")
+            elif candidate.policy is not None:
+                begin, stop = candidate.policy.whole
+                whole = (begin, stop + more if stop > begin else stop)
+                self._try_policy(arena, replace(candidate.policy, whole=whole), candidate.messages)
+            else:
+                continue
+            extended += 1
+            if extended == 2:
+                break
+        for arena in arenas.values():
+            self._try_hand_written(arena)
+
+
+def _hand_written(placement: str, count: int) -> list[tuple[str, dict[str, Any]]]:
+    """The hand-written schedules of a placement and a number of stages a rank."""
+    if count == 1:
+        return [("1f1b", {}), ("1f1b", {"slack": 1}), ("1f1b", {"slack": 2}), ("zb-h1", {}), ("gpipe", {})]
+    if placement == "loop":
+        return [("interleaved", {"stages_per_rank": count})]
+    if count % 2:
+        return []
+    waves = [("wave", {"waves": count // 2, "paper": paper}) for paper in (False, True)]
+    return [*waves, ("zb-v", {})] if count == 2 else waves
