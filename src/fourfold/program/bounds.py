@@ -6,6 +6,10 @@ is more: until its first backward can start, at `first(rank)`, a rank runs forwa
 
     makespan >= first(rank) + work(rank) - (forward time that the cap holds)
 
+and every micro-batch occupies memory at least from its F through all later stages and back, so that memory times time gives
+
+    makespan >= first input of the rank + micro-batches · (memory · least lifetime, summed over its stages) / cap
+
 Times are in the ticks of the problem.
 """
 
@@ -50,9 +54,16 @@ def lower_bound(problem: Problem, *, split: bool | None = None, forward_only: bo
     for held, end in zip((h for h in problem.stages_of if h), ends, strict=True):
         work = problem.micro_batches * sum(whole[s] for s in held)
         bounds.append(to[held[0]] + work + end)
-        if problem.cap is not None and not forward_only:
-            begins = there + (after[last] - after[held[-1]] + first[last] - first[held[-1]] if held[-1] < last else 0)
-            bounds.append(begins + work - _forward_time_within(problem, held))
+        if problem.cap and not forward_only:
+            starts = {s: there + first[last] + after[last] - after[s] - first[s] for s in held}  # of the first backward
+            bounds.append(starts[held[-1]] + work - _forward_time_within(problem, held))
+            area = 0
+            for s in held:
+                whole_backward = c.activation[s] * c.backward[s]
+                halves = c.activation[s] * c.input_grad[s] + c.kept[s] * c.weight_grad[s]
+                least = {True: halves, False: whole_backward, None: min(halves, whole_backward)}[split]
+                area += c.activation[s] * (starts[s] - to[s]) + least
+            bounds.append(to[held[0]] + -(-problem.micro_batches * area // problem.cap))
     return max(bounds)
 
 

@@ -86,14 +86,19 @@ class Arena:
 
     def __post_init__(self) -> None:
         c = self.problem.costs
+        third = tuple((f + i + w) // 3 for f, i, w in zip(c.forward, c.input_grad, c.weight_grad, strict=True))
+        none = (0,) * len(c.down)
         self.variants = {
-            factor: replace(
-                self.problem,
-                costs=replace(c, down=tuple(factor * x for x in c.down), up=tuple(factor * x for x in c.up)),
-            )
-            for factor in ((0, 1, 2) if any(c.down) else (1,))
+            "true": self.problem,
+            "even": self._with(forward=third, input_grad=third, weight_grad=third, down=none, up=none),
         }
-        """The problem with messages 0, 1 and 2 times as dear."""
+        """The problem, and what it would be with other costs: all ops alike, messages free or twice as dear."""
+        if any(c.down):
+            self.variants["free"] = self._with(down=none, up=none)
+            self.variants["dear"] = self._with(down=tuple(2 * x for x in c.down), up=tuple(2 * x for x in c.up))
+
+    def _with(self, **tables: Any) -> Problem:
+        return replace(self.problem, costs=replace(self.problem.costs, **tables))
 
     def value(self, ticks: Any) -> Fraction:
         """Ticks as time, comparable between arenas."""
@@ -110,8 +115,8 @@ class Candidate:
     origin: str
     policy: Policy | None = None
     """Of the list scheduler, where one led here."""
-    messages: int = 1
-    """The variant that the policy was run on."""
+    variant: str = "true"
+    """What the policy was run on."""
 
     @property
     def time(self) -> Fraction:
@@ -148,7 +153,7 @@ class Portfolio:
         for arena in arenas:
             self._try_hand_written(arena)
             for policy in self._starters(arena):
-                self._try_policy(arena, policy, 1)
+                self._try_policy(arena, policy, "true")
         self._evolve(int(self.budget * 0.75))
         if self.choose_split:
             winner = self._winner()
@@ -170,7 +175,7 @@ class Portfolio:
     # ---- candidates ----
 
     def _consider(
-        self, arena: Arena, order: Order, origin: str, policy: Policy | None = None, messages: int = 1
+        self, arena: Arena, order: Order, origin: str, policy: Policy | None = None, variant: str = "true"
     ) -> None:
         """Time an order; keep it if it is the fastest of its kind within the cap."""
         problem = arena.problem
@@ -180,11 +185,11 @@ class Portfolio:
         times = run(problem, order)
         if times.stuck:
             return
-        new = Candidate(times.makespan, order, arena, origin, policy, messages)
+        new = Candidate(times.makespan, order, arena, origin, policy, variant)
         for i, old in enumerate(self.best):
             if old.arena is arena and old.kinds == new.kinds:
                 if policy is None:  # mutations go on from the best policy
-                    new.policy, new.messages = old.policy, old.messages
+                    new.policy, new.variant = old.policy, old.variant
                 # Equally good policies replace each other: the search drifts over plateaus.
                 if new.makespan < old.makespan or (policy is not None and new.makespan == old.makespan):
                     self.best[i] = new
@@ -207,8 +212,8 @@ class Portfolio:
                 schedule = fused(schedule)
             self._consider(arena, schedule.order, schedule.name)
 
-    def _try_policy(self, arena: Arena, policy: Policy, messages: int) -> None:
-        self._consider(arena, list_schedule(arena.variants[messages], policy), "greedy", policy, messages)
+    def _try_policy(self, arena: Arena, policy: Policy, variant: str) -> None:
+        self._consider(arena, list_schedule(arena.variants[variant], policy), "greedy", policy, variant)
 
     def _starters(self, arena: Arena) -> Iterator[Policy]:
         """Policies that are often best: earliest first or deepest first, with full reserves."""
@@ -241,19 +246,20 @@ class Portfolio:
                 return
             parent = ranking[1 if self.timed % 4 == 0 and len(ranking) > 1 else 0]
             arena = parent.arena
-            messages = rng.choice(list(arena.variants))
+            variant = rng.choice(list(arena.variants))
             draw = rng.random()
             if draw < 0.12:
                 unroll = rng.choice((1, 1, 2, 2, 3, 4))
-                order = modulo_schedule(arena.problem, rng, unroll=unroll, split="I" in parent.kinds)
+                problem = arena.variants[variant if rng.random() < 0.5 else "even"]
+                order = modulo_schedule(problem, rng, unroll=unroll, split="I" in parent.kinds)
                 if order is None:
                     self.timed += 1
                 else:
                     self._consider(arena, order, "modulo")
             elif draw < 0.45 or parent.policy is None:
-                self._try_policy(arena, self._random_policy(arena.problem), messages)
+                self._try_policy(arena, self._random_policy(arena.problem), variant)
             else:
-                keep = parent.messages if rng.random() < 0.8 else messages
+                keep = parent.variant if rng.random() < 0.8 else variant
                 self._try_policy(arena, self._mutated(arena.problem, parent.policy), keep)
 
     def _random_policy(self, problem: Problem) -> Policy:
@@ -323,7 +329,7 @@ class Portfolio:
             elif candidate.policy is not None:
                 begin, stop = candidate.policy.whole
                 whole = (begin, stop + more if stop > begin else stop)
-                self._try_policy(arena, replace(candidate.policy, whole=whole), candidate.messages)
+                self._try_policy(arena, replace(candidate.policy, whole=whole), candidate.variant)
             else:
                 continue
             extended += 1
