@@ -19,62 +19,76 @@ from typing import Any
 
 from fourfold.program.engine import Problem
 
-__all__ = ["lower_bound"]
+__all__ = ["forward_bound", "lower_bound"]
 
 
-def lower_bound(problem: Problem, *, split: bool | None = None, forward_only: bool = False) -> Any:
-    """The least makespan of any order of this problem; `split` says whether backwards are split (None: either)."""
-    c, last = problem.costs, problem.stages - 1
-    stages = range(problem.stages)
-    if forward_only:
-        first = [c.forward[s] for s in stages]
-        whole = first
-    elif split is False:
-        first = [c.backward[s] for s in stages]
-        whole = [c.forward[s] + c.backward[s] for s in stages]
+def lower_bound(problem: Problem, split: bool | None = None) -> Any:
+    """The least makespan of any order of this problem; `split` says whether backwards are split (None: some may be)."""
+    c, stages, last = problem.costs, range(problem.stages), problem.stages - 1
+    halves = [i + w for i, w in zip(c.input_grad, c.weight_grad, strict=True)]
+    if split is None:
+        back = [min(c.input_grad[s], c.backward[s]) for s in stages]
+        work = [c.forward[s] + min(halves[s], c.backward[s]) for s in stages]
     else:
-        halves = [c.input_grad[s] + c.weight_grad[s] for s in stages]
-        first = [min(c.input_grad[s], c.backward[s]) for s in stages]
-        whole = [c.forward[s] + (halves[s] if split else min(halves[s], c.backward[s])) for s in stages]
-
-    to = [0] * problem.stages  # from the start to the input of F of a stage
+        back = list(c.input_grad if split else c.backward)
+        work = [c.forward[s] + (halves[s] if split else c.backward[s]) for s in stages]
+    first = _first_inputs(problem)
+    home = [0] * problem.stages  # from the end of a stage's backward to the end of stage 0's
     for s in range(last):
-        to[s + 1] = to[s] + c.forward[s] + c.down[s]
-    after = [0] * problem.stages  # from the end of a backward of a stage to the end of stage 0's
-    for s in range(last):
-        after[s + 1] = after[s] + c.up[s] + first[s]
-    there = to[last] + c.forward[last]
-    if forward_only:
-        rest = [there - to[s] - c.forward[s] for s in stages]
-        ends = [min(rest[s] for s in held) for held in problem.stages_of if held]
-    else:
-        ends = [after[held[0]] if split is False else 0 for held in problem.stages_of if held]
+        home[s + 1] = home[s] + c.up[s] + back[s]
+    lone = first[last] + c.forward[last] + back[last] + home[last]  # one micro-batch, there and back
+    returns = [lone - home[s] - back[s] for s in stages]  # when a stage's first backward can start
 
-    bounds = [there if forward_only else there + first[last] + after[last]]
-    for held, end in zip((h for h in problem.stages_of if h), ends, strict=True):
-        work = problem.micro_batches * sum(whole[s] for s in held)
-        bounds.append(to[held[0]] + work + end)
-        if problem.cap and not forward_only:
-            starts = {s: there + first[last] + after[last] - after[s] - first[s] for s in held}  # of the first backward
-            bounds.append(starts[held[-1]] + work - _forward_time_within(problem, held))
-            area = 0
-            for s in held:
-                whole_backward = c.activation[s] * c.backward[s]
-                halves = c.activation[s] * c.input_grad[s] + c.kept[s] * c.weight_grad[s]
-                least = {True: halves, False: whole_backward, None: min(halves, whole_backward)}[split]
-                area += c.activation[s] * (starts[s] - to[s]) + least
-            bounds.append(to[held[0]] + -(-problem.micro_batches * area // problem.cap))
+    bounds = [lone]
+    for held in filter(None, problem.stages_of):
+        all_work = problem.micro_batches * sum(work[s] for s in held)
+        bounds.append(first[held[0]] + all_work + (home[held[0]] if split is False else 0))
+        if problem.cap:
+            bounds.append(returns[held[-1]] + all_work - _forward_time_within(problem, held))
+            occupied = sum(
+                c.activation[s] * (returns[s] - first[s]) + _backward_memory(problem, s, split) for s in held
+            )
+            bounds.append(first[held[0]] + -(-problem.micro_batches * occupied // problem.cap))
     return max(bounds)
+
+
+def forward_bound(problem: Problem) -> Any:
+    """The least makespan of an evaluation: a rank's first input, its work, and the rest of the way of its last output."""
+    c, last = problem.costs, problem.stages - 1
+    first = _first_inputs(problem)
+    lone = first[last] + c.forward[last]
+    bounds = [lone]
+    for held in filter(None, problem.stages_of):
+        rest = lone - first[held[-1]] - c.forward[held[-1]]
+        bounds.append(first[held[0]] + problem.micro_batches * sum(c.forward[s] for s in held) + rest)
+    return max(bounds)
+
+
+def _first_inputs(problem: Problem) -> list[Any]:
+    """When the input of every stage's first F can be there."""
+    c = problem.costs
+    first = [0] * problem.stages
+    for s in range(problem.stages - 1):
+        first[s + 1] = first[s] + c.forward[s] + c.down[s]
+    return first
+
+
+def _backward_memory(problem: Problem, stage: int, split: bool | None) -> Any:
+    """Memory times time of one micro-batch during the backward of a stage, at least."""
+    c = problem.costs
+    whole = c.activation[stage] * c.backward[stage]
+    halves = c.activation[stage] * c.input_grad[stage] + c.kept[stage] * c.weight_grad[stage]
+    return min(whole, halves) if split is None else halves if split else whole
 
 
 def _forward_time_within(problem: Problem, held: tuple[int, ...]) -> Any:
     """At most how long a rank can run forwards before it must free memory."""
-    c = problem.costs
-    assert problem.cap is not None
-    if any(c.activation[s] == 0 for s in held):
+    c, cap = problem.costs, problem.cap
+    assert cap is not None
+    sizes = {c.activation[s] for s in held}
+    if 0 in sizes:
         return problem.micro_batches * sum(c.forward[s] for s in held)
+    if len(sizes) == 1:
+        return cap // sizes.pop() * max(c.forward[s] for s in held)
     densest = max(held, key=lambda s: c.forward[s] / c.activation[s])
-    smallest = min(c.activation[s] for s in held)
-    if all(c.activation[s] == smallest for s in held):  # whole micro-batches of one size: no fractions
-        return problem.cap // smallest * max(c.forward[s] for s in held)
-    return -(-problem.cap * c.forward[densest] // c.activation[densest])
+    return -(-cap * c.forward[densest] // c.activation[densest])

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from fourfold.errors import ScheduleError
-from fourfold.program.bounds import lower_bound
+from fourfold.program.bounds import forward_bound, lower_bound
 from fourfold.program.costs import Costs, Number, Ticks
 from fourfold.program.engine import Problem, run
 from fourfold.program.graph import Node, build_graph
@@ -51,9 +51,10 @@ def _simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _bound(problem: Problem, schedule: Schedule) -> Any:
+    if schedule.forward_only:
+        return forward_bound(problem)
     kinds = {op.kind for ops in schedule.order for op in ops}
-    split = None if {"B", "I"} <= kinds else "I" in kinds
-    return lower_bound(problem, split=split, forward_only=schedule.forward_only)
+    return lower_bound(problem, split=None if {"B", "I"} <= kinds else "I" in kinds)
 
 
 # ---- programs ----
