@@ -180,6 +180,9 @@ def test_a_collective_waits_for_all_who_share_it():
     assert len(reductions) == 1  # one, of two ranks and two replicas
     assert reductions[0].start == 6
     assert timeline.makespan == 11
+    late = Schedule.of([[Op(s, k, 0) for k in "FIW"] for s in range(2)])  # here rank 1 is the last to come
+    timeline = simulate(lower(late, [[Unit("t")], [Unit("t")]]), Costs(weight_grad=(1, 9), reduce=5))
+    assert [s.start for s in timeline.spans() if s.lane == "collective"] == [12]
 
 
 def test_late_receives_cost_time():

@@ -95,6 +95,12 @@ def test_never_worse_than_a_hand_written_schedule(ranks, micro_batches, prices, 
             assert found.makespan <= timeline.makespan
 
 
+def test_a_small_budget_still_keeps_the_hand_written_schedules():
+    prices = Costs(message=Fraction(1, 20))
+    best = simulate(build("zb-v", 8, 32), prices).makespan
+    assert search(8, 32, prices, 8, stages_per_rank=2, evaluations=12).makespan <= best
+
+
 def test_messages_and_unequal_costs_are_beaten():
     prices = Costs(input_grad=Fraction(7, 5), weight_grad=Fraction(3, 5), message=Fraction(1, 20))
     best = min(simulate(build(name, 4, 4, **options), prices).makespan for name, options in HAND)
@@ -222,6 +228,16 @@ def test_modulo_schedules_are_complete(seed, unroll, split, prices):
         validate(Schedule(tuple(tuple(map(Op._make, ops)) for ops in order), problem.placement, 7))
 
 
+def test_modulo_schedules_take_micro_batches_in_order():
+    """Also where, with several of them in a period, one overtook another."""
+    problem = Problem.in_integers(zigzag(3, 2), 3, 9, Costs(forward=1, input_grad=3, weight_grad=2))
+    for seed in range(60):
+        order = modulo_schedule(problem, random.Random(seed), unroll=3)
+        for ops in order or []:
+            for key in {op[:2] for op in ops}:
+                assert [m for *other, m in ops if tuple(other) == key] == list(range(9))
+
+
 def test_modulo_scheduling_needs_little_memory():
     problem = Problem.in_integers(zigzag(4, 2), 4, 16, Costs())
     rng = random.Random(0)
@@ -285,6 +301,13 @@ def test_no_body_where_nothing_repeats():
     assert find_body(problem, schedule.order) is None
 
 
+def test_no_body_where_micro_batches_are_out_of_order():
+    rows = [[Op(r, k, m ^ 1) for m in range(16) for k in "FIW"] for r in range(2)]
+    problem = Problem.in_integers(loop(2, 1), 2, 16, Costs())
+    assert not run(problem, rows).stuck
+    assert find_body(problem, rows) is None
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=8, max_size=16), st.sampled_from([loop, zigzag]))
 def test_partition_is_at_least_as_good_as_even(work, place):
@@ -325,6 +348,13 @@ def test_the_number_of_waves(message, waves):
     assert choose_waves(8, 8, prices, most=2) == 2
     assert choose_waves(8, 8, Costs(), most=6) == 6
     assert choose_waves(8, 8, Costs(message=message, instruction=0.5)) <= chosen
+
+
+def test_waves_are_searched_beyond_the_formula():
+    prices = Costs(message=0.1)
+    assert round(first_guess(4, 16, prices)) == 2
+    times = {w: simulate(build("wave", 4, 16, waves=w), prices).makespan for w in range(1, 9)}
+    assert choose_waves(4, 16, prices) == min(times, key=lambda w: times[w]) == 1
 
 
 def test_no_number_of_waves_fits():

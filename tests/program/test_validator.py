@@ -342,6 +342,18 @@ def test_ranks_that_share_units_reduce_them_in_one_order():
         validate(_swapped(lowered, 1, *last))
 
 
+def test_replicas_start_their_collectives_in_one_order():
+    units = [[Unit("a", mode="zero3"), Unit("b", mode="keep")]]
+    lowered = lower(build("gpipe", 1, 1), units, replicas=2)
+    assert [str(i) for i in lowered.programs[1].instructions[:2]] == ["GATHER a", "GATHER b"]
+    with pytest.raises(ScheduleError) as error:
+        validate(_swapped(lowered, 1, 0, 1))
+    assert str(error.value) == (
+        "rank 0 of replica 1, instruction 0 (GATHER b): rank 0 of replica 0 has GATHER a there; "
+        "ranks that share collectives start them in one order"
+    )
+
+
 def test_both_ends_of_an_edge_are_named():
     lowered = lower(build("1f1b", 2, 3))
     sends = [i for i, x in enumerate(lowered.programs[1].instructions) if isinstance(x, Send)]
