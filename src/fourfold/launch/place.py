@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["Place", "choose_device", "join", "leave"]
+__all__ = ["Place", "choose_device", "current_place", "join", "leave"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,14 @@ class Place:
     ranks: int = 1
     local_rank: int = 0
     local_ranks: int = 1
+
+
+def current_place() -> Place:
+    """This process's place in the process group that is initialised, or alone."""
+    if not dist.is_initialized():
+        return Place()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return Place(rank, ranks, rank, ranks)
 
 
 def choose_device(wish: str, place: Place) -> torch.device:
@@ -38,6 +46,9 @@ def join(place: Place, store: dist.Store | None, device: torch.device, timeout: 
         backend = "gloo" if shared else "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_ranks))
+        os.environ.setdefault(
+            "TORCH_FR_BUFFER_SIZE", "0"
+        )  # torch's record of past collectives: 100 MB for small models
         backend = "gloo"
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout)

@@ -75,6 +75,7 @@ def _rank(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     try:
         dist.init_process_group(
             "gloo",

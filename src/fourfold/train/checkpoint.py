@@ -30,6 +30,7 @@ import os
 import pickle
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ from fourfold.shard.layout import Layout, Slot
 __all__ = ["Checkpointer", "Holding", "holding_of", "load", "newest", "read_state", "tensor_types"]
 
 MARKER = "complete.json"
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # DCP on one process
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.collectives import all_gather
 from fourfold.model.spec import flops_per_token
 from fourfold.runtime.stage import Stage
 from fourfold.shard.unit import Unit
@@ -160,9 +161,9 @@ class Loop:
         mine = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.world is None:
             return mine[None]
-        everyone = mine.new_empty(self.info.ranks, len(values))
-        dist.all_gather_into_tensor(everyone, mine, group=self.world)
-        return everyone
+        everyone = mine.new_empty(self.info.ranks * len(values))
+        all_gather(everyone, mine, self.world)
+        return everyone.view(self.info.ranks, len(values))
 
     # ---- around the steps ----
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from fourfold import schema
 from fourfold.config import Config
-from fourfold.errors import ConfigError
-from fourfold.launch.place import Place, choose_device, join, leave
+from fourfold.errors import ConfigError, RunDirError
+from fourfold.launch.place import Place, choose_device, current_place, join, leave
 from fourfold.model.build import build_model, fill_initial, materialize_buffers
 from fourfold.model.spec import parameter_count, tied_parameters
 from fourfold.model.transformer import Transformer
@@ -31,7 +31,7 @@ from fourfold.runtime.stage import Link, Stage
 from fourfold.shard.unit import Unit
 from fourfold.train import checkpoint
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
-from fourfold.train.data import Samples, open_corpus
+from fourfold.train.data import open_samples
 from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
@@ -39,7 +39,7 @@ from fourfold.train.optim import AdamW
 from fourfold.train.rundir import RunDir
 from fourfold.view.console import Progress
 
-__all__ = ["DTYPES", "Outcome", "fit", "open_samples", "work"]
+__all__ = ["DTYPES", "Outcome", "fit", "work"]
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -57,17 +57,34 @@ def fit(
 ) -> Outcome:
     """Train `config` by `plan`, in this process as one rank of a job (or as the only one).
 
-    Call it in every rank, from your own script; `fourfold train` starts the ranks itself. With `resume`, the run in
-    `train.run_dir` goes on from its newest checkpoint.
+    Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the process group that
+    is there, or is alone. With `resume`, the run in `train.run_dir` goes on from its newest checkpoint.
     """
     config, plan = config.resolve(), plan or Plan()
-    place = Place()
+    place = current_place()
     plan.check(config, place.ranks)
-    run = RunDir.reopen(config.train.run_dir) if resume else RunDir.create(config.train.run_dir, config, plan)
+    run = claim(place, config, plan, resume)
     try:
         return work(place, None, config, plan, run, callbacks=callbacks)
     finally:
         run.unlock()
+
+
+def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
+    """The run directory, claimed by rank 0 for all; its refusal is raised on every rank."""
+    path = config.train.run_dir
+    problem: list[Any] = [None]
+    run = RunDir(path)
+    if place.rank == 0:
+        try:
+            run = RunDir.reopen(path) if resume else RunDir.create(path, config, plan)
+        except RunDirError as e:
+            problem = [str(e)]
+    if place.ranks > 1:
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise RunDirError(problem[0])
+    return run
 
 
 def work(
@@ -85,7 +102,8 @@ def work(
     device = choose_device(config.train.device, place)
     timeout = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
     _set_up_torch(config, device)
-    if place.ranks > 1:
+    joins = place.ranks > 1 and not dist.is_initialized()
+    if joins:
         join(place, store, device, timeout)
     try:
         loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console, stop_requested)
@@ -96,7 +114,7 @@ def work(
             write_final(run, config)
         return Outcome(steps, run.path)
     finally:
-        if place.ranks > 1:
+        if joins:
             leave()
 
 
@@ -226,29 +244,6 @@ def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
         raise ConfigError(f"train.global_batch = {batch} is not the batch this run was started with; it cannot change")
     loop.saved_step = state["step"]
     return state["step"]
-
-
-def open_samples(config: Config) -> tuple[Samples, Samples | None]:
-    """The training samples, and those for evaluation when it is asked for; raises DataError for bad data."""
-    corpus = open_corpus(config.data.source, config.data.tokenizer)
-    kinds: dict[str, Any] = {
-        "seq_len": config.model.seq_len,
-        "vocab": config.model.vocab,
-        "seed": config.train.seed,
-        "eval_fraction": config.data.eval_fraction,
-        "bidirectional": config.model.family == "bert",
-        "mask_rate": config.data.mask_rate,
-    }
-    train = Samples(corpus, split="train", **kinds)
-    if not config.train.eval_every:
-        return train, None
-    held = Samples(corpus, split="eval", **kinds)
-    if held.count < 1:
-        raise ConfigError(
-            f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "
-            f"{train.count} windows leaves none to evaluate on; use {1.5 / train.count:.2g} or more"
-        )
-    return train, held
 
 
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
