@@ -70,7 +70,7 @@ class TrainArgs:
 class DemoArgs:
     """Train a small GPT on Python's own source in four processes, then let it write."""
 
-    steps: int = 120
+    steps: int = 220
     """Optimizer steps."""
     nproc: int = 4
     """Ranks."""
@@ -159,6 +159,7 @@ def train(args: TrainArgs) -> int:
         _describe(console, config, plan, ranks)
         if args.resume:
             run.write(config, plan)
+        console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
         _start(config, plan, run, ranks)
     finally:
         run.unlock()
@@ -223,14 +224,12 @@ def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
 
     m, batch = config.model, config.train.global_batch
     size, micro = plan.micro_batch_size(batch), plan.micro_batches(batch)
+    share = f"{micro} × {size} sequences each, {plan.precision.compute}"
     facts(
         [
             ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {number(parameter_count(m))} parameters"),
             ("data", f"{config.data.source}, {batch} × {m.seq_len} tokens a step"),
-            (
-                "plan",
-                f"{plan.mesh.product()} rank{'s' if ranks > 1 else ''}, {micro} × {size} sequences each, {plan.precision.compute}",
-            ),
+            ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
             ("steps", f"{config.train.steps}"),
             ("run", config.train.run_dir),
         ],
@@ -246,10 +245,11 @@ def demo(args: DemoArgs) -> int:
     run_dir = args.run_dir or _free_run_dir("runs/demo")
     config = Config.from_dict(
         {
-            "model": {"family": "gpt", "layers": 4, "hidden": 128, "heads": 4, "seq_len": 128},
-            "optim": {"lr": 2e-3, "warmup": 10, "weight_decay": 0.01},
-            "train": {"steps": args.steps, "global_batch": 16, "run_dir": run_dir},
+            "model": {"family": "gpt", "layers": 2, "hidden": 128, "heads": 4, "seq_len": 64},
+            "optim": {"lr": 4e-3, "warmup": min(20, args.steps), "weight_decay": 0.01},
+            "train": {"steps": args.steps, "global_batch": 32, "run_dir": run_dir},
             "checkpoint": {"every": max(1, args.steps // 2)},
+            "log": {"every": 20},
         }
     )
     trained = train(
