@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fourfold.collectives import Pending, all_reduce
 from fourfold.piece import Piece
 from fourfold.shard.layout import Layout, lay_out
 
@@ -50,7 +51,7 @@ class Unit:
         self.grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # views of `grad` by name; accumulators of borrowed parameters
         self._borrowers: list[tuple[Unit, str, str]] = []  # unit, its name for the parameter, ours
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         for theirs, (owner, ours) in self.borrowed.items():
             owner._borrowers.append((self, theirs, ours))
 
@@ -127,7 +128,7 @@ class Unit:
         for borrower, theirs, ours in self._borrowers:
             self.main_grad(ours).add_(borrower.main_grad(theirs))
         if self.group is not None and self.group.size() > 1:
-            self._work = dist.all_reduce(self.grad, group=self.group, async_op=True)
+            self._work = all_reduce(self.grad, self.group, f"the sum of {self.name}'s gradients")
 
     def finish(self) -> None:
         """Wait for the reduction: `grad` is final."""
