@@ -43,7 +43,7 @@ Job = Callable[[Place, dist.Store, IO[str] | None], object]
 """What a rank does: (place, store, console of rank 0)."""
 
 GRACE = 3.0
-"""Seconds the other ranks get to end by themselves after the first failure, and again after SIGTERM."""
+"""Seconds the other ranks get to end by themselves after the first failure."""
 
 
 def launch_local(job: Job, ranks: int, logs: Path) -> None:
@@ -126,13 +126,10 @@ def _watch(processes: list[BaseProcess]) -> _End:
         if end.failed and deadline == float("inf"):
             deadline = time.monotonic() + GRACE
         if waiting and time.monotonic() >= deadline:
-            if not end.hung:
-                end.hung = {rank: _state(p) for rank, p in waiting.items()}
-                _signal(list(waiting.values()), signal.SIGUSR2)
-                time.sleep(0.3)
-                _signal(list(waiting.values()), signal.SIGTERM)
-            else:
-                _signal(list(waiting.values()), signal.SIGKILL)
+            end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
+            _signal(list(waiting.values()), signal.SIGUSR2)
+            time.sleep(0.3)  # for the stacks to be written
+            _signal(list(waiting.values()), signal.SIGKILL)
             deadline = time.monotonic() + GRACE
     return end
 
