@@ -27,7 +27,7 @@ from fourfold.model.build import build_model, fill_initial, materialize_buffers
 from fourfold.model.spec import parameter_count, tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.piece import whole
-from fourfold.plan import Plan
+from fourfold.plan import Mesh, Plan
 from fourfold.runtime.stage import Link, Stage
 from fourfold.shard.unit import Unit
 from fourfold.testing.faults import Faults
@@ -63,14 +63,14 @@ def fit(
     resume: bool = False,
     console: IO[str] | None = None,
 ) -> Outcome:
-    """Train `config` by `plan`, in this process as one rank of a job (or as the only one).
+    """Train `config` by `plan` (default: every rank a replica), in this process as one rank of a job or as the only one.
 
     Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the process group that
     is there, or joins the one of torchrun or srun, or is alone. With `resume`, the run in `train.run_dir` goes on from its
     newest checkpoint.
     """
-    config, plan = config.resolve(), plan or Plan()
-    place = current_place()
+    config, place = config.resolve(), current_place()
+    plan = plan or Plan(mesh=Mesh(data=place.ranks))
     plan.check(config, place.ranks)
     device, timeout = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
