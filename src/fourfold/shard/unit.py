@@ -119,6 +119,14 @@ class Unit:
                 self.main_grad(name).add_(grad)
 
     @torch.no_grad()
+    def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None:
+        """Add dYᵀX, the gradient of a linear's weight [outputs, inputs]; needs no parameter.
+
+        The product is rounded to the compute dtype before it is added, as autograd's is.
+        """
+        self.main_grad(name).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
+
+    @torch.no_grad()
     def reduce(self) -> None:
         """Start summing the gradient over the replica group. A unit without a gradient takes part with zeros."""
         assert self._work is None, f"{self.name} is being reduced"
