@@ -22,19 +22,24 @@ from fourfold.program.instructions import (
     Send,
     Stream,
     Unit,
+    parse_instruction,
 )
 from fourfold.program.lowering import lower
 from fourfold.program.ops import Op, Schedule
+from fourfold.program.partition import Layer
 from fourfold.program.schedules import build, forward_only, fused, loop, names, register, split, zigzag
 from fourfold.program.simulator import simulate
+from fourfold.program.synthesizer import Synthesis, search, synthesize
 from fourfold.program.timeline import Peak, Span, Timeline
 from fourfold.program.validator import validate
+from fourfold.program.waves import choose_waves
 
 __all__ = [
     "Bucket",
     "Costs",
     "Gather",
     "Instruction",
+    "Layer",
     "Op",
     "Part",
     "Peak",
@@ -48,17 +53,22 @@ __all__ = [
     "Send",
     "Span",
     "Stream",
+    "Synthesis",
     "Timeline",
     "Unit",
     "build",
+    "choose_waves",
     "forward_only",
     "fused",
     "loop",
     "lower",
     "names",
+    "parse_instruction",
     "register",
+    "search",
     "simulate",
     "split",
+    "synthesize",
     "validate",
     "zigzag",
 ]

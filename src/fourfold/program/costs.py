@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from fourfold.errors import ScheduleError
 
-__all__ = ["Costs", "Number", "StageCosts", "Table", "Ticks", "per_share"]
+__all__ = ["Costs", "Number", "StageCosts", "Table", "Ticks", "divide", "per_share"]
 
 Number = int | float | Fraction
 PerStage = Number | tuple[Number, ...]
@@ -138,11 +138,12 @@ def per_share(value: PerStage, placement: Sequence[int], name: str) -> tuple[Num
     held: dict[int, int] = {}
     for rank in placement:
         held[rank] = held.get(rank, 0) + 1
-    return tuple(_divide(value, held[rank]) for rank in placement)
+    return tuple(divide(value, held[rank]) for rank in placement)
 
 
-def _divide(value: Number, by: int) -> Number:
-    if isinstance(value, float):
+def divide(value: Number, by: Number) -> Number:
+    """A quotient that stays exact unless a float is in it."""
+    if isinstance(value, float) or isinstance(by, float):
         return value / by
     share = Fraction(value) / by
     return share.numerator if share.denominator == 1 else share

@@ -112,10 +112,10 @@ def build_graph(programs: Programs, link: str = "private", rendezvous: bool = Fa
     for row, program in enumerate(rows):
         _add_needs(graph, programs, row, issued[row], transfers, collectives)
         if rendezvous:
-            for index, instruction in enumerate(program.instructions[:-1]):
+            for index, instruction in enumerate(program.instructions):
                 if isinstance(instruction, Send):
                     key = (program.replica, (instruction.stage, instruction.kind, instruction.micro_batch))
-                    graph.waits[issued[row][index + 1]].append(recvs[key])
+                    graph.waits[issued[row][index]].append(recvs[key])
     return graph
 
 

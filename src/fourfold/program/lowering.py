@@ -12,14 +12,15 @@ released in between. A REDUCE that several ranks share comes last on each of the
 gradients) all updates come at the end, in the order in which they could have started.
 
 [Note: where receives are posted]
-Order all ops by the time they would start in a simulation. The receive of a message is posted before the first op of the
-receiver that starts after the producer did, or `ahead` ops before its consumer, whichever is earlier; and never before
-an earlier message of the same edge. So:
+Order all ops by the time they end in a simulation. The receive of a message is posted before the first op of the receiver
+that ends after the producer, or `ahead` ops before its consumer, whichever is earlier; and no later than the receives of
+messages that are sent later on the same edge. So:
 
 - Both ends of an edge have one order, the sender's. (In the consumers' order, an edge that carries activations of one leg
   and gradients of another can lock up.)
-- Even if SEND blocked until its receive is posted, nothing could lock up: by induction over the simulated order, when an op
-  has run, its receiver has run all ops that started earlier and finished their SENDs, so it reaches the posted receive.
+- In the simulated timing no message waits for its receive; `ahead` is the margin for other timings.
+- Even if SEND blocked until its receive is posted, nothing could lock up: by induction over that order, when an op has
+  run, its receiver has run all ops before it in the order and finished their SENDs, so it reaches the posted receive.
 - A receive buffer is taken when its message could come, not at the start of the step.
 """
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from fourfold import schema
 from fourfold.errors import ScheduleError
@@ -128,16 +129,14 @@ def _outgoing(schedule: Schedule, op: Op) -> tuple[int, Carried] | None:
 
 def _receives(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, list[Recv]]]:
     """By rank and index of op: the receives posted before it."""
-    problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
-    starts = run(problem, schedule.order).starts
-    keys = [[(start, rank) for start in row] for rank, row in enumerate(starts)]
+    keys = _ends(schedule, costs)
     consumer = {
         (op.stage, "F" if op.kind == "F" else "B", op.micro_batch): i
         for ops in schedule.order
         for i, op in enumerate(ops)
         if op.kind != "W"
     }
-    edges: dict[tuple[int, int], list[tuple[tuple[object, int], int, Recv]]] = {}
+    edges: dict[tuple[int, int], list[tuple[_Key, int, Recv]]] = {}
     for rank, ops in enumerate(schedule.order):
         for key, op in zip(keys[rank], ops, strict=True):
             outgoing = _outgoing(schedule, op)
@@ -149,7 +148,7 @@ def _receives(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, li
             )
             at = min(bisect_right(keys[to], key), max(0, consumer[reader] - ahead))
             edges.setdefault((rank, to), []).append((key, at, Recv(op.stage, kind, op.micro_batch, rank)))
-    posted: list[list[tuple[int, tuple[object, int], Recv]]] = [[] for _ in schedule.order]
+    posted: list[list[tuple[int, _Key, Recv]]] = [[] for _ in schedule.order]
     for (_, to), messages in edges.items():
         earliest = len(schedule.order[to])
         for key, at, recv in reversed(messages):  # no later than what is sent later
@@ -160,6 +159,19 @@ def _receives(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, li
         for at, _, recv in sorted(recvs, key=lambda posted: posted[:2]):
             out[rank].setdefault(at, []).append(recv)
     return out
+
+
+_Key = tuple[Any, Any, int]
+
+
+def _ends(schedule: Schedule, costs: Costs) -> list[list[_Key]]:
+    """By rank and op: keys that order all ops by their end, what needs something after what it needs.
+
+    Ops without cost end when what they need does; their ends at unit costs tell them apart.
+    """
+    size = (schedule.placement, schedule.ranks, schedule.micro_batches)
+    real, unit = (run(Problem.of(*size, c), schedule.order).ends for c in (costs, Costs()))
+    return [[(a, b, rank) for a, b in zip(real[rank], unit[rank], strict=True)] for rank in range(schedule.ranks)]
 
 
 # ---- one rank ----

@@ -46,10 +46,7 @@ def validate_programs(programs: Programs) -> Schedule:
         _check_edges(programs, replica)
         _check_replica(programs, replica)
     _check_shared(programs)
-    circle = (graph := build_graph(programs, rendezvous=True)).times(lambda node: 1)[3]
-    if circle:
-        steps = [_name(programs.programs[n.row], n.index, n.what) for n in (graph.nodes[i] for i in circle)]
-        raise ScheduleError(f"deadlock: {', which waits for '.join(dict.fromkeys(steps))}, which waits for the first")
+    _check_circles(programs)
     order = tuple(tuple(rows[0, rank]) for rank in range(programs.ranks))
     return Schedule(order, programs.placement, programs.micro_batches)
 
@@ -73,6 +70,18 @@ def _check_set(programs: Programs) -> int:
     if len(programs.units) != len(programs.placement):
         raise ScheduleError(f"units of {len(programs.units)} stages; the placement has {len(programs.placement)}")
     return replicas
+
+
+def _check_circles(programs: Programs) -> None:
+    """Nothing waits for itself, even if SEND waits until its receive is posted."""
+    graph = build_graph(programs, rendezvous=True)
+    *_, circle = graph.times(lambda node: 1)
+    if circle:
+        nodes = [graph.nodes[i] for i in circle]
+        # Of a run of instructions on one rank, the one that waits for another rank tells.
+        telling = [a for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if a.row != b.row] or nodes
+        steps = [_name(programs.programs[n.row], n.index, n.what) for n in telling]
+        raise ScheduleError(f"deadlock: {', which waits for '.join(steps)}, which waits for the first")
 
 
 class _Walk:
@@ -157,7 +166,10 @@ class _Walk:
                     raise self._fail(f"it uses {name}, which is not gathered; GATHER {name} comes before")
         if kind in "BW":
             for name in used:
-                self.gradients[name] = self.gradients.get(name, 0) + 1
+                have = self.gradients.get(name, 0)
+                if self.set.unit[name].reduce == "micro-batch" and have > self.reduced.get(name, 0):
+                    raise self._fail(f"REDUCE {name} comes before: it is reduced after every micro-batch")
+                self.gradients[name] = have + 1
         self.done[op] = parts if unit is None else ran + 1
         if self.done[op] == parts:
             self.order.append(op)

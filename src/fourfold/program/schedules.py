@@ -62,14 +62,17 @@ def build(name: str, ranks: int, micro_batches: int, **options: Any) -> Schedule
         raise ScheduleError(f"there is no schedule '{name}'{schema.nearest(name, _REGISTRY)}")
     at_least(ranks=(ranks, 1), micro_batches=(micro_batches, 1))
     generator = _REGISTRY[name]
-    allowed = [p for p in inspect.signature(generator).parameters if p not in ("ranks", "micro_batches")]
+    allowed = {k: p.default for k, p in inspect.signature(generator).parameters.items() if k not in _SIZES}
     for option in options:
         if option not in allowed:
             hint = schema.nearest(option, allowed) if allowed else f"; {name} has no options"
             raise ScheduleError(f"schedule '{name}' has no option '{option}'{hint}")
     schedule = generator(ranks, micro_batches, **options)
-    label = " ".join([name, *(f"{k}={v}" for k, v in options.items())])
-    return schedule if schedule.name else replace(schedule, name=label)
+    told = [f"{k}={v}" for k, v in options.items() if v != allowed[k]]
+    return schedule if schedule.name else replace(schedule, name=" ".join([name, *told]))
+
+
+_SIZES = ("ranks", "micro_batches")
 
 
 def at_least(**values: tuple[Any, int]) -> None:

@@ -19,7 +19,7 @@ from fourfold.program.graph import Node, build_graph
 from fourfold.program.instructions import Gather, Part, Programs, Reduce, Release, Send, Stream
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.program_checks import validate_programs
-from fourfold.program.timeline import Entry, Timeline
+from fourfold.program.timeline import Entry, MessageEntry, Timeline
 from fourfold.program.validator import check_ops, explain_stuck
 
 __all__ = ["simulate"]
@@ -46,10 +46,7 @@ def _simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
         costs=problem.costs,
         placement=schedule.placement,
         lower_bound=_bound(problem, schedule) * problem.tick,
-        beside=tuple(
-            (sender, "message", Send(stage, kind, m, receiver), start, end)
-            for sender, receiver, stage, kind, m, start, end in times.messages
-        ),
+        messages=tuple(times.messages),
     )
 
 
@@ -78,15 +75,20 @@ def _simulate_programs(programs: Programs, costs: Costs) -> Timeline:
     ops: list[list[Op | Part]] = [[] for _ in rows]
     begun: list[list[Any]] = [[] for _ in rows]
     ended: list[list[Any]] = [[] for _ in rows]
-    beside: list[Entry] = []
+    messages: list[MessageEntry] = []
+    others: list[Entry] = []
     memory: list[list[tuple[Any, Number]]] = [[] for _ in rows]
     for n, node in enumerate(graph.nodes):
         if isinstance(node.what, Op | Part):
             ops[node.row].append(node.what)
             begun[node.row].append(starts[n])
             ended[node.row].append(ends[n])
+        elif node.lane == "message":
+            send = node.what
+            assert isinstance(send, Send)
+            messages.append((node.row, send.peer, send.stage, send.kind, send.micro_batch, starts[n], ends[n]))
         elif node.lane != "issue":
-            beside.append((node.row, node.lane, node.what, starts[n], ends[n]))
+            others.append((node.row, node.lane, node.what, starts[n], ends[n]))
         elif isinstance(node.what, Gather | Release):
             sign = 1 if isinstance(node.what, Gather) else -1
             memory[node.row].append((ends[n], sign * price.named(costs.gathered, node.what.unit, "gathered")))
@@ -99,7 +101,8 @@ def _simulate_programs(programs: Programs, costs: Costs) -> Timeline:
         costs=table,
         placement=programs.placement,
         lower_bound=_bound(problem, schedule) * problem.tick,
-        beside=tuple(beside),
+        messages=tuple(messages),
+        others=tuple(others),
         unit_memory=tuple(map(tuple, memory)) if any(memory) else (),
         bindings=_chain(graph.nodes, starts, ends, bindings),
     )

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from fourfold.program.costs import Number, StageCosts
-from fourfold.program.instructions import Instruction, Part, Send
+from fourfold.program.costs import Number, StageCosts, divide
+from fourfold.program.instructions import Carried, Instruction, Part, Send
 from fourfold.program.ops import Op
 
 __all__ = ["Peak", "Span", "Timeline"]
 
 Entry = tuple[int, str, Instruction, Any, Any]
 """A span in ticks."""
+MessageEntry = tuple[int, int, int, Carried, int, Any, Any]
+"""(row of the sender, receiving rank, stage, kind, micro-batch, start, end), in ticks."""
 
 
 class Span(NamedTuple):
@@ -55,8 +57,10 @@ class Timeline:
     placement: tuple[int, ...]
     lower_bound: Number
     """No order of these ops on this placement can be faster."""
-    beside: tuple[Entry, ...] = field(default=(), repr=False)
-    """Messages, collectives and updates: (row, lane, what, start, end) in ticks."""
+    messages: tuple[MessageEntry, ...] = field(default=(), repr=False)
+    """In ticks; of a schedule only if messages take time."""
+    others: tuple[Entry, ...] = field(default=(), repr=False)
+    """Collectives and updates, in ticks."""
     unit_memory: tuple[tuple[tuple[Any, Number], ...], ...] = field(default=(), repr=False)
     """By row: (tick, change) for gathered and released units."""
     bindings: tuple[Entry, ...] | None = field(default=None, repr=False, compare=False)
@@ -69,7 +73,11 @@ class Timeline:
     @cached_property
     def makespan(self) -> Number:
         """From the start to the end of the last thing."""
-        ends = [row[-1] for row in self.ends if row] + [end for *_, end in self.beside]
+        ends = (
+            [row[-1] for row in self.ends if row]
+            + [end for *_, end in self.messages]
+            + [end for *_, end in self.others]
+        )
         return max(ends, default=0) * self.tick
 
     @cached_property
@@ -85,12 +93,12 @@ class Timeline:
     @cached_property
     def bubble(self) -> Number:
         """The idle share of all ranks' time."""
-        return sum(self.idle) / (self.rows * self.makespan) if self.makespan else 0
+        return divide(sum(self.idle), self.rows * self.makespan) if self.makespan else 0
 
     @property
     def gap(self) -> Number:
         """How far above the lower bound, as a share of it: 0 is proven optimal."""
-        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0
+        return divide(self.makespan, self.lower_bound) - 1 if self.lower_bound else 0
 
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
@@ -115,7 +123,7 @@ class Timeline:
             for op, start, end in zip(ops, starts, ends, strict=True):
                 yield Span(row, "compute", op, start * self.tick, end * self.tick)
         if beside:
-            for row, lane, what, start, end in self.beside:
+            for row, lane, what, start, end in [*map(_entry, self.messages), *self.others]:
                 yield Span(row, lane, what, start * self.tick, end * self.tick)
 
     @cached_property
@@ -177,8 +185,8 @@ class Timeline:
     def _chain(self) -> list[Entry]:
         """Back from the last end: to what ended just then on the row or the link, else to what was waited for."""
         ops = {op: (row, i) for row, ops in enumerate(self.ops) for i, op in enumerate(ops)}
-        messages = {(m.stage, m.kind, m.micro_batch): entry for entry in self.beside if isinstance(m := entry[2], Send)}
-        ending = {(row, end): entry for entry in self.beside for row, _, _, _, end in [entry]}
+        messages = {message[2:5]: message for message in self.messages}
+        ending = {(message[0], message[-1]): message for message in self.messages}
         row = max(range(self.rows), key=lambda r: self.ends[r][-1] if self.ends[r] else -1)
         i = len(self.ends[row]) - 1
         chain: list[Entry] = []
@@ -192,13 +200,13 @@ class Timeline:
                 continue
             source = _source(op, ops)
             row, i = ops[source]
-            entry = messages.get((source.stage, "activation" if op.kind == "F" else "gradient", source.micro_batch))
-            while entry is not None:
-                chain.append(entry)
-                left = entry[3]
-                entry = None if left == self.ends[row][i] else ending[row, left]  # it queued behind another message
-                if entry is not None:
-                    row, i = ops[_producer(entry[2], ops)]
+            message = messages.get((source.stage, "activation" if op.kind == "F" else "gradient", source.micro_batch))
+            while message is not None:
+                chain.append(_entry(message))
+                left = message[5]
+                message = None if left == self.ends[row][i] else ending[row, left]  # it queued behind another
+                if message is not None:
+                    row, i = ops[_producer(message, ops)]
         return chain[::-1]
 
 
@@ -207,11 +215,15 @@ def _source(op: Op | Part, ops: dict[Any, Any]) -> Op:
     return _backward(op.stage + 1, op.micro_batch, ops) if op.kind != "F" else Op(op.stage - 1, "F", op.micro_batch)
 
 
-def _producer(message: Any, ops: dict[Any, Any]) -> Op:
+def _producer(message: MessageEntry, ops: dict[Any, Any]) -> Op:
     """The op whose result a message carries."""
-    if message.kind == "activation":
-        return Op(message.stage, "F", message.micro_batch)
-    return _backward(message.stage, message.micro_batch, ops)
+    _, _, stage, kind, micro_batch, _, _ = message
+    return Op(stage, "F", micro_batch) if kind == "activation" else _backward(stage, micro_batch, ops)
+
+
+def _entry(message: MessageEntry) -> Entry:
+    row, receiver, stage, kind, micro_batch, start, end = message
+    return row, "message", Send(stage, kind, micro_batch, receiver), start, end
 
 
 def _backward(stage: int, micro_batch: int, ops: dict[Any, Any]) -> Op:

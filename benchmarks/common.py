@@ -1,0 +1,83 @@
+"""What all benchmarks share: rows, the table, the JSON file, the command line.
+
+A benchmark measures us and a peer on the same case. A row's `ratio` is above 1 where ours is better; `spread` is the
+relative spread of what was measured (0 for figures that do not vary).
+
+    {"benchmark", "machine", "rows": [{"case", "peer", "metric", "ours", "theirs", "ratio", "spread"}]}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Row", "arguments", "finish", "lower_is_better", "show"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison."""
+
+    case: str
+    peer: str
+    metric: str
+    ours: float
+    theirs: float
+    ratio: float
+    spread: float = 0.0
+
+
+def lower_is_better(case: str, peer: str, metric: str, ours: float, theirs: float, spread: float = 0.0) -> Row:
+    """A row for times, memory and the like."""
+    return Row(case, peer, metric, float(ours), float(theirs), float(theirs) / float(ours), spread)
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """`--quick` and `--json PATH`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a small part, in seconds")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    return parser.parse_args()
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    """Print rows as a table."""
+    table = Table("case", "metric", "peer", "ours", "theirs", "ratio", title=title, title_justify="left", box=None)
+    for row in rows:
+        table.add_row(row.case, row.metric, row.peer, f"{row.ours:.5g}", f"{row.theirs:.5g}", f"{row.ratio:.4f}")
+    Console(width=150, highlight=False).print(table)
+
+
+def finish(benchmark: str, rows: Sequence[Row], path: Path | None) -> None:
+    """Write the JSON file if one was asked for."""
+    if path is not None:
+        data = {"benchmark": benchmark, "machine": machine(), "rows": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, str | int]:
+    """Where this ran."""
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count() or 0,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )

@@ -1,0 +1,155 @@
+"""`fourfold simulate`: time a plan, a schedule or programs, and show them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from fourfold import schema
+from fourfold.errors import ScheduleError
+from fourfold.plan import SCHEDULES, Pipeline, Plan
+from fourfold.program.costs import Costs
+from fourfold.program.from_plan import schedule_of_plan
+from fourfold.program.instructions import Programs
+from fourfold.program.ops import Schedule
+from fourfold.program.schedules import build, names
+from fourfold.program.simulator import simulate
+from fourfold.program.synthesizer import search
+from fourfold.program.timeline import Timeline
+
+__all__ = ["SimulateArgs", "compare", "simulate_command"]
+
+
+@dataclass(frozen=True)
+class SimulateArgs:
+    """Time a plan, a schedule or programs without running them."""
+
+    target: str
+    """A plan (.toml, .json), a schedule (.json, .csv), programs (.txt, .json), or the name of a schedule:
+    gpipe, 1f1b, interleaved, wave, zb-h1, zb-v, synthesized."""
+    ranks: int = 4
+    """Ranks of the pipeline, for a schedule by name."""
+    micro_batches: int = 8
+    """Micro-batches in a step, for a schedule by name."""
+    waves: int = 1
+    """wave: number of waves."""
+    stages_per_rank: int = 2
+    """interleaved: stages on every rank."""
+    slack: int = 0
+    """1f1b: extra micro-batches in flight."""
+    forward: float = 1
+    """Time of F, a rank's whole share for one micro-batch."""
+    input_grad: float = 1
+    """Time of I."""
+    weight_grad: float = 1
+    """Time of W; B takes I + W."""
+    message: float = 0
+    """Time of one message between ranks."""
+    instruction: float = 0
+    """Fixed cost of every instruction."""
+    memory_cap: float | None = None
+    """Most micro-batches (of a rank's share) a rank may hold; synthesized and --compare stay within."""
+    compare: bool = False
+    """All schedules side by side."""
+    json: bool = False
+    """Print JSON."""
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(
+            forward=self.forward,
+            input_grad=self.input_grad,
+            weight_grad=self.weight_grad,
+            message=self.message,
+            instruction=self.instruction,
+        )
+
+
+def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
+    """Run the command: print a table and a drawing, or JSON, to `file` (default: standard output); returns 0."""
+    target = _target(args)
+    rows: list[tuple[str, Timeline]] = []
+    if isinstance(target, Schedule):
+        rows.append((target.name or args.target, simulate(target, args.costs)))
+        if args.compare:
+            rows = compare(target, args)
+    else:
+        if args.compare:
+            raise ScheduleError(
+                f"{args.target}: programs are compared as they are; give --compare a schedule or a plan"
+            )
+        rows.append((args.target, simulate(target, args.costs)))
+    if args.json:
+        data = [{"schedule": name, **_plain(timeline, spans=not args.compare)} for name, timeline in rows]
+        print(json.dumps(data if args.compare else data[0], indent=2), file=file)
+        return 0
+    from fourfold.view.timeline import show_comparison, show_timeline  # rich is for people
+
+    if args.compare:
+        show_comparison(rows, file)
+    else:
+        show_timeline(*rows[0], file)
+    return 0
+
+
+def compare(target: Schedule, args: SimulateArgs) -> list[tuple[str, Timeline]]:
+    """The target and all schedules for as many ranks and micro-batches, within the cap, the fastest first."""
+    sizes = (target.ranks, target.micro_batches)
+    options: list[tuple[str, dict[str, Any]]] = [
+        *[("interleaved", {"stages_per_rank": n}) for n in sorted({2, 4, args.stages_per_rank})],
+        *[("wave", {"waves": n}) for n in sorted({1, 2, args.waves})],
+        *[(name, {}) for name in names() if name not in ("interleaved", "wave")],
+    ]
+    schedules = [target, *(build(name, *sizes, **chosen) for name, chosen in options)]
+    timed = {s.name: simulate(s, args.costs) for s in schedules}
+    found = search(*sizes, args.costs, target.ranks if args.memory_cap is None else args.memory_cap)
+    timed[found.schedule.name] = simulate(found.schedule, args.costs)
+    fitting = {
+        name: t
+        for name, t in timed.items()
+        if args.memory_cap is None or max(t.peak_activations) <= args.memory_cap * (1 + 1e-9)
+    }
+    return sorted(fitting.items(), key=lambda item: (item[1].makespan, max(item[1].peak_activations)))
+
+
+def _target(args: SimulateArgs) -> Schedule | Programs:
+    """What to time: a file's content, or the schedule of a name."""
+    path = Path(args.target)
+    match path.suffix:
+        case ".csv":
+            return Schedule.load(path)
+        case ".txt":
+            return Programs.load(path)
+        case ".json" | ".toml" | ".yaml" | ".yml":
+            data = schema.read(path, ScheduleError)
+            if "order" in data:
+                return Schedule.from_dict(data)
+            if "programs" in data:
+                return Programs.from_dict(data)
+            plan = Plan.from_dict(data)
+            return schedule_of_plan(plan, plan.batch.micro_batches or max(1, 2 * plan.mesh.pipe), costs=args.costs)
+    known = tuple(dict.fromkeys((*names(), *SCHEDULES)))
+    if args.target not in known:
+        raise ScheduleError(
+            f"'{args.target}' is neither a schedule nor a .toml, .json, .csv or .txt file{schema.nearest(args.target, known)}"
+        )
+    if args.target == "synthesized":
+        cap = args.ranks + args.slack if args.memory_cap is None else args.memory_cap
+        return search(args.ranks, args.micro_batches, args.costs, cap).schedule
+    if args.target in SCHEDULES:
+        pipeline = Pipeline(
+            schedule=args.target, waves=args.waves, stages_per_rank=args.stages_per_rank, slack=args.slack
+        )
+        plan = Plan(pipeline=pipeline)
+        plan = replace(plan, mesh=replace(plan.mesh, pipe=args.ranks))
+        return schedule_of_plan(plan, args.micro_batches)
+    return build(args.target, args.ranks, args.micro_batches)
+
+
+def _plain(timeline: Timeline, spans: bool) -> dict[str, Any]:
+    data = timeline.to_dict()
+    if not spans:
+        del data["spans"], data["critical_path"]
+    return data
