@@ -46,8 +46,8 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold memory: a DTensor and the like are wrappers of others."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    names = tensor.__tensor_flatten__()[0]
-    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for part in inner if isinstance(part, Tensor) for plain in plain_tensors(part)]
 
 
 def backward_node() -> str | None:
