@@ -1,4 +1,7 @@
-"""Shaped networks: times that follow from bytes and rates, hosts that are removed whatever happens, reasons to skip."""
+"""Shaped networks: times that follow from bytes and rates, hosts that are removed whatever happens, reasons to skip.
+
+That a job of torchrun runs across two hosts is shown by the example in docs/lab.md (test_docs.py).
+"""
 
 from __future__ import annotations
 
@@ -117,29 +120,6 @@ def test_racks_share_their_uplink() -> None:
     assert across[0][0] > 2 * within[0][0]
 
 
-SCRIPT = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-x = torch.full((3,), float(dist.get_rank() + 1))
-dist.all_reduce(x)
-print("sum", x.tolist(), "rank", dist.get_rank(), "of", dist.get_world_size())
-dist.destroy_process_group()
-"""
-
-
-@shaped
-def test_torchrun_across_two_hosts(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with Network(hosts=2, rate="100mbit") as net:
-        to_pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        agents = net.torchrun([str(tmp_path / "script.py")], **to_pipe)
-        texts = [agent.communicate(timeout=90)[0] for agent in agents]
-        assert all(net.traffic(host).sent > 1000 for host in range(2))
-    assert [agent.returncode for agent in agents] == [0, 0], texts
-    lines = [line for text in texts for line in text.splitlines() if line.startswith("sum")]
-    assert sorted(lines) == [f"sum [3.0, 3.0, 3.0] rank {rank} of 2" for rank in range(2)]
-
-
 def broken(rank: int, ranks: int) -> None:
     if rank == 1:
         raise ValueError("a stone in the road")
@@ -202,26 +182,25 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing() == "shaped networks need Linux; this is darwin"
 
 
-@pytest.mark.parametrize("lacking", ["root", "tc"])
-def test_tests_are_skipped_with_the_reason(lacking: str, tmp_path: Path) -> None:
-    """A test of this file in another process, without root or with no `tc` on the path."""
-    if why is not None:
-        pytest.skip(f"it shows itself: {why}")
+@shaped
+def test_tests_are_skipped_with_the_reason(tmp_path: Path) -> None:
+    """A test of this file in two other processes: without root, and with no `tc` on the path."""
     command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", __file__, "-k", "two_levels"]
-    path = os.environ["PATH"]
-    if lacking == "root":
-        command = ["unshare", "--user", *command]  # in a user namespace without a mapping we are nobody
-        if subprocess.run([*command[:2], "true"], capture_output=True).returncode != 0:
-            pytest.skip("this machine has no user namespaces, so root cannot be given up")
-    else:
-        (tmp_path / "ip").symlink_to(shutil.which("ip") or "")
-        path = str(tmp_path)
-    out = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env={**os.environ, "PATH": path}
-    )
-    assert "1 skipped" in out.stdout, out.stdout + out.stderr
-    reason = {"root": "shaped networks need root", "tc": "shaped networks need `tc` (iproute2), which is not installed"}
-    assert reason[lacking] in out.stdout
+    nobody = ["unshare", "--user"]  # in a user namespace without a mapping, root is nobody
+    if subprocess.run([*nobody, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine has no user namespaces, so root cannot be given up")
+    (tmp_path / "ip").symlink_to(shutil.which("ip") or "")
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
+    without_root = subprocess.Popen([*nobody, *command], **options)
+    without_tc = subprocess.Popen(command, env={**os.environ, "PATH": str(tmp_path)}, **options)
+    for process, reason in (
+        (without_root, "shaped networks need root"),
+        (without_tc, "shaped networks need `tc` (iproute2), which is not installed"),
+    ):
+        text = process.communicate(timeout=90)[0]
+        assert process.returncode == 0
+        assert "1 skipped" in text
+        assert reason in text
 
 
 def test_wrong_networks_are_refused() -> None:

@@ -118,6 +118,7 @@ class Budget(watch.Watch):
         self._curve = (array("q"), array("q"))
         self._lock = threading.Lock()
         self._inside = 0  # threads
+        self._resize_patch: Any = None
 
     # ---- what it found ----
 

@@ -10,7 +10,8 @@ shows as lost time. Everything else is as with a real module: saved activations,
 
 The weight gradient can be had on its own in two ways:
 
-- by torch's generic split: `torch.distributed.pipelining` runs its schedules on a chunk, the zero-bubble ones too;
+- by torch's generic split: `torch.distributed.pipelining` runs its schedules on a chunk, the zero-bubble ones too (it
+  leaves the whole backward of stage 0 to `W`, since the input there needs no gradient);
 - through a queue: while `chunk.queue` is a list, a backward computes the gradient of the input alone and appends
   (parameter, function that computes its gradient); whoever runs `W` calls the function and puts the result where it
   belongs. `settle(queue)` adds them to `.grad`.

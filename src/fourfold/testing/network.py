@@ -16,10 +16,11 @@ Linux, root, and `ip` and `tc` of iproute2 are needed: `missing()` says what is 
 Leaving the context ends every process in the hosts and removes them; those of an earlier process that was killed are
 removed by the next Network.
 
-What it measures: bytes over a rate, with gloo's own traffic. A ring all-reduce takes 1.01 to 1.04 times bytes / rate. Two cores
-carry about 1.6 Gbit/s over all links; ask for more and the processor is what you measure (look at `Measured.busy`). Latency
-is not shaped. gloo is not NCCL: some of its collectives move more than they must (its broadcast 2.6 times for 4 ranks,
-its reduce-scatter twice), so compare algorithms on the same collectives, and quote no ratio of gloo's as NCCL's.
+What it measures: bytes over a rate, with gloo's own traffic. An all-reduce takes 0.98 to 1.05 times bytes / rate (2 to 8 hosts,
+50 to 200 Mbit/s, 1 to 4 MiB). Two cores carry about 1.6 Gbit/s over all links; ask for more and the processor is what you
+measure (look at `Measured.busy`). Latency is not shaped. gloo is not NCCL: some of its collectives move more than they must
+(its broadcast 2.6 times for 4 ranks, its reduce-scatter twice), so compare algorithms on the same collectives, and
+quote no ratio of gloo's as NCCL's.
 
 [Note: settings that matter]
 TCP reno (nearest to bytes over rate; cubic and bbr add up to 15 %), no slow start after idling, 1 MiB of send buffer. Segments of
@@ -67,6 +68,15 @@ _SETTINGS = {
 
 def missing() -> str | None:
     """Why no network can be made here, or None. It tries: namespaces, links and shaping may be forbidden to root too."""
+    try:
+        with Network(hosts=1, rate="1gbit"):
+            return None
+    except NetworkError as e:
+        return str(e)
+
+
+def _lacking() -> str | None:
+    """What is needed and seen to be absent without trying."""
     if sys.platform != "linux":
         return f"shaped networks need Linux; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -74,11 +84,7 @@ def missing() -> str | None:
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"shaped networks need `{tool}` (iproute2), which is not installed"
-    try:
-        with Network(hosts=1, rate="1gbit"):
-            return None
-    except NetworkError as e:
-        return f"shaped networks do not work here: {e}"
+    return None
 
 
 class Traffic(NamedTuple):
@@ -172,6 +178,8 @@ class Network:
     # ---- up and down ----
 
     def __enter__(self) -> Self:
+        if (reason := _lacking()) is not None:
+            raise NetworkError(reason)
         for name in _namespaces(f"{_PREFIX}-"):
             if not _owner_lives(name):
                 _remove(name)
@@ -342,5 +350,5 @@ def _batch(command: list[str], lines: Sequence[str]) -> None:
 def _run(*command: str, text: str | None = None, check: bool = True) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if check and done.returncode != 0:
-        raise NetworkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise NetworkError(f"shaped networks do not work here: `{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
