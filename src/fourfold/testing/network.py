@@ -16,11 +16,11 @@ Linux, root, and `ip` and `tc` of iproute2 are needed: `missing()` says what is 
 Leaving the context ends every process in the hosts and removes them; those of an earlier process that was killed are
 removed by the next Network.
 
-What it measures: bytes over a rate, with gloo's own traffic. An all-reduce takes 0.98 to 1.05 times bytes / rate (2 to 8 hosts,
+What it measures: bytes over a rate, with gloo's own traffic. An all-reduce takes 0.98 to 1.05 times bytes / rate (2 to 16 hosts,
 50 to 200 Mbit/s, 1 to 4 MiB). Two cores carry about 1.6 Gbit/s over all links; ask for more and the processor is what you
-measure (look at `Measured.busy`). Latency is not shaped. gloo is not NCCL: some of its collectives move more than they must
-(its broadcast 2.6 times for 4 ranks, its reduce-scatter twice), so compare algorithms on the same collectives, and
-quote no ratio of gloo's as NCCL's.
+measure (look at `Measured.busy`). Latency is not shaped. gloo is not NCCL: some of its collectives take longer than they must
+(reduce-scatter twice, broadcast 2.4 times with 4 ranks and 8.6 with 16), so compare algorithms on the same collectives,
+and quote no ratio of gloo's as NCCL's.
 
 [Note: settings that matter]
 TCP reno (nearest to bytes over rate; cubic and bbr add up to 15 %), no slow start after idling, 1 MiB of send buffer. Segments of
