@@ -25,11 +25,9 @@ from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import make_config
 
-Stop = Callable[[], bool]
 
-
-def in_group(what: Callable[[Place], Any]) -> Callable[[Place, dist.Store, IO[str] | None, Stop], None]:
-    def job(place: Place, store: dist.Store, console: IO[str] | None, stop: Stop) -> None:
+def in_group(what: Callable[[Place], Any]) -> Callable[[Place, dist.Store, IO[str] | None], None]:
+    def job(place: Place, store: dist.Store, console: IO[str] | None) -> None:
         join(place, store, torch.device("cpu"), 30.0)
         what(place)
         dist.barrier()

@@ -61,6 +61,18 @@ def test_owner_is_at_the_origin_of_the_axes_it_is_copied_over() -> None:
     assert not piece.owned_at({"data": 1, "row": 0, "col": 1})
 
 
+def test_every_piece_is_written_by_exactly_one_holder() -> None:
+    degrees = {"data": 3, "row": 2, "col": 2}
+    counts = [0] * 6
+    for number in range(60):
+        piece = whole(f"w{number}", (4,), copies_over=("data", "row"))
+        places = [{"data": d, "row": r, "col": 1} for d in range(3) for r in range(2)]
+        writers = [i for i, place in enumerate(places) if piece.written_at(place, degrees)]
+        assert len(writers) == 1
+        counts[writers[0]] += 1
+    assert min(counts) >= 3  # spread over all of them
+
+
 def test_boxes() -> None:
     assert intersect(((0, 4), (2, 6)), ((3, 9), (0, 3))) == ((3, 4), (2, 3))
     assert intersect(((0, 4),), ((4, 5),)) is None

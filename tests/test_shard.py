@@ -37,7 +37,7 @@ def make(
             device=torch.device("cpu"),
             compute=compute,
             reduce=reduce,
-            borrow={"weight": (units["embed"], "tokens.weight")} if name == "head" else None,
+            borrow={"proj.weight": (units["embed"], "tokens.weight")} if name == "head" else None,
         )
         for n, p in units[name].params.items():
             fill_initial(p, units[name].pieces[n][0], CONFIG, 0)
@@ -67,7 +67,7 @@ def test_parameters_are_views_of_the_buffer() -> None:
         for p in unit.params.values():
             assert low <= p.data_ptr() < high
             assert p.data_ptr() % 64 == unit.full.data_ptr() % 64
-    assert model.head.weight is model.embed.tokens.weight
+    assert model.head.proj.weight is model.embed.tokens.weight
     assert sum(len(u.params) for u in units.values()) == len(dict(model.named_parameters()))
 
 
@@ -98,8 +98,8 @@ def test_tied_weight_is_summed_once_in_a_fixed_order() -> None:
     _, units = make()
     a, b = torch.randn(2, 50, 32, dtype=torch.float64)
     embed, head = units["embed"], units["head"]
-    names = [*head.params, "weight"]
-    head.accumulate([a if n == "weight" else None for n in names])
+    names = [*head.params, "proj.weight"]
+    head.accumulate([a if n == "proj.weight" else None for n in names])
     embed.accumulate([b if n == "tokens.weight" else None for n in embed.params])
     head.reduce()
     embed.reduce()

@@ -32,7 +32,7 @@ from fourfold.config import (
     OptimConfig,
     TrainConfig,
 )
-from fourfold.errors import ConfigError, FourfoldError, RunDirError
+from fourfold.errors import ConfigError, FourfoldError, RankFailure, RunDirError
 from fourfold.plan import Mesh, Plan
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class TrainArgs:
     """Run directory to go on with, instead of a config."""
     nproc: int | None = None
     """Ranks to start on this machine; default: what the plan's mesh says, else one per GPU, else one."""
+    max_restarts: int = 0
+    """Start the ranks again, from the newest checkpoint, up to so many times when one fails."""
     dry_run: bool = False
     """Check everything, show what would run, start nothing and write nothing."""
     debug: bool = False
@@ -152,18 +154,37 @@ def train(args: TrainArgs) -> int:
         _describe(console, config, plan, ranks)
         console.print("[green]all checks passed[/]; nothing was started or written")
         return 0
+    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+        return _be_a_rank(args, config, plan, ranks)
     from fourfold.train.rundir import RunDir
 
     run = RunDir.reopen(args.resume) if args.resume else RunDir.create(config.train.run_dir, config, plan)
     try:
-        _describe(console, config, plan, ranks)
         if args.resume:
             run.write(config, plan)
+        _describe(console, config, plan, ranks)
         console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
-        _start(config, plan, run, ranks)
+        _start(console, config, plan, run, args.max_restarts)
     finally:
         run.unlock()
     console.print(f"[green]done[/]: {run.path}  (sample from it: fourfold sample {run.path})")
+    return 0
+
+
+def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, ranks: int) -> int:
+    """Started by torchrun or srun: this process is one rank; rank 0 prints."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from fourfold.launch.place import current_place
+    from fourfold.train.worker import fit
+
+    place = current_place()
+    console = Console(highlight=False, quiet=place.rank > 0)
+    plan.check(config, place.ranks)
+    _describe(console, config, plan, ranks)
+    run = record(fit)(config, plan, resume=args.resume is not None)
+    assert run is not None  # the wrapper re-raises
+    console.print(f"[green]done[/]: {run.run_dir}  (sample from it: fourfold sample {run.run_dir})")
     return 0
 
 
@@ -185,7 +206,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
     elif args.resume:
         plan = Plan.load(Path(args.resume) / "plan.json")
     else:
-        ranks = (_gpus(config) or 1) if ranks is None else ranks
+        ranks = (_ranks_started() or _gpus(config) or 1) if ranks is None else ranks
         plan = Plan(mesh=Mesh(data=ranks))
     plan.check(config, ranks)
     if config.train.device == "cuda" and not _gpus(config):
@@ -198,6 +219,13 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
     return config, plan, plan.mesh.ranks
 
 
+def _ranks_started() -> int:
+    """How many ranks torchrun or srun started; 0 when neither did."""
+    return int(os.environ.get("WORLD_SIZE", 0)) or int(os.environ.get("SLURM_NTASKS", 0)) * (
+        "SLURM_STEP_ID" in os.environ
+    )
+
+
 def _gpus(config: Config) -> int:
     """GPUs that torch can use, counted without starting CUDA (a process that has started it cannot fork ranks)."""
     if config.train.device == "cpu" or not (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()):
@@ -207,15 +235,26 @@ def _gpus(config: Config) -> int:
     return torch.cuda.device_count()
 
 
-def _start(config: Config, plan: Plan, run: RunDir, ranks: int) -> None:
+def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restarts: int) -> None:
+    """Start the ranks on this machine, again after a failure as often as allowed."""
     from fourfold.launch.local import launch_local
+    from fourfold.train.checkpoint import newest
     from fourfold.train.worker import work
 
-    launch_local(
-        lambda place, store, screen, stop: work(place, store, config, plan, run, console=screen, stop_requested=stop),
-        ranks,
-        run.logs,
-    )
+    for attempt in range(max_restarts + 1):
+        try:
+            launch_local(
+                lambda place, store, screen: work(place, store, config, plan, run, console=screen),
+                plan.mesh.ranks,
+                run.logs,
+            )
+            return
+        except RankFailure as e:
+            if attempt == max_restarts or e.exit_code == 2:
+                raise
+            last = newest(run.checkpoints)
+            console.print(f"[red]{escape(str(e).splitlines()[0])}[/]")
+            console.print(f"starting again from {last or 'the beginning'} ({attempt + 1} of {max_restarts})")
 
 
 def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:

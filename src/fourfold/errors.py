@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CommunicationError",
     "ConfigError",
     "DataError",
     "FourfoldError",
@@ -64,6 +65,10 @@ class RunDirError(FourfoldError):
 
 class CheckpointError(FourfoldError):
     """A checkpoint is missing, incomplete, damaged or does not fit the model."""
+
+
+class CommunicationError(FourfoldError):
+    """A rank waited in vain for another one; says for what."""
 
 
 class TrainingError(FourfoldError):

@@ -5,6 +5,9 @@ log file; rank 0 also gets the console. Ranks talk over the loopback interface a
 They die with their launcher (the kernel sees to it), and one rank's failure ends the others.
 
 Ctrl-C or SIGTERM asks the ranks to stop after the step in progress; a second one kills them.
+
+When a rank fails, the others get a few seconds to end by themselves. One that does not is what they were waiting for: it hangs,
+or is stopped. The launcher asks every rank that is left for its stack (SIGUSR2; it goes to the rank's log) before ending it.
 """
 
 from __future__ import annotations
@@ -15,33 +18,36 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO
 
+import psutil
 import torch.distributed as dist
 
-from fourfold.errors import FourfoldError, RankFailure
+from fourfold.errors import CommunicationError, FourfoldError, RankFailure
 from fourfold.launch.place import Place
 
 __all__ = ["Job", "launch_local"]
 
-Job = Callable[[Place, dist.Store, IO[str] | None, Callable[[], bool]], object]
-"""What a rank does: (place, store, console of rank 0, stop requested?)."""
+Job = Callable[[Place, dist.Store, IO[str] | None], object]
+"""What a rank does: (place, store, console of rank 0)."""
 
 GRACE = 3.0
-"""Seconds the other ranks get to end by themselves after the first failure, and again after SIGTERM."""
+"""Seconds the other ranks get to end by themselves after the first failure."""
 
 
 def launch_local(job: Job, ranks: int, logs: Path) -> None:
-    """Run `job` in `ranks` forked processes; raises RankFailure, or the FourfoldError that the first failing rank met."""
+    """Run `job` in `ranks` forked processes; raises RankFailure about the one that failed first."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console:
         processes: list[BaseProcess] = []
@@ -50,10 +56,12 @@ def launch_local(job: Job, ranks: int, logs: Path) -> None:
             process = context.Process(target=_rank, args=args, name=f"rank {rank}")
             process.start()
             processes.append(process)
-        with _forwarding(processes):
-            failed = _watch(processes)
-        if failed:
-            raise _first_failure(failed, Path(folder), logs)
+        with _forwarding(processes) as asked:
+            end = _watch(processes)
+        if end.failed and not (
+            asked() and set(end.failed.values()) <= {-signal.SIGTERM}
+        ):  # stopped before it could save
+            raise _blame(end, Path(folder), logs)
 
 
 @contextlib.contextmanager
@@ -69,7 +77,7 @@ def _console() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _forwarding(processes: list[BaseProcess]) -> Iterator[None]:
+def _forwarding(processes: list[BaseProcess]) -> Iterator[Callable[[], bool]]:
     """Pass SIGINT and SIGTERM on to the ranks as SIGTERM, then as SIGKILL."""
     times = 0
 
@@ -82,7 +90,7 @@ def _forwarding(processes: list[BaseProcess]) -> Iterator[None]:
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield lambda: times > 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -95,51 +103,80 @@ def _signal(processes: list[BaseProcess], number: int) -> None:
                 os.kill(process.pid, number)
 
 
-def _watch(processes: list[BaseProcess]) -> dict[int, int]:
-    """Wait for all ranks; after a first failure, end the others. Returns exit codes of those that failed by themselves."""
-    failed: dict[int, int] = {}
+@dataclass
+class _End:
+    """How the ranks ended: exit codes of those that failed by themselves, and what those did that had to be ended."""
+
+    failed: dict[int, int] = field(default_factory=dict)
+    hung: dict[int, str] = field(default_factory=dict)
+
+
+def _watch(processes: list[BaseProcess]) -> _End:
+    """Wait for all ranks; some time after a first failure, end the others."""
+    end = _End()
     waiting = dict(enumerate(processes))
-    deadline, next_signal = float("inf"), signal.SIGTERM
+    deadline = float("inf")
     while waiting:
         left = deadline - time.monotonic()
         wait([p.sentinel for p in waiting.values()], timeout=None if left == float("inf") else max(0.0, left))
-        ended = [rank for rank, p in waiting.items() if not p.is_alive()]
-        ours = next_signal != signal.SIGTERM  # deaths after our SIGTERM are our doing
-        for rank in ended:
+        for rank in [rank for rank, p in waiting.items() if not p.is_alive()]:
             code = waiting.pop(rank).exitcode or 0
-            if code and not ours:
-                failed[rank] = code
-        if failed and deadline == float("inf"):
+            if code and not end.hung:  # later deaths are our doing
+                end.failed[rank] = code
+        if end.failed and deadline == float("inf"):
             deadline = time.monotonic() + GRACE
-        if time.monotonic() >= deadline:
-            _signal(processes, next_signal)
-            deadline, next_signal = time.monotonic() + GRACE, signal.SIGKILL
-    return failed
+        if waiting and time.monotonic() >= deadline:
+            end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
+            _signal(list(waiting.values()), signal.SIGUSR2)
+            time.sleep(0.3)  # for the stacks to be written
+            _signal(list(waiting.values()), signal.SIGKILL)
+            deadline = time.monotonic() + GRACE
+    return end
 
 
-def _first_failure(failed: dict[int, int], folder: Path, logs: Path) -> FourfoldError:
-    """The rank to blame: one that was killed, else the one that raised first (others often fail as a consequence)."""
+def _state(process: BaseProcess) -> str:
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+            return "is stopped (SIGSTOP)"
+    return "hangs"
+
+
+def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
+    """The rank at fault: one that was killed; else one that hangs, if the others only waited; else the first to raise."""
     records = {}
-    for rank in failed:
+    for rank in end.failed:
         with contextlib.suppress(OSError, json.JSONDecodeError):
             records[rank] = json.loads((folder / f"error{rank}").read_text())
-    killed = [rank for rank, code in failed.items() if code < 0 and rank not in records]
+    killed = [rank for rank, code in end.failed.items() if code < 0 and rank not in records]
     if killed:
         rank = killed[0]
-        name = signal.Signals(-failed[rank]).name
+        name = signal.Signals(-end.failed[rank]).name
         hint = " (out of memory? the kernel kills with this signal)" if name == "SIGKILL" else ""
         return RankFailure(f"rank {rank} was killed by {name}{hint}; its log: {logs / f'rank{rank}.log'}")
     if not records:
-        rank = min(failed)
-        return RankFailure(f"rank {rank} ended with exit code {failed[rank]}; its log: {logs / f'rank{rank}.log'}")
-    rank, record = min(records.items(), key=lambda item: item[1]["time"])
+        rank = min(end.failed)
+        return RankFailure(f"rank {rank} ended with exit code {end.failed[rank]}; its log: {logs / f'rank{rank}.log'}")
+    waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
+    if len(waited) == len(records) and end.hung:  # nobody failed but those who waited for the ones that are left
+        lines = [f"rank {r} {state}{_innermost(logs / f'rank{r}.log')}" for r, state in end.hung.items()]
+        lines += [f"rank {r}, {rec['message'].splitlines()[0]}" for r, rec in sorted(waited.items())]
+        return RankFailure("\n".join([*lines, f"stacks of all ranks are in {logs}"]))
+    causes = {r: rec for r, rec in records.items() if r not in waited} or records
+    rank, record = min(causes.items(), key=lambda item: item[1]["time"])
     if record["for_user"]:
-        error: FourfoldError = RankFailure(f"{record['message']} (rank {rank})")
-        error.exit_code = record["exit_code"]
-        return error
+        failure = RankFailure(f"{record['message']} (rank {rank})")
+        failure.exit_code = record["exit_code"]
+        return failure
     return RankFailure(
         f"rank {rank} failed first; its log: {logs / f'rank{rank}.log'}\n\n{record['traceback'].rstrip()}"
     )
+
+
+def _innermost(log: Path) -> str:
+    """Where the main thread of a rank was, from the last stack in its log."""
+    blocks = log.read_text(errors="replace").split("(most recent call first):\n")
+    frame = re.match(r'\s*File "(.*)", line (\d+) in (\S+)', blocks[-1]) if len(blocks) > 1 else None
+    return f" in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
 
 
 # ---- in the rank ----
@@ -147,9 +184,8 @@ def _first_failure(failed: dict[int, int], folder: Path, logs: Path) -> Fourfold
 
 def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, console: int) -> None:
     _die_with(launcher)
-    stop = [False]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
-    signal.signal(signal.SIGTERM, lambda *_: stop.__setitem__(0, True))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     log = os.open(logs / f"rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -158,14 +194,16 @@ def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, conso
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     screen = os.fdopen(console, "w", buffering=1, closefd=False) if place.rank == 0 else None
     code = 0
     try:
-        job(place, dist.FileStore(str(folder / "store"), place.ranks), screen, lambda: stop[0])
+        job(place, dist.FileStore(str(folder / "store"), place.ranks), screen)
     except BaseException as e:
         traceback.print_exc()
         record = {
             "time": time.time(),
+            "kind": type(e).__name__,
             "for_user": isinstance(e, FourfoldError),
             "exit_code": getattr(e, "exit_code", 1),
             "message": str(e),

@@ -31,7 +31,7 @@ def unit_names(m: ModelConfig) -> list[str]:
 
 def tied_parameters(m: ModelConfig) -> dict[str, str]:
     """Names that are a second use of another parameter: {borrowed name: serial name}."""
-    return {"head.weight": "embed.tokens.weight"} if m.tie else {}
+    return {"head.proj.weight": "embed.tokens.weight"} if m.tie else {}
 
 
 def parameter_shapes(m: ModelConfig) -> Shapes:
@@ -62,8 +62,8 @@ def _unit_shapes(m: ModelConfig, unit: str) -> Shapes:
         wide = 2 * m.ffn if m.family == "llama" else m.ffn
         return _norm(m) | _linear("up", m.hidden, wide, bias) | _linear("down", m.ffn, m.hidden, bias)
     dense = _linear("dense", m.hidden, m.hidden, True) if m.family == "bert" else {}
-    own: Shapes = {} if m.tie else {"weight": (m.vocab, m.hidden)}
-    return dense | _norm(m) | own | ({"bias": (m.vocab,)} if m.family == "bert" else {})
+    proj = _linear("proj", m.hidden, m.vocab, m.family == "bert")
+    return dense | _norm(m) | {n: s for n, s in proj.items() if not (m.tie and n == "proj.weight")}
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:

@@ -4,8 +4,13 @@ Each link's graph is cut from the next (its input is a detached leaf), so the fo
 loops over links: parameters are needed, used and released, and gradients handed over, at places that the code shows
 rather than in hooks. Recomputation hangs on the same boundary: a link that recomputes keeps its input alone.
 
-    forward(m, x)        runs the links on micro-batch m and keeps what the backward needs
-    backward(m, g)       runs them in reverse, adds weight gradients to the units, returns the gradient of x
+    forward(m, x)          F   runs the links on micro-batch m and keeps what the backward needs
+    backward(m, g)         B   runs them in reverse, adds weight gradients to the units, returns the gradient of x
+    input_grad(m, g)       I   the same, but products for weight gradients are put off
+    weight_grad(m)         W   what I put off
+
+Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
+its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
 
 Random numbers (dropout) are a function of (seed, step, micro-batch, link): the order in which micro-batches run, and
 whether a link runs twice, change nothing.
@@ -20,7 +25,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
+from fourfold.runtime.wire import flatten
 
 __all__ = ["Link", "Stage", "UnitVerbs"]
 
@@ -32,6 +41,7 @@ class UnitVerbs(Protocol):
     def release(self) -> None: ...
     def parameters(self) -> Sequence[Tensor]: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
+    def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
 
 
 @dataclass
@@ -44,116 +54,159 @@ class Link:
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False
 
-    def __post_init__(self) -> None:
-        self.run: Callable[..., Tensor] = self.module
-        if self.recompute == "selective":
-            self.run = functools.partial(
-                checkpoint, self.module, use_reentrant=False, context_fn=_keep_products, determinism_check="none"
-            )
-        if self.compile:
-            self.run = torch.compile(self.run)
-
 
 @dataclass
 class _Kept:
     """What one link keeps of one micro-batch between forward and backward."""
 
-    inputs: tuple[Any, ...]
-    output: Tensor | None  # None: recompute
+    args: tuple[Any, ...]
+    edges: list[GradientEdge] | None  # where the outputs lie in the graph; None: recompute
 
 
 class Stage:
-    """A chain of links. `reseed(step, micro_batch, link)` is called before a link of a model that draws random numbers."""
+    """A chain of links. `reseed(step, micro_batch, link)` is called before a link of a model that draws random numbers.
 
-    def __init__(self, links: Sequence[Link], reseed: Callable[[int, int, int], None] | None = None):
-        self.links = list(links)
-        self.step = 0
+    With `split`, the linears of the links queue their weight gradients, so that the stage can do I and W.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        *,
+        split: bool = False,
+        reseed: Callable[[int, int, int], None] | None = None,
+    ):
+        self.links, self.step = list(links), 0
+        self.queue = WeightGradQueue() if split else None
+        if self.queue is not None:
+            for link in self.links:
+                defer(link.module, self.queue, link.unit.add_weight_grad)
+        self._runs = [_make_run(link, split) for link in self.links]
         self._reseed = reseed
         self._kept: dict[int, list[_Kept]] = {}
 
-    def forward(self, micro_batch: int, *inputs: Any, extra: tuple[Any, ...] = ()) -> Tensor:
-        """Run the links on `inputs`; `extra` is handed to the last link beside its input (the targets)."""
+    # ---- what a program asks for ----
+
+    def forward(self, micro_batch: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+        """Run the links on `value`; `extra` is handed to the last link beside its input (the targets)."""
         assert micro_batch not in self._kept, f"micro-batch {micro_batch} is in flight already"
         kept = self._kept[micro_batch] = []
-        args: tuple[Any, ...] = inputs
-        output = None
         for index, link in enumerate(self.links):
-            args = tuple(_leaf(a) for a in args) + (extra if index == len(self.links) - 1 else ())
+            args = _leaves(value) + (extra if index == len(self.links) - 1 else ())
             link.unit.need()
             if link.recompute == "full":
                 with torch.no_grad():
-                    output = self._run(micro_batch, index, args)
+                    value = self._run(micro_batch, index, args)
                 kept.append(_Kept(args, None))
             else:
                 with torch.enable_grad():
-                    output = self._run(micro_batch, index, args)
-                kept.append(_Kept(args, output))
+                    value = self._run(micro_batch, index, args)
+                kept.append(_Kept(args, _edges(value)))
             link.unit.release()
-            args = (output,)
-        assert output is not None
-        return output.detach()
+        return _detached(value)
 
-    def backward(
-        self, micro_batch: int, grad: Tensor, done: Callable[[UnitVerbs], None] | None = None
-    ) -> Tensor | None:
-        """Run the links in reverse from the gradient of the output; `done(unit)` follows each unit's contribution.
+    def backward(self, micro_batch: int, grad: Any, done: Callable[[UnitVerbs], None] | None = None) -> Any:
+        """Run the links in reverse from the gradient of the output (a tree like it).
 
-        Returns the gradient of the stage's input, or None when it is not differentiable (token ids).
+        `done(unit)` follows each unit's last contribution of this micro-batch. Returns the gradient of the stage's
+        input, a tuple where it is several tensors, or None where it has none (token ids).
         """
         kept = self._kept.pop(micro_batch)
         for index in reversed(range(len(self.links))):
-            link, (inputs, output) = self.links[index], _unpack(kept.pop())
-            link.unit.need()
-            if output is None:
-                with torch.enable_grad():
-                    output = self._run(micro_batch, index, inputs)
-            wanted = [a for a in inputs if isinstance(a, Tensor) and a.requires_grad]
-            grads = torch.autograd.grad(output, [*wanted, *link.unit.parameters()], grad, allow_unused=True)
-            del output, inputs
-            link.unit.accumulate(grads[len(wanted) :])
-            link.unit.release()
+            grad = self._link_backward(micro_batch, index, kept.pop(), grad)
             if done is not None:
-                done(link.unit)
-            if not wanted:
-                return None
-            assert grads[0] is not None
-            grad = grads[0]
+                done(self.links[index].unit)
         return grad
 
+    def input_grad(self, micro_batch: int, grad: Any) -> Any:
+        """As `backward`, but the products for weight gradients are left to `weight_grad`."""
+        assert self.queue is not None, "a stage that was not built to be split"
+        self.queue.open(micro_batch)
+        try:
+            return self.backward(micro_batch, grad)
+        finally:
+            self.queue.close()
+
+    def weight_grad(self, micro_batch: int) -> None:
+        """What `input_grad` left; called in the order of the micro-batches."""
+        assert self.queue is not None, "a stage that was not built to be split"
+        self.queue.run(micro_batch)
+
     @torch.no_grad()
-    def evaluate(self, *inputs: Any, extra: tuple[Any, ...] = ()) -> Tensor:
+    def evaluate(self, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         """Forward only, nothing kept, dropout off."""
-        args: tuple[Any, ...] = inputs
         for index, link in enumerate(self.links):
-            args += extra if index == len(self.links) - 1 else ()
+            args = _leaves(value) + (extra if index == len(self.links) - 1 else ())
             link.unit.need()
             link.module.eval()
             try:
-                args = (link.module(*args),)
+                value = link.module(*args)
             finally:
                 link.module.train()
             link.unit.release()
-        return args[0]
+        return value
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches between their forward and their backward."""
+        return len(self._kept)
 
     def reset(self) -> None:
         """Drop what is in flight (after a failed step)."""
         self._kept.clear()
+        if self.queue is not None:
+            self.queue.clear()
 
-    def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Tensor:
+    # ---- one link ----
+
+    def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Any:
         if self._reseed is not None:
             self._reseed(self.step, micro_batch, index)
-        return self.links[index].run(*args)
+        return self._runs[index](*args)
+
+    def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
+        link, edges = self.links[index], kept.edges
+        link.unit.need()
+        if edges is None:
+            with torch.enable_grad():
+                edges = _edges(self._run(micro_batch, index, kept.args))
+        wanted = [a for a in kept.args if isinstance(a, Tensor) and a.requires_grad]
+        grads = torch.autograd.grad(edges, [*wanted, *link.unit.parameters()], _differentiable(grad), allow_unused=True)
+        link.unit.accumulate(grads[len(wanted) :])
+        link.unit.release()
+        inputs = grads[: len(wanted)]
+        return None if not wanted else inputs[0] if len(wanted) == 1 else inputs
 
 
-def _leaf(value: Any) -> Any:
-    """A leaf of a new graph, differentiable when its values are."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.is_floating_point())
+def _make_run(link: Link, split: bool) -> Callable[..., Any]:
+    run: Callable[..., Any] = link.module
+    if link.recompute == "selective":
+        run = functools.partial(
+            checkpoint, run, use_reentrant=False, context_fn=_keep_products, determinism_check="none"
+        )
+    if link.compile:
+        run = torch.compile(run, options=dict(COMPILE_OPTIONS)) if split else torch.compile(run)
+    return run
 
 
-def _unpack(kept: _Kept) -> tuple[tuple[Any, ...], Tensor | None]:
-    return kept.inputs, kept.output
+def _leaves(value: Any) -> tuple[Any, ...]:
+    """The positional arguments of the next link: leaves of a new graph, differentiable where their values are."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return tuple(p.detach().requires_grad_(p.is_floating_point()) if isinstance(p, Tensor) else p for p in parts)
+
+
+def _edges(value: Any) -> list[GradientEdge]:
+    return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
+
+
+def _differentiable(grad: Any) -> list[Tensor]:
+    return flatten(grad)[1]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tuple(v.detach() if isinstance(v, Tensor) else v for v in value)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

@@ -9,7 +9,6 @@ What a step depends on: weights, step number, seed. What it does not: number of 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.collectives import all_gather
+from fourfold.collectives import all_gather, all_reduce
+from fourfold.errors import CommunicationError
 from fourfold.model.spec import flops_per_token
 from fourfold.runtime.stage import Stage
 from fourfold.shard.unit import Unit
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.checkpoint import Checkpointer, Holding
 from fourfold.train.data import IGNORE, Samples
+from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
 from fourfold.train.optim import AdamW
@@ -60,14 +61,14 @@ class Loop:
         checkpointer: Checkpointer,
         callbacks: Sequence[Callback],
         peak_rate: float,
-        stop_requested: Callable[[], bool] = lambda: False,
+        guard: Guard,
     ):
         self.info, self.config, self.plan = info, info.config, info.plan
         self.mesh, self.world, self.device = mesh, world, device
         self.stage, self.units, self.optimizer = stage, list(units), optimizer
         self.train_samples, self.eval_samples = train_samples, eval_samples
         self.checkpointer, self.callbacks, self.peak_rate = checkpointer, list(callbacks), peak_rate
-        self.stop_requested = stop_requested
+        self.guard = guard
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.saved_step = -1
         self._clock = time.perf_counter()
@@ -79,12 +80,16 @@ class Loop:
         self._clock = time.perf_counter()
         pending: _Result | None = None
         while done < steps:
-            result = self.step(done)
+            try:
+                result = self.step(done)
+            except CommunicationError as e:
+                raise CommunicationError(f"step {done + 1}: {e}") from e
             done += 1
             stop = False
             if pending is not None:
                 stop |= self._report(pending)
             pending = result
+            self._tell_saved()
             if self.device.type == "cpu" or done == steps or self._pause_at(done):
                 stop |= self._report(pending)
                 pending = None
@@ -98,6 +103,7 @@ class Loop:
         if done == steps:
             self.save(done)
         self.checkpointer.wait()
+        self._tell_saved()
         self._call(lambda c: c.on_end(self.info, done))
         return done
 
@@ -105,6 +111,7 @@ class Loop:
 
     def step(self, index: int) -> _Result:
         """Step `index`, counted from 0."""
+        self.guard.at(index + 1)
         self.stage.step = index
         batches = list(self._micro_batches(self.train_samples, index))
         count = self._count(self.train_samples, batches)
@@ -116,7 +123,7 @@ class Loop:
             self.stage.backward(m, count.reciprocal().to(loss.dtype), done=_reduce if last else None)
         for unit in self.units:
             unit.finish()
-        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.stop_requested())
+        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.guard.stop_requested())
         norm = gathered[:, 1].sum().sqrt()
         skip = 1 - (norm + gathered[:, 0].sum()).isfinite().float()
         lr = self.config.optim.lr_at(index, self.config.train.steps)
@@ -144,7 +151,7 @@ class Loop:
         for _, targets in batches:
             count += (targets != IGNORE).sum()
         if self.world is not None:
-            dist.all_reduce(count, group=self.world)
+            all_reduce(count, self.world, "the number of tokens in the step").wait()
         return count.clamp(min=1)
 
     def _square_sum(self) -> Tensor:
@@ -162,7 +169,7 @@ class Loop:
         if self.world is None:
             return mine[None]
         everyone = mine.new_empty(self.info.ranks * len(values))
-        all_gather(everyone, mine, self.world)
+        all_gather(everyone, mine, self.world, "the end of the step").wait()
         return everyone.view(self.info.ranks, len(values))
 
     # ---- around the steps ----
@@ -174,7 +181,8 @@ class Loop:
         seconds, self._clock = now - self._clock, now
         tokens = self.config.train.global_batch * self.config.model.seq_len
         rate = tokens / seconds
-        loss, norm = float(gathered[:, 0].sum()) / count, math.sqrt(float(gathered[:, 1].sum()))
+        loss, norm = float(gathered[:, 0].sum()) / count, float(gathered[:, 1].sum().sqrt())
+        self.guard.judge(result.step, loss, norm)
         metrics = {
             "step": result.step,
             "loss": loss,
@@ -185,6 +193,7 @@ class Loop:
             "tokens_per_second": rate,
             "mfu": rate * flops_per_token(self.config.model) / (self.peak_rate * self.info.ranks),
             "peak_bytes": int(gathered[:, 2].max()),
+            "skipped": self.guard.skipped,
         }
         self._call(lambda c: c.on_step(self.info, metrics))
         return bool(gathered[:, 3].any())
@@ -192,13 +201,14 @@ class Loop:
     def evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the evaluation split, the same at every call."""
         assert self.eval_samples is not None
+        self.guard.rest()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index in range(self.config.train.eval_batches):
             for tokens, targets in self._micro_batches(self.eval_samples, index):
                 total[0] += self.stage.evaluate(tokens, extra=(targets,))
                 total[1] += (targets != IGNORE).sum()
         if self.world is not None:
-            dist.all_reduce(total, group=self.world)
+            all_reduce(total, self.world, "the evaluation's loss").wait()
         loss = float(total[0] / total[1].clamp(min=1))
         metrics = {"step": step, "eval_loss": loss, "eval_tokens": int(total[1])}
         self._call(lambda c: c.on_eval(self.info, metrics))
@@ -210,16 +220,20 @@ class Loop:
         if step == self.saved_step:
             return
         self.saved_step = step
+        self.guard.rest()
         state = {
             "version": 1,
             "step": step,
             "updates": self.optimizer.updates,
+            "skipped": self.guard.skipped,
             "data": self.train_samples.state(step * self.config.train.global_batch),
         }
-        self.checkpointer.save(step, self.holdings(), state, done=lambda path: self._saved(step, path))
+        self.checkpointer.save(step, self.holdings(), state)
 
-    def _saved(self, step: int, path: object) -> None:
-        self._call(lambda c: c.on_save(self.info, step, path))  # type: ignore[arg-type]
+    def _tell_saved(self) -> None:
+        for path in self.checkpointer.finished():
+            for callback in self.callbacks:
+                callback.on_save(self.info, int(path.name.removeprefix("step-")), path)
 
     def holdings(self) -> list[Holding]:
         """What this rank has to put into a checkpoint, or to fill from one."""

@@ -18,6 +18,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+import fourfold
 from fourfold import schema
 from fourfold.config import Config
 from fourfold.errors import ConfigError, RunDirError
@@ -26,12 +27,14 @@ from fourfold.model.build import build_model, fill_initial, materialize_buffers
 from fourfold.model.spec import parameter_count, tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.piece import whole
-from fourfold.plan import Plan
+from fourfold.plan import Mesh, Plan
 from fourfold.runtime.stage import Link, Stage
 from fourfold.shard.unit import Unit
+from fourfold.testing.faults import Faults
 from fourfold.train import checkpoint
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.data import open_samples
+from fourfold.train.guard import Guard
 from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
@@ -53,38 +56,68 @@ class Outcome:
 
 
 def fit(
-    config: Config, plan: Plan | None = None, *, callbacks: Sequence[Callback] = (), resume: bool = False
+    config: Config,
+    plan: Plan | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    console: IO[str] | None = None,
 ) -> Outcome:
-    """Train `config` by `plan`, in this process as one rank of a job (or as the only one).
+    """Train `config` by `plan` (default: every rank a replica), in this process as one rank of a job or as the only one.
 
     Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the process group that
-    is there, or is alone. With `resume`, the run in `train.run_dir` goes on from its newest checkpoint.
+    is there, or joins the one of torchrun or srun, or is alone. With `resume`, the run in `train.run_dir` goes on from its
+    newest checkpoint.
     """
-    config, plan = config.resolve(), plan or Plan()
-    place = current_place()
+    config, place = config.resolve(), current_place()
+    plan = plan or Plan(mesh=Mesh(data=place.ranks))
     plan.check(config, place.ranks)
-    run = claim(place, config, plan, resume)
+    device, timeout = _prepare(config, place)
+    joins = place.ranks > 1 and not dist.is_initialized()
+    if joins:
+        join(place, None, device, timeout)
     try:
-        return work(place, None, config, plan, run, callbacks=callbacks)
+        run = claim(place, config, plan, resume)
+        try:
+            return work(place, None, config, plan, run, callbacks=callbacks, console=console)
+        finally:
+            run.unlock()
     finally:
-        run.unlock()
+        if joins:
+            leave()
 
 
 def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
-    """The run directory, claimed by rank 0 for all; its refusal is raised on every rank."""
-    path = config.train.run_dir
-    problem: list[Any] = [None]
-    run = RunDir(path)
+    """The run directory, claimed by rank 0 for all; its refusal is raised on every rank.
+
+    A job that its launcher restarted goes on with the run it began: one of its ranks says so, or the directory carries
+    the job's name.
+    """
+    restarted = any(_everyone(place.restarted, place))
+    run, problem = RunDir(config.train.run_dir), None
     if place.rank == 0:
+        again = run.config_file.exists() and (restarted or (place.job and run.job() == place.job))
         try:
-            run = RunDir.reopen(path) if resume else RunDir.create(path, config, plan)
+            if resume or again:
+                run = RunDir.reopen(run.path)
+                run.write(config, plan)
+            else:
+                run = RunDir.create(run.path, config, plan)
         except RunDirError as e:
-            problem = [str(e)]
-    if place.ranks > 1:
-        dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise RunDirError(problem[0])
+            problem = str(e)
+    problem = _everyone(problem, place)[0]
+    if problem is not None:
+        raise RunDirError(problem)
     return run
+
+
+def _everyone(value: Any, place: Place) -> list[Any]:
+    """Every rank's value."""
+    if place.ranks == 1:
+        return [value]
+    values: list[Any] = [None] * place.ranks
+    dist.all_gather_object(values, value)
+    return values
 
 
 def work(
@@ -96,18 +129,16 @@ def work(
     *,
     callbacks: Sequence[Callback] = (),
     console: IO[str] | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Be one rank of a run whose directory is claimed, config resolved and plan checked."""
-    device = choose_device(config.train.device, place)
-    timeout = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
-    _set_up_torch(config, device)
+    device, timeout = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
         join(place, store, device, timeout)
     try:
-        loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console, stop_requested)
-        steps = loop.run(done)
+        loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console)
+        with loop.guard.on_watch():
+            steps = loop.run(done)
         if place.rank == 0 and steps == config.train.steps:
             from fourfold.train.export import write_final
 
@@ -127,7 +158,6 @@ def assemble(
     run: RunDir,
     callbacks: Sequence[Callback],
     console: IO[str] | None,
-    stop_requested: Callable[[], bool],
 ) -> tuple[Loop, int]:
     """The loop of one rank, and how many steps were done before."""
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=timeout))
@@ -154,7 +184,11 @@ def assemble(
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameter_count(config.model))
     mine = list(callbacks) + extra_callbacks(config)
     checkpointer = checkpoint.Checkpointer(
-        run.checkpoints, keep=config.checkpoint.keep, group=saving, coordinates=mesh.coordinates
+        run.checkpoints,
+        keep=config.checkpoint.keep,
+        background=config.checkpoint.mode == "async",
+        group=saving,
+        mine=lambda piece: piece.written_at(mesh.coordinates, mesh.degrees),
     )
     loop = Loop(
         info,
@@ -169,11 +203,15 @@ def assemble(
         checkpointer=checkpointer,
         callbacks=mine,
         peak_rate=peak_flops(device, compute),
-        stop_requested=stop_requested,
+        guard=Guard(
+            timeout=timeout,
+            max_skipped=config.train.max_skipped,
+            faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
+        ),
     )
     done = resume(loop, run, saving)
     if place.rank == 0:
-        schema.write_json(run.path / "env.json", environment(place, device))
+        schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console), *loop.callbacks]
     return loop, done
 
@@ -242,28 +280,34 @@ def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
     consumed, batch = loop.train_samples.consumed(state["data"]), loop.config.train.global_batch
     if consumed != state["step"] * batch:
         raise ConfigError(f"train.global_batch = {batch} is not the batch this run was started with; it cannot change")
+    loop.guard.skipped = state["skipped"]
     loop.saved_step = state["step"]
     return state["step"]
 
 
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
-    """What the run ran on, for env.json."""
+    """What the run runs on, for env.json."""
     return {
-        "fourfold": __import__("fourfold").__version__,
+        "fourfold": fourfold.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "host": platform.node(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": place.ranks,
         "threads": torch.get_num_threads(),
+        "job": place.job,
     }
 
 
-def _set_up_torch(config: Config, device: torch.device) -> None:
+def _prepare(config: Config, place: Place) -> tuple[torch.device, float]:
+    """This rank's device and timeout, with torch set up as the config wants it."""
+    device = choose_device(config.train.device, place)
     if config.train.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return device, config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
 
 
 class Recorder(Callback):

@@ -59,12 +59,13 @@ def _by_step(run: RunDir) -> dict[int, dict[str, Any]]:
     return {m["step"]: m for m in read_metrics(run) if "loss" in m}
 
 
-def _gap(x: float, y: float) -> float:
-    """Relative difference; a number against a NaN is infinitely far."""
-    if x == y or (x != x and y != y):
+def _gap(x: float | None, y: float | None) -> float:
+    """Relative difference; a number against a non-finite one (null) is infinitely far."""
+    if x == y:
         return 0.0
-    gap = abs(x - y) / max(abs(x), abs(y))
-    return gap if gap == gap else float("inf")
+    if x is None or y is None:
+        return float("inf")
+    return abs(x - y) / max(abs(x), abs(y))
 
 
 def _allowed(precision: str, key: str, step: int) -> float:

@@ -1,0 +1,235 @@
+"""List scheduling: every rank, whenever it is free, runs the most urgent op that is ready and may be admitted.
+
+**Urgency.** An op's key is `key[kind][stage] + micro_batch · period`; the smallest goes first. W runs when nothing else
+can (or, `eager`, by its key like the others). With `patience` a rank waits that long for a more urgent op about to arrive.
+
+[Note: nested reserves]
+Memory is what deadlocks a schedule: ranks fill up with young micro-batches, and the old ones, which alone could free
+memory, find no room on the ranks they still have to visit. A check that looks at one rank only prevents it. Let a rank
+hold stages s1 < s2 < ... < sv, and let reserve(s) be at least one micro-batch of stage s. F of a stage is admitted if
+afterwards, for every j from its own place on,
+
+    held(s1) + ... + held(sj)  <=  cap - reserve(s(j+1)) - ... - reserve(sv)
+
+so that stages early in the model never take what is kept for the later ones, while later stages may take all.
+Claim: no deadlock. By induction from the last stage down, every micro-batch that has finished stage s - 1 finishes F of
+stage s: those beyond stage s finish their forward (induction), then their backward, which needs no admission, and give
+everything back. What is left on the rank belongs to stages before s, hence leaves reserve(s) free, enough for this F.
+
+Reserves also shape the steady state: in proportion to how long each stage must hold a micro-batch, they keep the early
+stages from hoarding. That, not cleverer priorities, is what makes greedy orders good when messages take time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.program.engine import Problem
+
+__all__ = ["Policy", "first_times", "lifetimes", "list_schedule", "reserves"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the list scheduler chooses. Keys and patience are in ticks, one key per stage."""
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    """Also B, where the backward is not split."""
+    weight_grad: tuple[float, ...]
+    period: float
+    """What one micro-batch more adds to a key."""
+    reserve: tuple[int, ...]
+    """Memory kept for every stage by the earlier stages of its rank, in ticks of memory."""
+    split: bool = True
+    """I and W, or B."""
+    eager: bool = False
+    """W competes by its key; else it only fills gaps."""
+    patience: float = 0
+
+    @classmethod
+    def by_time(
+        cls,
+        problem: Problem,
+        *,
+        forward: float,
+        backward: float,
+        lead: float,
+        reserve: float,
+        split: bool = True,
+        eager: bool = False,
+        weight: float = 0,
+        weight_lead: float = 1,
+        patience: float = 0,
+    ) -> Policy:
+        """Keys from the times at which a micro-batch alone would pass: a policy of few numbers.
+
+        `forward`, `backward`, `weight` multiply those times (1: the earliest first, -1: the deepest first), the leads
+        shift backwards against forwards (in lengths of that lone pass; -1: backwards first), `reserve` is the fraction
+        of `reserves`, `patience` a fraction of the shortest W.
+        """
+        first_f, first_b, length = first_times(problem)
+        return cls(
+            forward=tuple(forward * t for t in first_f),
+            input_grad=tuple(lead * length + backward * (t - first_b[-1]) for t in first_b),
+            weight_grad=tuple(weight_lead * length + weight * (t - first_b[-1]) for t in first_b),
+            period=problem.period,
+            reserve=reserves(problem, reserve),
+            split=split,
+            eager=eager,
+            patience=patience * min(problem.costs.weight_grad),
+        )
+
+
+def list_schedule(problem: Problem, policy: Policy) -> list[list[tuple[int, str, int]]]:
+    """The order in which ranks act when each always runs its most urgent admissible op."""
+    place, stages_of, c, total = problem.placement, problem.stages_of, problem.costs, problem.micro_batches
+    f, b, w = c.forward, c.input_grad if policy.split else c.backward, c.weight_grad
+    down, up, taken = c.down, c.up, c.activation
+    after_b = c.kept if policy.split else (0,) * len(place)
+    limit = _limits(problem, policy)
+    key_f, key_b, key_w, period = policy.forward, policy.input_grad, policy.weight_grad, policy.period
+    split, eager, patience, last = policy.split, policy.eager, policy.patience, len(place) - 1
+    kind_b = "I" if split else "B"
+
+    never = float("inf")
+    ready_f: list[list[Any]] = [[0 if s == 0 else never] * total for s in range(len(place))]
+    ready_b: list[list[Any]] = [[never] * total for _ in place]
+    next_f, next_b, next_w = [0] * len(place), [0] * len(place), [0] * len(place)
+    held: list[Any] = [0] * len(place)
+    used: list[Any] = [0] * problem.ranks
+    busy_until: list[Any] = [0] * problem.ranks
+    deep_first = [stages[::-1] for stages in stages_of]
+    order: list[list[tuple[int, str, int]]] = [[] for _ in range(problem.ranks)]
+    events: list[tuple[Any, int]] = [(0, rank) for rank in range(problem.ranks)]
+    push, pop = heapq.heappush, heapq.heappop
+    while events:
+        now, rank = pop(events)
+        if busy_until[rank] > now:
+            continue
+        best, best_key, start = None, never, now
+        horizon, room, below = now + patience, never, used[rank]
+        for s in deep_first[rank]:
+            room = min(room, limit[s] - below)  # what all limits from this stage on leave
+            below -= held[s]
+            m = next_b[s]
+            if m < total and ready_b[s][m] <= horizon:
+                key = key_b[s] + m * period
+                if key < best_key:
+                    best, best_key, start = (s, kind_b, m), key, ready_b[s][m]
+            m = next_f[s]
+            if m < total and taken[s] <= room and ready_f[s][m] <= horizon:
+                key = key_f[s] + m * period
+                if key < best_key:
+                    best, best_key, start = (s, "F", m), key, ready_f[s][m]
+        if split and (eager or best is None):
+            for s in deep_first[rank]:
+                m = next_w[s]
+                if m < next_b[s]:
+                    key = key_w[s] + m * period
+                    if key < best_key:
+                        best, best_key, start = (s, "W", m), key, now
+        if best is None:
+            continue  # the next arrival wakes this rank
+        if start > now:
+            push(events, (start, rank))
+            continue
+        s, kind, m = best
+        order[rank].append(best)
+        if kind == "F":
+            end = now + f[s]
+            next_f[s] = m + 1
+            held[s] += taken[s]
+            used[rank] += taken[s]
+            if s == last:
+                ready_b[s][m] = end
+            else:
+                to, arrival = place[s + 1], end + down[s]
+                ready_f[s + 1][m] = arrival
+                if to != rank:
+                    push(events, (arrival, to))
+        elif kind == "W":
+            end = now + w[s]
+            next_w[s] = m + 1
+            held[s] -= after_b[s]
+            used[rank] -= after_b[s]
+        else:
+            end = now + b[s]
+            next_b[s] = m + 1
+            held[s] -= taken[s] - after_b[s]
+            used[rank] -= taken[s] - after_b[s]
+            if s:
+                to, arrival = place[s - 1], end + up[s - 1]
+                ready_b[s - 1][m] = arrival
+                if to != rank:
+                    push(events, (arrival, to))
+        busy_until[rank] = end
+        push(events, (end, rank))
+    done = sum(map(len, order))
+    assert done == total * len(place) * (3 if split else 2), "nested reserves cannot deadlock"
+    return order
+
+
+def _limits(problem: Problem, policy: Policy) -> list[Any]:
+    """limit[s]: what the stages of a rank up to s may hold together."""
+    limit: list[Any] = [float("inf")] * problem.stages
+    if problem.cap is None:
+        return limit
+    for stages in problem.stages_of:
+        left: Any = problem.cap
+        for s in reversed(stages):
+            limit[s] = left
+            left -= policy.reserve[s]
+    return limit
+
+
+def lifetimes(problem: Problem) -> list[Any]:
+    """How long every stage must hold a micro-batch at least: its F to the last stage and back, then its W."""
+    c, path = problem.costs, 0
+    out = [0] * problem.stages
+    for s in reversed(range(problem.stages)):
+        path += c.forward[s] + c.input_grad[s] + (c.down[s] + c.up[s] if s < problem.stages - 1 else 0)
+        out[s] = path + c.weight_grad[s]
+    return out
+
+
+def reserves(problem: Problem, fraction: float) -> tuple[int, ...]:
+    """Reserves for a rank's cap shared among its stages by lifetime, times `fraction`.
+
+    Whole micro-batches, at least one for every stage, together no more than the cap (which holds one of each).
+    """
+    if problem.cap is None:
+        return (0,) * problem.stages
+    out = [0] * problem.stages
+    life, size = lifetimes(problem), problem.costs.activation
+    for stages in problem.stages_of:
+        whole = sum(life[s] * size[s] for s in stages) or 1
+        share = {s: fraction * problem.cap * life[s] / whole for s in stages}  # in micro-batches
+        count = {s: max(1, int(share[s])) for s in stages}
+        left = problem.cap - sum(count[s] * size[s] for s in stages)
+        for s in sorted(stages, key=lambda s: count[s] - share[s]):  # the most short-changed first
+            if count[s] < share[s] and size[s] <= left:
+                count[s] += 1
+                left -= size[s]
+        while left < 0:
+            s = max(stages, key=lambda s: (count[s] > 1, count[s] - share[s]))
+            count[s] -= 1
+            left += size[s]
+        for s in stages:
+            out[s] = count[s] * size[s]
+    return tuple(out)
+
+
+def first_times(problem: Problem) -> tuple[list[Any], list[Any], Any]:
+    """When F and I of every stage start for one micro-batch alone, and when its last I ends."""
+    c, last, t = problem.costs, problem.stages - 1, 0
+    first_f, first_b = [0] * problem.stages, [0] * problem.stages
+    for s in range(problem.stages):
+        first_f[s] = t
+        t += c.forward[s] + (c.down[s] if s < last else 0)
+    for s in reversed(range(problem.stages)):
+        first_b[s] = t
+        t += c.input_grad[s] + (c.up[s - 1] if s else 0)
+    return first_f, first_b, t

@@ -1,0 +1,273 @@
+"""Lowering: from a schedule, units and buckets to one program per rank.
+
+**Messages.** An op's result goes to the rank of the next stage: SEND right after the op. Between stages on one rank there is
+no message. See the note on where receives are posted.
+
+**Units.** GATHER, RELEASE and REDUCE stand where each unit's mode wants them (the table in `instructions`), gathers
+`prefetch` steps early; a step is the work of one unit in one op. An op inside which one of them falls is cut into parts,
+one per unit; other ops stay whole. A unit whose next use comes before its gather could be prefetched again is not
+released in between. A REDUCE that several ranks share comes last on each of them, in one order.
+
+**Buckets.** STREAM follows the last REDUCE of its units; with `stream = "last"` (gradient clipping: the norm needs all
+gradients) all updates come at the end, in the order in which they could have started.
+
+[Note: where receives are posted]
+Order all ops by the time they would start in a simulation. The receive of a message is posted before the first op of the
+receiver that starts after the producer did, or `ahead` ops before its consumer, whichever is earlier; and never before
+an earlier message of the same edge. So:
+
+- Both ends of an edge have one order, the sender's. (In the consumers' order, an edge that carries activations of one leg
+  and gradients of another can lock up.)
+- Even if SEND blocked until its receive is posted, nothing could lock up: by induction over the simulated order, when an op
+  has run, its receiver has run all ops that started earlier and finished their SENDs, so it reaches the posted receive.
+- A receive buffer is taken when its message could come, not at the start of the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from fourfold import schema
+from fourfold.errors import ScheduleError
+from fourfold.program.costs import Costs
+from fourfold.program.engine import Problem, run
+from fourfold.program.instructions import (
+    Bucket,
+    Carried,
+    Gather,
+    Instruction,
+    Part,
+    Program,
+    Programs,
+    Recv,
+    Reduce,
+    Release,
+    Send,
+    Stream,
+    Unit,
+)
+from fourfold.program.ops import Op, Schedule
+from fourfold.program.schedules import at_least
+from fourfold.program.validator import validate_schedule
+
+__all__ = ["lower"]
+
+
+def lower(
+    schedule: Schedule,
+    units: Sequence[Sequence[Unit]] = (),
+    buckets: Sequence[Bucket] = (),
+    *,
+    replicas: int = 1,
+    prefetch: int = 1,
+    ahead: int = 2,
+    stream: Literal["early", "last"] = "last",
+    costs: Costs | None = None,
+) -> Programs:
+    """The programs of a schedule; `units[stage]` are a stage's units in the order of its forward.
+
+    `costs` serve to post receives when messages come; only the order of ops they lead to matters.
+    """
+    validate_schedule(schedule)
+    at_least(replicas=(replicas, 1), prefetch=(prefetch, 0), ahead=(ahead, 0))
+    of_stage = tuple(map(tuple, units)) if units else ((),) * schedule.stages
+    homes = _check_units(schedule, of_stage, buckets)
+    if stream not in ("early", "last"):
+        raise ScheduleError(f"stream = '{stream}' is neither 'early' nor 'last'")
+    shared = [name for name, ranks in homes.items() if len(ranks) > 1]
+    receives = _receives(schedule, costs or Costs(), ahead)
+    programs = []
+    for rank in range(schedule.ranks):
+        instructions = tuple(_Rank(schedule, rank, of_stage, shared, prefetch).lowered(receives[rank], buckets, stream))
+        programs.append([Program(rank, instructions, replica) for replica in range(replicas)])
+    by_replica = tuple(of_rank[replica] for replica in range(replicas) for of_rank in programs)
+    return Programs(by_replica, schedule.placement, schedule.micro_batches, of_stage, tuple(buckets))
+
+
+def _check_units(
+    schedule: Schedule, of_stage: Sequence[Sequence[Unit]], buckets: Iterable[Bucket]
+) -> dict[str, set[int]]:
+    """Raise unless units and buckets make sense; returns the ranks that hold each unit."""
+    if len(of_stage) != schedule.stages:
+        raise ScheduleError(f"units for {len(of_stage)} stages; the schedule has {schedule.stages}")
+    seen: dict[str, Unit] = {}
+    homes: dict[str, set[int]] = {}
+    for stage, units in enumerate(of_stage):
+        if len({unit.name for unit in units}) < len(units):
+            raise ScheduleError(f"stage {stage} names a unit twice: {[unit.name for unit in units]}")
+        for unit in units:
+            if seen.setdefault(unit.name, unit) != unit:
+                raise ScheduleError(f"unit '{unit.name}' is described in two ways: {seen[unit.name]} and {unit}")
+            homes.setdefault(unit.name, set()).add(schedule.placement[stage])
+    for name, ranks in homes.items():
+        if len(ranks) > 1 and seen[name].reduce == "micro-batch":
+            raise ScheduleError(
+                f"unit '{name}' is shared by ranks {sorted(ranks)}: such units are reduced once; use reduce = 'step'"
+            )
+    for bucket in buckets:
+        for name in bucket.units:
+            if name not in seen:
+                raise ScheduleError(f"bucket '{bucket.name}': there is no unit '{name}'{schema.nearest(name, seen)}")
+    return homes
+
+
+# ---- messages ----
+
+
+def _outgoing(schedule: Schedule, op: Op) -> tuple[int, Carried] | None:
+    """To which rank an op's result goes, and as what; None: it stays here, or nobody needs it."""
+    place = schedule.placement
+    if op.kind == "F" and op.stage + 1 < schedule.stages and place[op.stage + 1] != place[op.stage]:
+        return place[op.stage + 1], "activation"
+    if op.kind in "BI" and op.stage and place[op.stage - 1] != place[op.stage]:
+        return place[op.stage - 1], "gradient"
+    return None
+
+
+def _receives(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, list[Recv]]]:
+    """By rank and index of op: the receives posted before it."""
+    problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
+    starts = run(problem, schedule.order).starts
+    keys = [[(start, rank) for start in row] for rank, row in enumerate(starts)]
+    consumer = {
+        (op.stage, "F" if op.kind == "F" else "B", op.micro_batch): i
+        for ops in schedule.order
+        for i, op in enumerate(ops)
+        if op.kind != "W"
+    }
+    edges: dict[tuple[int, int], list[tuple[tuple[object, int], int, Recv]]] = {}
+    for rank, ops in enumerate(schedule.order):
+        for key, op in zip(keys[rank], ops, strict=True):
+            outgoing = _outgoing(schedule, op)
+            if outgoing is None:
+                continue
+            to, kind = outgoing
+            reader = (
+                (op.stage + 1, "F", op.micro_batch) if kind == "activation" else (op.stage - 1, "B", op.micro_batch)
+            )
+            at = min(bisect_right(keys[to], key), max(0, consumer[reader] - ahead))
+            edges.setdefault((rank, to), []).append((key, at, Recv(op.stage, kind, op.micro_batch, rank)))
+    posted: list[list[tuple[int, tuple[object, int], Recv]]] = [[] for _ in schedule.order]
+    for (_, to), messages in edges.items():
+        earliest = len(schedule.order[to])
+        for key, at, recv in reversed(messages):  # no later than what is sent later
+            earliest = min(earliest, at)
+            posted[to].append((earliest, key, recv))
+    out: list[dict[int, list[Recv]]] = [{} for _ in schedule.order]
+    for rank, recvs in enumerate(posted):
+        for at, _, recv in sorted(recvs, key=lambda posted: posted[:2]):
+            out[rank].setdefault(at, []).append(recv)
+    return out
+
+
+# ---- one rank ----
+
+
+class _Rank:
+    """Lowers one rank: lays out its steps, marks where unit verbs go, then writes instructions."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        of_stage: Sequence[Sequence[Unit]],
+        shared: Sequence[str],
+        prefetch: int,
+    ):
+        self.schedule, self.ops, self.prefetch = schedule, schedule.order[rank], prefetch
+        self.units = {unit.name: unit for stage in schedule.stages_of[rank] for unit in of_stage[stage]}
+        self.shared = [name for name in shared if name in self.units]  # with other ranks
+        self.steps: list[tuple[int, Op, str]] = []  # (index of the op, op, unit); a stage without units: one step
+        for index, op in enumerate(self.ops):
+            names = [unit.name for unit in of_stage[op.stage]] or [""]
+            self.steps += [(index, op, name) for name in (names if op.kind == "F" else reversed(names))]
+        self.before: dict[int, list[Instruction]] = {}  # by step
+        self.after: dict[int, list[Instruction]] = {}
+        self.reduced: dict[str, int] = {}  # after which step a unit's last REDUCE comes
+
+    def lowered(self, receives: dict[int, list[Recv]], buckets: Sequence[Bucket], stream: str) -> list[Instruction]:
+        uses: dict[str, list[int]] = {name: [] for name in self.units}
+        for i, (_, _, name) in enumerate(self.steps):
+            if name:
+                uses[name].append(i)
+        for name, unit in self.units.items():
+            self._mark_reduces(unit, uses[name])
+        for name, unit in self.units.items():
+            self._mark_gathers(unit, uses[name])
+        tail: list[Instruction] = [] if self.schedule.forward_only else [Reduce(name) for name in sorted(self.shared)]
+        tail += self._mark_streams(buckets, stream)
+        return [*self._written(receives), *tail]
+
+    def _mark_reduces(self, unit: Unit, uses: list[int]) -> None:
+        """After the last contribution, or after each; a unit that other ranks share is reduced at the end."""
+        contributions = [i for i in uses if self.steps[i][1].kind in "BW"]
+        if not contributions or unit.name in self.shared:
+            return
+        for i in contributions if unit.reduce == "micro-batch" else contributions[-1:]:
+            self.after.setdefault(i, []).append(Reduce(unit.name))
+        self.reduced[unit.name] = contributions[-1]
+
+    def _mark_gathers(self, unit: Unit, uses: list[int]) -> None:
+        """Before the first step of every run of steps over which the unit stays; RELEASE after the last."""
+        if unit.mode == "replicate":
+            return
+        needed = [i for i in uses if self.steps[i][1].kind != "W"]
+        first, waiting = True, 0
+        for i, following in zip(needed, [*needed[1:], None], strict=True):
+            if first:
+                self.before.setdefault(max(0, i - self.prefetch), []).append(Gather(unit.name))
+            waiting += 1 if self.steps[i][1].kind == "F" else -1
+            first = following is None or self._released(unit, waiting, following - i)
+            if first:
+                self.after.setdefault(i, []).append(Release(unit.name))
+
+    def _released(self, unit: Unit, waiting: int, distance: int) -> bool:
+        """Whether a unit is released after a step, its next use being `distance` steps on."""
+        if unit.mode == "keep" or distance <= self.prefetch:
+            return False
+        return unit.mode == "zero3" or waiting <= 0 or self.schedule.forward_only
+
+    def _mark_streams(self, buckets: Sequence[Bucket], stream: str) -> list[Instruction]:
+        """Updates of the buckets that this rank holds a part of; returns those that come at the end."""
+        if self.schedule.forward_only:
+            return []
+        ready = []
+        for bucket in buckets:
+            mine = [name for name in bucket.units if name in self.units]
+            if mine:
+                late = any(name in self.shared for name in mine)
+                ready.append((len(self.steps) if late else max(self.reduced[name] for name in mine), bucket.name))
+        ready.sort(key=lambda item: item[0])
+        tail: list[Instruction] = []
+        for at, name in ready:
+            if stream == "last" or at == len(self.steps):
+                tail.append(Stream(name))
+            else:
+                self.after[at].append(Stream(name))
+        return tail
+
+    def _written(self, receives: dict[int, list[Recv]]) -> Iterable[Instruction]:
+        """The instructions: for every op its receives, then its steps, or the op whole where nothing falls inside."""
+        at = 0
+        for index, op in enumerate(self.ops):
+            end = at
+            while end < len(self.steps) and self.steps[end][0] == index:
+                end += 1
+            inside = any(i in self.before for i in range(at + 1, end)) or any(
+                i in self.after for i in range(at, end - 1)
+            )
+            outgoing = _outgoing(self.schedule, op)
+            send = [Send(op.stage, outgoing[1], op.micro_batch, outgoing[0])] if outgoing else []
+            yield from receives.get(index, ())
+            for i in range(at, end):
+                yield from self.before.get(i, ())
+                if inside:
+                    yield Part(*op, self.steps[i][2])
+                elif i == at:
+                    yield op
+                if i == end - 1:
+                    yield from send
+                yield from self.after.get(i, ())
+            at = end

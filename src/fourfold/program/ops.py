@@ -1,0 +1,198 @@
+"""Ops and schedules: who computes what, in which order.
+
+A **stage** is a contiguous run of layers. An **op** is one computation of one stage on one micro-batch, written stage,
+kind, micro-batch: `3F0` is stage 3, forward, micro-batch 0.
+
+    F  forward            B  whole backward = I then W, as one computation
+    I  gradient of the input (what the stage before waits for)          W  gradient of the weights (nobody waits for it)
+
+A **schedule** gives every rank the list of its ops, and every stage its rank. It says nothing of messages: they follow
+from it (see `lowering`). The same ops in CSV are what `torch.distributed.pipelining` reads and writes: one row per rank.
+
+    placement[stage] -> rank            order[rank] -> (op, op, ...)
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from fourfold import schema
+from fourfold.errors import ScheduleError
+
+__all__ = ["Kind", "Op", "Schedule"]
+
+Kind = Literal["F", "B", "I", "W"]
+
+_OP = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_TORCH_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+
+
+class Op(NamedTuple):
+    """One computation: `Op(3, "F", 0)` is `3F0`."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Op:
+        match = _OP.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(
+                f"'{text.strip()}' is not an op: write the stage, one of F B I W and the micro-batch, as in 3F0"
+            )
+        return cls(int(match[1]), cast(Kind, match[2]), int(match[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every rank's ops in order, and every stage's rank. A value: two schedules with the same ops are equal."""
+
+    order: tuple[tuple[Op, ...], ...]
+    placement: tuple[int, ...]
+    micro_batches: int
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, rows: Iterable[Iterable[Op]], name: str = "") -> Schedule:
+        """A schedule from the ranks' ops alone: a stage lies where its ops are."""
+        order = tuple(tuple(row) for row in rows)
+        where: dict[int, int] = {}
+        for rank, ops in enumerate(order):
+            for op in ops:
+                if where.setdefault(op.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"rank {rank}, op {op}: stage {op.stage} is on rank {where[op.stage]} already; "
+                        "all ops of a stage run on one rank"
+                    )
+        stages = max(where, default=-1) + 1
+        missing = [s for s in range(stages) if s not in where]
+        if missing or not stages:
+            raise ScheduleError(
+                f"stages are numbered from 0 without gaps; no op of stage {missing[0] if missing else 0}"
+            )
+        micro_batches = 1 + max(op.micro_batch for ops in order for op in ops)
+        return cls(order, tuple(where[s] for s in range(stages)), micro_batches, name)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.order)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank, in the order of the layers."""
+        held: list[list[int]] = [[] for _ in self.order]
+        for stage, rank in enumerate(self.placement):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether some backward is split into I and W."""
+        return any(op.kind == "I" for ops in self.order for op in ops)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """Whether there is no backward at all (evaluation)."""
+        return all(op.kind == "F" for ops in self.order for op in ops)
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.name or 'schedule'}: {self.ranks} ranks, {self.stages} stages, {self.micro_batches} micro-batches"
+        )
+        return "\n".join([head, *(f"  rank {r}: {' '.join(map(str, ops))}" for r, ops in enumerate(self.order))])
+
+    # ---- files ----
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "micro_batches": self.micro_batches,
+            "placement": list(self.placement),
+            "order": [" ".join(map(str, ops)) for ops in self.order],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Schedule:
+        known = ("name", "micro_batches", "placement", "order")
+        for key in data:
+            if key not in known:
+                raise ScheduleError(f"a schedule has no '{key}'{schema.nearest(key, known)}")
+        try:
+            return cls(
+                order=tuple(tuple(map(Op.parse, row.split())) for row in data["order"]),
+                placement=tuple(map(int, data["placement"])),
+                micro_batches=int(data["micro_batches"]),
+                name=str(data.get("name", "")),
+            )
+        except KeyError as e:
+            raise ScheduleError(f"a schedule needs {', '.join(known[1:])}; {e} is missing") from None
+        except (TypeError, ValueError, AttributeError) as e:
+            raise e if isinstance(e, ScheduleError) else ScheduleError(f"not a schedule: {e}") from None
+
+    def to_csv(self) -> str:
+        """One row of ops per rank: what `torch.distributed.pipelining` loads with format "compute_only"."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([map(str, ops) for ops in self.order])
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "") -> Schedule:
+        """A schedule from torch's notation, either format.
+
+        Empty cells are bubbles, `(2F1;5B0)OVERLAP_F_B` is its parts in order, and communication is left out: ours is
+        derived from the ops.
+        """
+        return cls.of((list(_ops_of_row(rank, row)) for rank, row in enumerate(csv.reader(io.StringIO(text)))), name)
+
+    def save(self, path: str | Path) -> None:
+        """Write the schedule; JSON or CSV by the file's ending."""
+        path = Path(path)
+        match path.suffix:
+            case ".json":
+                schema.write_json(path, self.to_dict())
+            case ".csv":
+                path.write_text(self.to_csv(), encoding="utf-8")
+            case other:
+                raise ScheduleError(f"{path}: a schedule is saved as .json or .csv; found '{other}'")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schedule:
+        """Read a schedule written by `save`, by hand or by torch."""
+        path = Path(path)
+        if path.suffix == ".csv":
+            try:
+                return cls.from_csv(path.read_text(encoding="utf-8"), path.stem)
+            except (OSError, UnicodeDecodeError) as e:
+                raise ScheduleError(f"{path}: cannot be read: {e}") from None
+        if path.suffix != ".json":
+            raise ScheduleError(f"{path}: a schedule file ends in .json or .csv; found '{path.suffix}'")
+        return cls.from_dict(schema.read(path, ScheduleError))
+
+
+def _ops_of_row(rank: int, row: Sequence[str]) -> Iterable[Op]:
+    for column, raw in enumerate(row):
+        cell = raw.strip()
+        overlap = _OVERLAP.fullmatch(cell)
+        for part in overlap[1].split(";") if overlap else [cell]:
+            if not part or _TORCH_COMMUNICATION.fullmatch(part):
+                continue
+            try:
+                yield Op.parse(part)
+            except ScheduleError as e:
+                raise ScheduleError(f"row {rank}, cell {column}: {e}") from None
