@@ -12,15 +12,15 @@ The weight gradient can be had on its own in two ways:
 
 - by torch's generic split: `torch.distributed.pipelining` runs its schedules on a chunk, the zero-bubble ones too (it
   leaves the whole backward of stage 0 to `W`, since the input there needs no gradient);
-- through a queue: while `chunk.queue` is a list, a backward computes the gradient of the input alone and appends
-  (parameter, function that computes its gradient); whoever runs `W` calls the function and puts the result where it
-  belongs. `settle(queue)` adds them to `.grad`.
+- through a queue: with `chunk.queue` set, a backward computes the gradient of the input alone and hands the rest to
+  `queue.put(work)`. `work()` computes the gradient of the weight and gives it to `chunk.sink`, which adds it to `.grad`. The
+  queue of a split stage (`runtime/weight_grad.py`) is one; `WorkQueue` is the simplest.
 
 `pipeline_stage` gives a chunk to torch's runtime in either way.
 
-A time may differ by micro-batch: `jitter` draws them (lognormal, seeded), `by_length` scales them. The number of the
-micro-batch is an argument of the forward, or the count of forwards so far (every schedule of torch runs them in order);
-a list of times is used again from its start when it ends, so for every step.
+A time may differ by micro-batch: `jitter` draws them (lognormal, seeded), `by_length` scales them. Whoever runs micro-batches out
+of order sets `chunk.micro_batch` before each forward; otherwise forwards are counted (all schedules of torch run them in
+order). A list of times is used again from its start when it ends, so for every step.
 
 An op ends 0.14 ms late (median, alone and with eight ranks on two cores); if others use the machine too, one in a hundred is
 late by milliseconds, and a thread that computes in Python keeps the interpreter for up to 5 ms. What is not emulated: a
@@ -35,7 +35,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,7 @@ from fourfold.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["Chunk", "Queued", "Span", "Times", "by_length", "jitter", "pipeline_stage", "settle", "sleep_until"]
-
-Queued = tuple[nn.Parameter, Callable[[], Tensor]]
-"""A weight gradient to be computed: whose it is, and how."""
+__all__ = ["Chunk", "Queue", "Span", "Times", "WorkQueue", "by_length", "jitter", "pipeline_stage", "sleep_until"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,32 @@ class Span(NamedTuple):
     end: float
 
 
+class Queue(Protocol):
+    """Takes work that can be done later."""
+
+    def put(self, work: Callable[[], None], /) -> None: ...
+
+
+class WorkQueue:
+    """Work put off, in order."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def put(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+    def take(self) -> Callable[[], None]:
+        """Empty the queue; returns what runs all that was in it."""
+        taken, self.work = self.work, []
+
+        def run() -> None:
+            for work in taken:
+                work()
+
+        return run
+
+
 def sleep_until(deadline: float) -> None:
     """Sleep until `time.monotonic()` is at the deadline."""
     while (left := deadline - time.monotonic()) > 0:
@@ -107,14 +130,15 @@ class Chunk(nn.Module):
         if not self.times:
             raise ConfigError("a chunk needs the times of one micro-batch at least")
         self.weight = nn.Parameter(torch.ones(features))
-        self.queue: list[Queued] | None = None
+        self.queue: Queue | None = None
+        self.sink: Callable[[Tensor], None] = self._add_to_grad  # where a queued gradient goes
+        self.micro_batch: int | None = None  # of the next forward; None: count them
         self.spans: list[Span] = []
         self._forwards = 0
 
-    def forward(self, x: Tensor, micro_batch: int | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         start = time.monotonic()
-        if micro_batch is None:
-            micro_batch = self._forwards
+        micro_batch = self._forwards if self.micro_batch is None else self.micro_batch
         self._forwards += 1
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # the first of a model: its layers need gradients though its input does not
@@ -137,6 +161,9 @@ class Chunk(nn.Module):
         result = (x * grad).sum_to_size(self.weight.shape)
         self._finish("W", micro_batch, start)
         return result
+
+    def _add_to_grad(self, grad: Tensor) -> None:
+        self.weight.grad = grad if self.weight.grad is None else self.weight.grad.add_(grad)
 
 
 class _Input(torch.autograd.Function):
@@ -170,16 +197,8 @@ class _Weight(torch.autograd.Function):
         (x,), chunk, micro_batch = ctx.saved_tensors, ctx.chunk, ctx.micro_batch
         if chunk.queue is None:
             return chunk.weight_grad(x, grad, micro_batch), None, None, None
-        chunk.queue.append((chunk.weight, lambda: chunk.weight_grad(x, grad, micro_batch)))
+        chunk.queue.put(lambda: chunk.sink(chunk.weight_grad(x, grad, micro_batch)))
         return None, None, None, None
-
-
-def settle(queue: list[Queued]) -> None:
-    """Compute the weight gradients of a queue, in its order, into `.grad`, and empty it."""
-    for parameter, compute in queue:
-        grad = compute()
-        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-    queue.clear()
 
 
 def pipeline_stage(
@@ -197,6 +216,8 @@ def pipeline_stage(
     """
     from torch.distributed.pipelining import PipelineStage  # 1.6 s, wanted only here
 
+    if split == "queue":
+        chunk.queue = queue = WorkQueue()
     given = sample.detach().to(chunk.weight.device)
     return PipelineStage(
         chunk,
@@ -205,17 +226,5 @@ def pipeline_stage(
         given.device,
         input_args=given.clone().requires_grad_(index > 0),
         output_args=given.clone().requires_grad_(),
-        dw_builder=_queue_of(chunk) if split == "queue" else None,
+        dw_builder=queue.take if split == "queue" else None,  # called after each backward: what it put off
     )
-
-
-def _queue_of(chunk: Chunk) -> Callable[[], Callable[[], None]]:
-    """What torch calls after each backward: it takes what was queued, and returns the function that runs it later."""
-    queue = chunk.queue = []
-
-    def take() -> Callable[[], None]:
-        mine = list(queue)
-        queue.clear()
-        return lambda: settle(mine)
-
-    return take
