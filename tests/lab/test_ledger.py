@@ -80,7 +80,14 @@ CASES: list[tuple[str, Callable[[int], Any], str, list[int], list[int], list[flo
         [12] * N,
         [16] * N,
     ),
-    ("gather one", lambda r: all_gather(ones(6), ones(2), world()), "all_gather", [1] * N, [24] * N, [16] * N),
+    (
+        "gather one",
+        lambda r: all_gather(ones(6), ones(2), world(), "it").wait(),
+        "all_gather",
+        [1] * N,
+        [24] * N,
+        [16] * N,
+    ),
     (
         "gather list",
         lambda r: dist.all_gather(parts(), ones(2)),
@@ -89,7 +96,14 @@ CASES: list[tuple[str, Callable[[int], Any], str, list[int], list[int], list[flo
         [24] * N,
         [16] * N,
     ),
-    ("scatter sum", lambda r: reduce_scatter(ones(2), ones(6), world()), "reduce_scatter", [1] * N, [24] * N, [16] * N),
+    (
+        "scatter sum",
+        lambda r: reduce_scatter(ones(2), ones(6), world(), "it").wait(),
+        "reduce_scatter",
+        [1] * N,
+        [24] * N,
+        [16] * N,
+    ),
     (
         "scatter sum of a list",
         lambda r: dist.reduce_scatter(ones(2), parts()),
