@@ -134,7 +134,7 @@ class Budget(watch.Watch):
         """Live bytes by label, largest first."""
         with self._lock:
             self._bury()
-            return {label: count for label, count in self._labels.most_common() if count}
+            return self._divided()
 
     @property
     def held(self) -> list[Held]:
@@ -154,7 +154,7 @@ class Budget(watch.Watch):
         """Forget the peak: it is what is live now, until something higher comes."""
         with self._lock:
             self._bury()
-            self.peak = Peak(self._live, self.events, by_label=dict(self._labels))
+            self.peak = Peak(self._live, self.events, by_label=self._divided())
 
     def __rich__(self) -> Table:
         limit = "no limit" if self.limit is None else f"limit {format_bytes(self.limit)}"
@@ -162,7 +162,7 @@ class Budget(watch.Watch):
         for column in ("label", "live", "at the peak"):
             table.add_column(column, justify="left" if column == "label" else "right")
         live, peak = self.by_label, self.peak
-        for label in sorted({*live, *(label for label, count in peak.by_label.items() if count)}):
+        for label in sorted({*live, *peak.by_label}):
             table.add_row(label, format_bytes(live.get(label, 0)), format_bytes(peak.by_label.get(label, 0)))
         table.add_section()
         table.add_row("all", format_bytes(self.live), format_bytes(peak.bytes))
@@ -266,7 +266,10 @@ class Budget(watch.Watch):
             held.bytes = size
             self._add(more, held.label)
             if self._live > self.peak.bytes:
-                self.peak = Peak(self._live, self.events, op, line, dict(self._labels))
+                self.peak = Peak(self._live, self.events, op, line, self._divided())
+
+    def _divided(self) -> dict[str, int]:
+        return {label: count for label, count in self._labels.most_common() if count}
 
     def _bury(self) -> None:
         """Subtract the storages that died since: one event."""
@@ -299,7 +302,7 @@ class Budget(watch.Watch):
             f"{format_bytes(self.limit)}: {format_bytes(self._live)} are live",
             f"  made at {line}{f', in the backward {node}' if node else ''}:  {linecache.getline(*line[:2]).strip()}",
             "  live by label: "
-            + (", ".join(f"{k} {format_bytes(v)}" for k, v in self._labels.most_common() if v) or "-"),
+            + (", ".join(f"{label} {format_bytes(count)}" for label, count in self._divided().items()) or "-"),
         ]
         places: Counter[tuple[Line, str]] = Counter()
         counts: Counter[tuple[Line, str]] = Counter()
