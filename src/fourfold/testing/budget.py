@@ -17,8 +17,8 @@ An *event* is an op, an adoption, a resize, or a death between them; `curve` has
 changed, and `peak` the event, the op and the line at which they were highest.
 
 What this measures is what the program asks for. It is not what an allocator takes (rounding, fragmentation), nor scratch
-memory inside a kernel, nor tensors on the meta device. An op takes about 25 µs longer: a step of a transformer with 2 layers of
-64 features (517 ops) goes from 7 to 22 ms, one with 4 layers of 256 (1,027 ops) from 168 to 196 ms. Other threads of a rank
+memory inside a kernel, nor tensors on the meta device. An op takes about 30 µs longer: a step of a transformer with 2 layers of
+64 features (517 ops) goes from 7 to 23 ms, one with 4 layers of 256 (1,027 ops) from 165 to 200 ms. Other threads of a rank
 enter the budget themselves (watch.py), or what they make is counted when a thread inside first uses it.
 
 [Note: how death is noticed]
