@@ -12,7 +12,9 @@ __all__ = [
     "ConfigError",
     "DataError",
     "FourfoldError",
+    "NetworkError",
     "NotYetError",
+    "OverBudget",
     "PlanError",
     "RankFailure",
     "RunDirError",
@@ -75,3 +77,11 @@ class TrainingError(FourfoldError):
 
 class RankFailure(FourfoldError):
     """A rank died, raised or hung; says which one was first."""
+
+
+class OverBudget(FourfoldError, MemoryError):
+    """A tensor does not fit in the memory budget of a test; says which, where it was made and what else is live."""
+
+
+class NetworkError(FourfoldError):
+    """An emulated network cannot be made here, or was asked for something it has not."""

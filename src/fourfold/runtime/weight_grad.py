@@ -9,8 +9,8 @@ over the graph, costs two to three backwards on small layers.)
 [Note: compiled graphs]
 torch.compile would drop a Python side effect, or refuse it. The queue is therefore filled by a custom op that claims to change a
 token tensor, which cannot be dropped. Such an op takes tensors and numbers only: it finds its queue by number, in a weak table of
-this module. The queued tensors outlive the op, which the compiler does not know; so a graph with deferred linears must be compiled
-with COMPILE_OPTIONS, or it may reuse their memory.
+this module. The queued tensors outlive the op, which the compiler does not know; so a graph with deferred linears must be
+compiled with COMPILE_OPTIONS, or it may reuse their memory.
 """
 
 from __future__ import annotations
