@@ -267,13 +267,15 @@ class LogConfig:
 
     every: int = 10
     """Print a lasting line every so many steps."""
+    trace: int = 10
+    """Write what every rank did and when for every so many steps, under run_dir/trace; 0: never."""
     tensorboard: bool = False
     """Write TensorBoard events under run_dir/tensorboard (extra `tensorboard`)."""
     wandb: str = ""
     """Project name at Weights & Biases (extra `wandb`); empty: off."""
 
     def __post_init__(self) -> None:
-        _require(self, "log", every=1)
+        _require(self, "log", every=1, trace=0)
 
 
 @dataclass(frozen=True, kw_only=True)

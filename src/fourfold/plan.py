@@ -243,6 +243,9 @@ class Plan:
         units = unit_names(config.model)
         self._check_rules(units)
         self._check_supported(units)
+        from fourfold.program.stages import lay_out_pipeline  # it needs this module
+
+        lay_out_pipeline(config.model, self, config.train.global_batch)
 
     def _check_ranks(self, ranks: int | None) -> None:
         if ranks is None or self.mesh.ranks == ranks:
@@ -277,7 +280,7 @@ class Plan:
 
     def _check_supported(self, units: Iterable[str]) -> None:
         """What this version does not execute, refused by name. Each line goes when its feature lands."""
-        for axis in ("pipe", "depth", "row", "col"):
+        for axis in ("depth", "row", "col"):
             if getattr(self.mesh, axis) > 1:
                 raise NotYetError(f"mesh.{axis} = {getattr(self.mesh, axis)}: not yet; use data = {self.mesh.ranks}")
         for name in units:

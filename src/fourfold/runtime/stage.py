@@ -1,13 +1,14 @@
 """A stage: a contiguous run of a model's layers on one rank, run as a chain of links, one link per unit.
 
 Each link's graph is cut from the next (its input is a detached leaf), so the forward and the backward of a stage are
-loops over links: parameters are needed, used and released, and gradients handed over, at places that the code shows
-rather than in hooks. Recomputation hangs on the same boundary: a link that recomputes keeps its input alone.
+loops over links: where parameters are needed and gradients handed over, the code shows it; there are no hooks, and a program
+may do other things between two links. Recomputation hangs on the same boundary: a link that recomputes keeps its input
+alone.
 
-    forward(m, x)          F   runs the links on micro-batch m and keeps what the backward needs
-    backward(m, g)         B   runs them in reverse, adds weight gradients to the units, returns the gradient of x
-    input_grad(m, g)       I   the same, but products for weight gradients are put off
-    weight_grad(m)         W   what I put off
+    forward(m, x)                F   runs the links on micro-batch m and keeps what the backward needs
+    backward(m, g)               B   runs them in reverse, adds weight gradients to the units, returns the gradient of x
+    backward(m, g, split=True)   I   the same, but products for weight gradients are put off
+    weight_grad(m)               W   what I put off
 
 Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
 its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
@@ -38,7 +39,6 @@ class UnitVerbs(Protocol):
     """What a stage asks of a unit."""
 
     def need(self) -> None: ...
-    def release(self) -> None: ...
     def parameters(self) -> Sequence[Tensor]: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
@@ -85,66 +85,80 @@ class Stage:
         self._reseed = reseed
         self._kept: dict[int, list[_Kept]] = {}
 
-    # ---- what a program asks for ----
+    # ---- what a program asks for: ops, or the parts of ops that use one link ----
 
     def forward(self, micro_batch: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         """Run the links on `value`; `extra` is handed to the last link beside its input (the targets)."""
-        assert micro_batch not in self._kept, f"micro-batch {micro_batch} is in flight already"
-        kept = self._kept[micro_batch] = []
-        for index, link in enumerate(self.links):
-            args = _leaves(value) + (extra if index == len(self.links) - 1 else ())
-            link.unit.need()
-            if link.recompute == "full":
-                with torch.no_grad():
-                    value = self._run(micro_batch, index, args)
-                kept.append(_Kept(args, None))
-            else:
-                with torch.enable_grad():
-                    value = self._run(micro_batch, index, args)
-                kept.append(_Kept(args, _edges(value)))
-            link.unit.release()
+        for index in range(len(self.links)):
+            value = self.forward_part(index, micro_batch, value, extra)
+        return value
+
+    def forward_part(self, index: int, micro_batch: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+        """Run one link on the output of the one before."""
+        kept = self._kept.setdefault(micro_batch, [])
+        assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
+        link, args = self.links[index], self._args(index, value, extra)
+        link.unit.need()
+        if link.recompute == "full":
+            with torch.no_grad():
+                value = self._run(micro_batch, index, args)
+            kept.append(_Kept(args, None))
+        else:
+            with torch.enable_grad():
+                value = self._run(micro_batch, index, args)
+            kept.append(_Kept(args, _edges(value)))
         return _detached(value)
 
-    def backward(self, micro_batch: int, grad: Any, done: Callable[[UnitVerbs], None] | None = None) -> Any:
-        """Run the links in reverse from the gradient of the output (a tree like it).
+    def backward(self, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
+        """Run the links in reverse from the gradient of the output (a tree like it); `split`: as I, leaving W for later.
 
-        `done(unit)` follows each unit's last contribution of this micro-batch. Returns the gradient of the stage's
-        input, a tuple where it is several tensors, or None where it has none (token ids).
+        Returns the gradient of the stage's input, a tuple where it is several tensors, or None where it has none (token ids).
         """
-        kept = self._kept.pop(micro_batch)
         for index in reversed(range(len(self.links))):
-            grad = self._link_backward(micro_batch, index, kept.pop(), grad)
-            if done is not None:
-                done(self.links[index].unit)
+            grad = self.backward_part(index, micro_batch, grad, split=split)
         return grad
 
-    def input_grad(self, micro_batch: int, grad: Any) -> Any:
-        """As `backward`, but the products for weight gradients are left to `weight_grad`."""
-        assert self.queue is not None, "a stage that was not built to be split"
-        self.queue.open(micro_batch)
+    def backward_part(self, index: int, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
+        """The backward of one link from the gradient of its output."""
+        kept = self._kept[micro_batch]
+        assert len(kept) == index + 1, f"micro-batch {micro_batch}: link {index} out of order"
+        if split:
+            assert self.queue is not None, "a stage that was not built to be split"
+            self.queue.open(micro_batch, index)
         try:
-            return self.backward(micro_batch, grad)
+            grad = self._link_backward(micro_batch, index, kept.pop(), grad)
         finally:
-            self.queue.close()
+            if split and self.queue is not None:
+                self.queue.close()
+        if not kept:
+            del self._kept[micro_batch]
+        return grad
 
     def weight_grad(self, micro_batch: int) -> None:
-        """What `input_grad` left; called in the order of the micro-batches."""
-        assert self.queue is not None, "a stage that was not built to be split"
-        self.queue.run(micro_batch)
+        """What I left; called in the order of the micro-batches."""
+        for index in reversed(range(len(self.links))):
+            self.weight_grad_part(index, micro_batch)
 
-    @torch.no_grad()
+    def weight_grad_part(self, index: int, micro_batch: int) -> None:
+        """What I left of one link."""
+        assert self.queue is not None, "a stage that was not built to be split"
+        self.queue.run(micro_batch, index)
+
     def evaluate(self, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         """Forward only, nothing kept, dropout off."""
-        for index, link in enumerate(self.links):
-            args = _leaves(value) + (extra if index == len(self.links) - 1 else ())
-            link.unit.need()
-            link.module.eval()
-            try:
-                value = link.module(*args)
-            finally:
-                link.module.train()
-            link.unit.release()
+        for index in range(len(self.links)):
+            value = self.evaluate_part(index, value, extra)
         return value
+
+    @torch.no_grad()
+    def evaluate_part(self, index: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+        link = self.links[index]
+        link.unit.need()
+        link.module.eval()
+        try:
+            return link.module(*self._args(index, value, extra))
+        finally:
+            link.module.train()
 
     @property
     def in_flight(self) -> int:
@@ -159,6 +173,12 @@ class Stage:
 
     # ---- one link ----
 
+    def _args(self, index: int, value: Any, extra: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Positional arguments of a link: leaves of a new graph, differentiable where their values are."""
+        parts = value if isinstance(value, tuple) else (value,)
+        leaves = (p.detach().requires_grad_(p.is_floating_point()) if isinstance(p, Tensor) else p for p in parts)
+        return (*leaves, *(extra if index == len(self.links) - 1 else ()))
+
     def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Any:
         if self._reseed is not None:
             self._reseed(self.step, micro_batch, index)
@@ -171,11 +191,10 @@ class Stage:
             with torch.enable_grad():
                 edges = _edges(self._run(micro_batch, index, kept.args))
         wanted = [a for a in kept.args if isinstance(a, Tensor) and a.requires_grad]
-        grads = torch.autograd.grad(edges, [*wanted, *link.unit.parameters()], _differentiable(grad), allow_unused=True)
+        inputs = [*wanted, *link.unit.parameters()]
+        grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
         link.unit.accumulate(grads[len(wanted) :])
-        link.unit.release()
-        inputs = grads[: len(wanted)]
-        return None if not wanted else inputs[0] if len(wanted) == 1 else inputs
+        return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
 
 
 def _make_run(link: Link, split: bool) -> Callable[..., Any]:
@@ -189,18 +208,8 @@ def _make_run(link: Link, split: bool) -> Callable[..., Any]:
     return run
 
 
-def _leaves(value: Any) -> tuple[Any, ...]:
-    """The positional arguments of the next link: leaves of a new graph, differentiable where their values are."""
-    parts = value if isinstance(value, tuple) else (value,)
-    return tuple(p.detach().requires_grad_(p.is_floating_point()) if isinstance(p, Tensor) else p for p in parts)
-
-
 def _edges(value: Any) -> list[GradientEdge]:
     return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
-
-
-def _differentiable(grad: Any) -> list[Tensor]:
-    return flatten(grad)[1]
 
 
 def _detached(value: Any) -> Any:

@@ -1,13 +1,15 @@
 """Messages between the stages of a pipeline: one channel per directed edge, named messages, bounded memory.
 
-A message is named (stage, kind, micro-batch): `F` is the input of a stage's forward, `B` the gradient of its output. Each
-directed edge (source rank, target rank) has a process group of its own, so nothing on it waits for anything on another.
+A message is named by who made it: (stage, kind, micro-batch), kind activation or gradient. Each directed edge (source rank,
+target rank) has a process group of its own, so nothing on it waits for anything on another.
 
     sender      a thread per outgoing edge sends in the order of the calls; a tensor is let go as soon as it is sent
     receiver    a thread per incoming edge receives in the sender's order, ahead of use, into an inbox
 
-Per (stage, kind) at most `depth` received messages wait to be used; then the receiver holds back. It goes on regardless
-while the consumer is blocked: what it wants may be behind what it does not want yet, and holding back would wait for ever.
+How far ahead: `post(source)` lets one more message in, as a program's RECV says; `post(source, n, bounded=True)` lets in all n
+of a step, while at most `depth` per (stage, kind) wait to be used. A bounded receiver goes on regardless while the consumer is
+blocked: what it wants may be behind what it does not want yet, and holding back would wait for ever.
+
 Sends never block the caller. No device-wide synchronisation; every wait of the caller has a timeout, and its error says what
 did not come.
 
@@ -24,7 +26,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +64,7 @@ class Transport:
     """The messages of one rank over the directed `edges` (source, target) of the job; all ranks of an edge build it together.
 
     `new_group(ranks)` makes a process group; it must not time out by itself: a receive may be posted long before its message.
+    `address(rank)` is a rank's number in the job, where that is another.
     """
 
     def __init__(
@@ -70,29 +73,30 @@ class Transport:
         edges: Iterable[tuple[int, int]],
         new_group: Callable[[list[int]], dist.ProcessGroup],
         *,
+        address: Callable[[int], int] = lambda rank: rank,
         port: Port | None = None,
         timeout: float = 60.0,
         depth: int = 2,
     ):
-        self.rank, self.timeout, self.depth = rank, timeout, depth
+        self.rank, self.timeout, self.depth, self.address = rank, timeout, depth, address
         self.port = port or HostPort(torch.device("cpu"))
         self.inbox = _Inbox()
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
-        for source, target in sorted(set(edges)):  # one order on all ranks: making a group is a meeting
+        for source, target in sorted(set(edges)):
+            # One order on all ranks: making a group is a meeting. torch names a group by its members and by how many groups
+            # its process has made, so a rank that is not in it makes one of its own, to count alike.
+            group = new_group([source, target] if rank in (source, target) else [rank])
             if rank == source:
-                self._out[target] = _Sender(self, target, new_group([source, target]))
+                self._out[target] = _Sender(self, target, group)
             elif rank == target:
-                self._in[source] = _Receiver(self, source, new_group([source, target]))
+                self._in[source] = _Receiver(self, source, group)
         for thread in (*self._out.values(), *self._in.values()):
             thread.start()
 
-    # ---- one step ----
-
-    def begin(self, expected: Mapping[int, int]) -> None:
-        """A step begins: how many messages will come from each source."""
-        for source, count in expected.items():
-            self._in[source].jobs.put(count)
+    def post(self, source: int, count: int = 1, *, bounded: bool = False) -> None:
+        """Receive `count` more messages from a rank; `bounded`: no more than `depth` per (stage, kind) before they are used."""
+        self._in[source].jobs.put((count, bounded))
 
     def send(self, target: int, name: Name, value: Any) -> None:
         """Send a tree of tensors; returns at once. The tensors must not be changed afterwards."""
@@ -150,7 +154,7 @@ class Transport:
         for receiver in self._in.values():
             receiver.jobs.put(None)
 
-    # ---- for the threads ----
+    # ---- what the threads call ----
 
     def fail(self, error: CommunicationError) -> None:
         """A thread met an error: wake the consumer, which raises it."""
@@ -158,14 +162,14 @@ class Transport:
             self.inbox.error = self.inbox.error or error
             self.inbox.changed.notify_all()
 
-    def deliver(self, message: _Message) -> None:
+    def deliver(self, message: _Message, bounded: bool) -> None:
         """Put a message into the inbox; returns when the receiver may take the next one."""
         key, box = (message.name.stage, message.name.kind), self.inbox
         with box.changed:
             box.messages[message.name] = message
             box.held[key] += 1
             box.changed.notify_all()
-            while box.held[key] >= self.depth and not box.starved and box.error is None:
+            while bounded and box.held[key] >= self.depth and not box.starved and box.error is None:
                 box.changed.wait()
 
 
@@ -179,6 +183,7 @@ class _Sender(threading.Thread):
     def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup):
         super().__init__(name=f"send to {target}", daemon=True)
         self.transport, self.target, self.group = transport, target, group
+        self.address = transport.address(target)
         self.jobs: queue.SimpleQueue[tuple[Name, Any, list[Tensor], Any] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._unsent = 0
@@ -213,9 +218,9 @@ class _Sender(threading.Thread):
         if data is not None and data.numel() > self._capacity:
             self._generation, self._capacity = self._generation + 1, data.numel()
         header = Header(name, self._generation, structure, [(t.dtype, t.shape) for t in tensors])
-        work = dist.isend(header.encode(), self.target, group=self.group)
+        work = dist.isend(header.encode(), self.address, group=self.group)
         if data is not None:
-            self.transport.port.send(data, self.target, self.group, self._generation, computed)
+            self.transport.port.send(data, self.address, self.group, self._generation, computed)
         assert work is not None
         work.wait()
 
@@ -226,15 +231,16 @@ class _Receiver(threading.Thread):
     def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup):
         super().__init__(name=f"receive from {source}", daemon=True)
         self.transport, self.source, self.group = transport, source, group
-        self.jobs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.address = transport.address(source)
+        self.jobs: queue.SimpleQueue[tuple[int, bool] | None] = queue.SimpleQueue()
         self._generation = self._capacity = 0
         self._posted: tuple[Tensor, Any] | None = None
 
     def run(self) -> None:
         try:
-            while (count := self.jobs.get()) is not None:
-                for _ in range(count):
-                    self.transport.deliver(self._receive())
+            while (job := self.jobs.get()) is not None:
+                for _ in range(job[0]):
+                    self.transport.deliver(self._receive(), bounded=job[1])
         except Exception as e:
             self.transport.fail(CommunicationError(f"rank {self.source} no longer sends ({_plain(e)})"))
 
@@ -243,7 +249,7 @@ class _Receiver(threading.Thread):
         if self._posted is None and self._capacity and port.posts_ahead:
             self._posted = self._post()
         data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        dist.recv(data, self.source, group=self.group)
+        dist.recv(data, self.address, group=self.group)
         header, ready = Header.decode(data), _at_once
         if header.tensors:
             if header.generation != self._generation:
@@ -256,7 +262,7 @@ class _Receiver(threading.Thread):
     def _post(self, size: int = 0) -> tuple[Tensor, Any]:
         port = self.transport.port
         length = self._capacity if port.posts_ahead else size
-        return port.post(length, self.source, self.group, self._generation)
+        return port.post(length, self.address, self.group, self._generation)
 
 
 def _at_once() -> None:

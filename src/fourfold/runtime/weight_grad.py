@@ -30,18 +30,18 @@ COMPILE_OPTIONS: Mapping[str, bool] = {"allow_buffer_reuse": False, "inplace_buf
 
 
 class WeightGradQueue:
-    """Work left for W, by micro-batch: what I of a micro-batch put off, W of it does."""
+    """Work left for W, by (micro-batch, link): what I of a micro-batch put off, W of it does."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         _queues[self.number] = self
         self._sinks: list[Callable[[Tensor, Tensor], None]] = []
-        self._left: dict[int, list[Callable[[], None]]] = {}
+        self._left: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._open: list[Callable[[], None]] | None = None
 
-    def open(self, micro_batch: int) -> None:
-        """What is put off from now on belongs to this micro-batch."""
-        self._open = self._left.setdefault(micro_batch, [])
+    def open(self, micro_batch: int, link: int) -> None:
+        """What is put off from now on belongs to this micro-batch and link."""
+        self._open = self._left.setdefault((micro_batch, link), [])
 
     def close(self) -> None:
         self._open = None
@@ -53,9 +53,9 @@ class WeightGradQueue:
         else:
             self._open.append(work)
 
-    def run(self, micro_batch: int) -> None:
+    def run(self, micro_batch: int, link: int) -> None:
         """W: do what was put off, in the order in which it was."""
-        for work in self._left.pop(micro_batch):
+        for work in self._left.pop((micro_batch, link)):
             work()
 
     def __len__(self) -> int:
@@ -104,15 +104,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, token: Tensor, queue: int, place: int) -> Tensor:
-        ctx.save_for_backward(x, w, token)
+        ctx.save_for_backward(x, w)
+        ctx.token = token  # not saved: it "changes" between forward and backward, which autograd would refuse
         ctx.queue, ctx.place, ctx.has_bias = queue, place, b is not None
         return F.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        x, w, token = ctx.saved_tensors
-        _put_off(x, dy, token, ctx.queue, ctx.place)
+        x, w = ctx.saved_tensors
+        _put_off(x, dy, ctx.token, ctx.queue, ctx.place)
         dx = dy @ w if ctx.needs_input_grad[0] else None
         db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
         return dx, None, db, None, None, None

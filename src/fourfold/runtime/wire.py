@@ -35,19 +35,18 @@ __all__ = [
 ]
 
 HEADER_BYTES = 1024
-Kind = Literal["F", "B"]
+Kind = Literal["activation", "gradient"]
 
 
 class Name(NamedTuple):
-    """Which message: the input (`F`) or the output's gradient (`B`) of a stage, for one micro-batch."""
+    """Which message: the output (activation) or the input's gradient that a stage made of one micro-batch."""
 
     stage: int
     kind: Kind
     micro_batch: int
 
     def __str__(self) -> str:
-        what = "input" if self.kind == "F" else "output gradient"
-        return f"the {what} of stage {self.stage}, micro-batch {self.micro_batch}"
+        return f"the {self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
 
 
 # ---- trees of tensors ----

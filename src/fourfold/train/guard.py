@@ -32,6 +32,7 @@ class Guard:
         self.skipped = 0  # in the whole run
         self._in_a_row = 0
         self._stop = False
+        self._step = 0
 
     def stop_requested(self) -> bool:
         return self._stop
@@ -52,16 +53,19 @@ class Guard:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
 
-    def at(self, step: int, op: str = "") -> None:
-        """Called when the rank begins step `step` (counted from 1), or instruction `op` of it."""
-        if not op:
-            self.rest()
-            with contextlib.suppress(
-                OSError, ValueError, AttributeError
-            ):  # a stderr without a descriptor cannot be dumped to
-                faulthandler.dump_traceback_later(self.timeout, file=sys.stderr)
+    def begin(self, step: int) -> None:
+        """The rank begins step `step` (counted from 1)."""
+        self._step = step
+        self.rest()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor takes no dump
+            faulthandler.dump_traceback_later(self.timeout, file=sys.stderr)
         if self.faults is not None:
-            self.faults.at(step, op)
+            self.faults.at(step)
+
+    def instruction(self, op: str) -> None:
+        """Called before every computation of a step."""
+        if self.faults is not None:
+            self.faults.at(self._step, op)
 
     def rest(self) -> None:
         """What follows may take its time (evaluation, saving)."""

@@ -1,15 +1,15 @@
 """Where the parts meet: one rank, assembled from a config and a plan. Reads like a recipe.
 
-Build the model without storage; make its units, each with its parameters in one flat buffer and their initial values; chain
-them into a stage; give them an optimizer; open the data; resume if there is something to resume; run the loop.
+Build the model without storage; make the units of this rank's stages, each with its parameters in one flat buffer and their
+initial values; chain them into stages; give the stages, their messages and the rank's program to an executor; give the units
+an optimizer; open the data; resume if there is something to resume; run the loop.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,13 +23,11 @@ from fourfold import schema
 from fourfold.config import Config
 from fourfold.errors import ConfigError, RunDirError
 from fourfold.launch.place import Place, choose_device, current_place, join, leave
-from fourfold.model.build import build_model, fill_initial, materialize_buffers
-from fourfold.model.spec import parameter_count, tied_parameters
-from fourfold.model.transformer import Transformer
-from fourfold.piece import whole
-from fourfold.plan import Mesh, Plan
-from fourfold.runtime.stage import Link, Stage
-from fourfold.shard.unit import Unit
+from fourfold.model.build import build_model, materialize_buffers
+from fourfold.model.spec import parameter_count
+from fourfold.plan import AXES, Mesh, Plan
+from fourfold.program.stages import lay_out_pipeline
+from fourfold.runtime.executor import Executor
 from fourfold.testing.faults import Faults
 from fourfold.train import checkpoint
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
@@ -39,7 +37,9 @@ from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
 from fourfold.train.optim import AdamW
+from fourfold.train.parts import make_runner, make_stages, make_transport, make_units
 from fourfold.train.rundir import RunDir
+from fourfold.train.trace import TraceFile, device_mark
 from fourfold.view.console import Progress
 
 __all__ = ["DTYPES", "Outcome", "fit", "work"]
@@ -162,23 +162,33 @@ def assemble(
     """The loop of one rank, and how many steps were done before."""
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=timeout))
     world = dist.group.WORLD if place.ranks > 1 else None
-    replicas = mesh.group("data", "depth")
-    saving = mesh.group("pipe", "data", "depth", "row", "col", backend="gloo")
+    batch_group = mesh.group("data", "depth", "row")
+    saving = mesh.group(*AXES, backend="gloo")
     compute = DTYPES[plan.precision.compute]
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
+    guard = Guard(
+        timeout=timeout,
+        max_skipped=config.train.max_skipped,
+        faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
+    )
 
+    layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
     model = build_model(config.model)
     model.to(compute)
-    units = make_units(model, config, plan, mesh, device, compute, reduce, replicas)
+    held = make_units(config, plan, mesh, layout, model, device=device, compute=compute, reduce=reduce)
     materialize_buffers(model, device, compute)
-    stage = Stage(
-        [
-            Link(name, units[name], module, _recompute(plan, name), plan.precision.compile)
-            for name, module in model.units().items()
-        ],
-        reseed=_reseeder(config, mesh) if config.model.dropout else None,
+    executor = Executor(
+        layout.schedule.placement,
+        mesh.coordinates["pipe"],
+        make_stages(config, plan, mesh, layout, model, held.units),
+        held.verbs,
+        make_transport(mesh, layout, device, timeout),
+        watch=guard.instruction,
+        mark=device_mark(device),
     )
-    optimizer = AdamW(list(units.values()), config.optim)
+    runner = make_runner(executor, plan, mesh, layout)
+    units = list(held.units.values())
+    optimizer = AdamW(units, config.optim)
     train_samples, eval_samples = open_samples(config)
 
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameter_count(config.model))
@@ -194,78 +204,27 @@ def assemble(
         info,
         mesh=mesh,
         world=world,
+        batch_group=batch_group,
         device=device,
-        stage=stage,
-        units=list(units.values()),
+        runner=runner,
+        ties=held.ties,
+        trace=None,
+        units=units,
         optimizer=optimizer,
         train_samples=train_samples,
         eval_samples=eval_samples,
         checkpointer=checkpointer,
         callbacks=mine,
         peak_rate=peak_flops(device, compute),
-        guard=Guard(
-            timeout=timeout,
-            max_skipped=config.train.max_skipped,
-            faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
-        ),
+        guard=guard,
     )
     done = resume(loop, run, saving)
+    if config.log.trace:
+        loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done)
     if place.rank == 0:
         schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console), *loop.callbacks]
     return loop, done
-
-
-def make_units(
-    model: Transformer,
-    config: Config,
-    plan: Plan,
-    mesh: RankMesh,
-    device: torch.device,
-    compute: torch.dtype,
-    reduce: torch.dtype,
-    replicas: dist.ProcessGroup | None,
-) -> dict[str, Unit]:
-    """The model's units with their initial weights; its parameters become views of them."""
-    copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1)
-    tied = tied_parameters(config.model)
-    units: dict[str, Unit] = {}
-    for name, module in model.units().items():
-        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        unit = units[name] = Unit.of(
-            name,
-            module,
-            pieces={n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()},
-            device=device,
-            compute=compute,
-            reduce=reduce,
-            group=replicas,
-            borrow={n: _owner(units, tied[f"{name}.{n}"]) for n in found if f"{name}.{n}" in tied},
-        )
-        for n, parameter in unit.params.items():
-            for piece in unit.pieces[n]:
-                fill_initial(parameter, piece, config.model, config.train.seed)
-    return units
-
-
-def _owner(units: dict[str, Unit], serial: str) -> tuple[Unit, str]:
-    """The unit that owns a serial parameter, and its name there."""
-    unit = next(u for u in units.values() if serial.startswith(f"{u.name}."))
-    return unit, serial.removeprefix(f"{unit.name}.")
-
-
-def _recompute(plan: Plan, unit: str) -> Any:
-    return plan.rule_for(unit).recompute
-
-
-def _reseeder(config: Config, mesh: RankMesh) -> Callable[[int, int, int], None]:
-    """Seed torch by (seed, step, micro-batch, link, place in the batch) before a link draws random numbers."""
-
-    def reseed(step: int, micro_batch: int, link: int) -> None:
-        key = f"{config.train.seed}:{step}:{micro_batch}:{link}:{mesh.index('data', 'depth', 'row')}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
-
-    return reseed
 
 
 def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
@@ -276,6 +235,8 @@ def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
     state = checkpoint.load(directory, loop.holdings(), group=group)
     for unit in loop.units:
         loop.optimizer.publish(unit)
+    for tie in loop.ties:
+        tie.publish()
     loop.optimizer.updates = state["updates"]
     consumed, batch = loop.train_samples.consumed(state["data"]), loop.config.train.global_batch
     if consumed != state["step"] * batch:
