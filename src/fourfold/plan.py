@@ -242,6 +242,7 @@ class Plan:
         self._check_batch(config.train.global_batch)
         units = unit_names(config.model)
         self._check_rules(units)
+        self._check_pipeline()
         self._check_supported(units)
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
@@ -277,6 +278,14 @@ class Plan:
         for rule in self.unit:
             if not fnmatch.filter(units, rule.match):
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
+
+    def _check_pipeline(self) -> None:
+        p = self.pipeline
+        if p.slack and p.executor == "ordered" and p.schedule not in ("1f1b", "synthesized"):
+            raise PlanError(
+                f"pipeline.slack = {p.slack}: the ordered executor follows '{p.schedule}' as it is; use schedule = '1f1b' or "
+                f"'synthesized', or executor = 'message-driven'"
+            )
 
     def _check_supported(self, units: Iterable[str]) -> None:
         """What this version does not execute, refused by name. Each line goes when its feature lands."""
