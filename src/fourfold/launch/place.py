@@ -167,7 +167,8 @@ def join(place: Place, store: dist.Store | None, device: torch.device, timeout: 
         shared = place.local_ranks > torch.cuda.device_count()
         backend = "gloo" if shared else "cpu:gloo,cuda:nccl"
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_ranks))
+        cores = max(1, (os.cpu_count() or 1) // place.local_ranks)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or cores))
         os.environ.setdefault(
             "TORCH_FR_BUFFER_SIZE", "0"
         )  # torch's record of past collectives: 100 MB for small models
