@@ -62,7 +62,14 @@ def test_a_cost_per_instruction_decides_the_number_of_stages():
     free = search(4, 8, prices, 4)
     fixed = [search(4, 8, prices, 4, stages_per_rank=n) for n in (1, 2, 4)]
     assert free.makespan == min(f.makespan for f in fixed)
-    assert any(op.kind == "B" for ops in free.schedule.order for op in ops)  # whole backwards save instructions
+
+
+def test_whole_backwards_are_used_where_they_are_cheaper():
+    prices = Costs(backward=Fraction(8, 5))
+    found = search(4, 8, prices, 4, stages_per_rank=2)
+    kinds = {op.kind for ops in found.schedule.order for op in ops}
+    assert "B" in kinds
+    assert found.makespan < search(4, 8, prices, 4, stages_per_rank=2, split_backward=True).makespan
 
 
 HAND = [
@@ -163,7 +170,8 @@ def test_list_schedules_never_lock_up_nor_exceed_the_cap(data, prices):
     count = data.draw(st.integers(1, 4))
     placement = data.draw(st.sampled_from([loop, zigzag]))(ranks, count)
     cap = data.draw(st.fractions(1, 2 * ranks))
-    problem = Problem.in_integers(placement, ranks, data.draw(st.integers(1, 10)), prices, cap)
+    total = data.draw(st.integers(1, 10))
+    problem = Problem.in_integers(placement, ranks, total, prices, cap)
     size = problem.costs.activation
     reserve = list(reserves(problem, data.draw(st.sampled_from([0, 0.5, 1]))))
     for stages in problem.stages_of:
@@ -176,13 +184,13 @@ def test_list_schedules_never_lock_up_nor_exceed_the_cap(data, prices):
         weight_grad=data.draw(keys),
         period=data.draw(st.integers(0, 20)),
         reserve=tuple(reserve),
-        split=data.draw(st.booleans()),
+        whole=data.draw(st.sampled_from([(0, 0), (0, total), (total // 3, total // 2), (total // 2, total)])),
         eager=data.draw(st.booleans()),
         patience=data.draw(st.integers(0, 10)),
     )
     order = list_schedule(problem, policy)
     assert max(peaks(problem, order)) <= problem.cap
-    assert not run(problem, order).stuck
+    validate(Schedule(tuple(tuple(map(Op._make, ops)) for ops in order), placement, total))
 
 
 def test_greedy_without_reserves_would_lock_up():

@@ -43,8 +43,8 @@ class Policy:
     """What one micro-batch more adds to a key."""
     reserve: tuple[int, ...]
     """Memory kept for every stage by the earlier stages of its rank, in ticks of memory."""
-    split: bool = True
-    """I and W, or B."""
+    whole: tuple[int, int] = (0, 0)
+    """Micro-batches from .. up to .. whose backward is B; that of the others is I and W."""
     eager: bool = False
     """W competes by its key; else it only fills gaps."""
     patience: float = 0
@@ -58,7 +58,7 @@ class Policy:
         backward: float,
         lead: float,
         reserve: float,
-        split: bool = True,
+        whole: tuple[int, int] = (0, 0),
         eager: bool = False,
         weight: float = 0,
         weight_lead: float = 1,
@@ -77,7 +77,7 @@ class Policy:
             weight_grad=tuple(weight_lead * length + weight * (t - first_b[-1]) for t in first_b),
             period=problem.period,
             reserve=reserves(problem, reserve),
-            split=split,
+            whole=whole,
             eager=eager,
             patience=patience * min(problem.costs.weight_grad),
         )
@@ -85,23 +85,25 @@ class Policy:
 
 def list_schedule(problem: Problem, policy: Policy) -> list[list[tuple[int, str, int]]]:
     """The order in which ranks act when each always runs its most urgent admissible op."""
-    place, stages_of, c, total = problem.placement, problem.stages_of, problem.costs, problem.micro_batches
-    f, b, w = c.forward, c.input_grad if policy.split else c.backward, c.weight_grad
+    place, c, total = problem.placement, problem.costs, problem.micro_batches
     down, up, taken = c.down, c.up, c.activation
-    after_b = c.kept if policy.split else (0,) * len(place)
-    limit = _limits(problem, policy)
-    key_f, key_b, key_w, period = policy.forward, policy.input_grad, policy.weight_grad, policy.period
-    split, eager, patience, last = policy.split, policy.eager, policy.patience, len(place) - 1
-    kind_b = "I" if split else "B"
+    limit, period = _limits(problem, policy), policy.period
+    eager, patience, last = policy.eager, policy.patience, len(place) - 1
+    begin, stop = policy.whole
+    first_w = stop if begin == 0 else 0
 
+    # Stages take micro-batches in order, so of every stage only the next F, I and W matter: its key and when it is ready.
     never = float("inf")
-    ready_f: list[list[Any]] = [[0 if s == 0 else never] * total for s in range(len(place))]
-    ready_b: list[list[Any]] = [[never] * total for _ in place]
-    next_f, next_b, next_w = [0] * len(place), [0] * len(place), [0] * len(place)
+    arrived_f: list[list[Any]] = [[0 if s == 0 else never] * total + [never] for s in range(len(place))]
+    arrived_b: list[list[Any]] = [[never] * (total + 1) for _ in place]
+    ready_f, ready_b = [row[0] for row in arrived_f], [row[0] for row in arrived_b]
+    key_f, key_b = list(policy.forward), list(policy.input_grad)
+    key_w = [key + first_w * period for key in policy.weight_grad]
+    next_f, next_b, next_w = [0] * len(place), [0] * len(place), [first_w] * len(place)
     held: list[Any] = [0] * len(place)
     used: list[Any] = [0] * problem.ranks
     busy_until: list[Any] = [0] * problem.ranks
-    deep_first = [stages[::-1] for stages in stages_of]
+    deep_first = [stages[::-1] for stages in problem.stages_of]
     order: list[list[tuple[int, str, int]]] = [[] for _ in range(problem.ranks)]
     events: list[tuple[Any, int]] = [(0, rank) for rank in range(problem.ranks)]
     push, pop = heapq.heappush, heapq.heappop
@@ -109,66 +111,76 @@ def list_schedule(problem: Problem, policy: Policy) -> list[list[tuple[int, str,
         now, rank = pop(events)
         if busy_until[rank] > now:
             continue
-        best, best_key, start = None, never, now
+        kind, s, best, start = "", 0, never, now
         horizon, room, below = now + patience, never, used[rank]
-        for s in deep_first[rank]:
-            room = min(room, limit[s] - below)  # what all limits from this stage on leave
-            below -= held[s]
-            m = next_b[s]
-            if m < total and ready_b[s][m] <= horizon:
-                key = key_b[s] + m * period
-                if key < best_key:
-                    best, best_key, start = (s, kind_b, m), key, ready_b[s][m]
-            m = next_f[s]
-            if m < total and taken[s] <= room and ready_f[s][m] <= horizon:
-                key = key_f[s] + m * period
-                if key < best_key:
-                    best, best_key, start = (s, "F", m), key, ready_f[s][m]
-        if split and (eager or best is None):
-            for s in deep_first[rank]:
-                m = next_w[s]
-                if m < next_b[s]:
-                    key = key_w[s] + m * period
-                    if key < best_key:
-                        best, best_key, start = (s, "W", m), key, now
-        if best is None:
+        for t in deep_first[rank]:
+            left = limit[t] - below
+            if left < room:
+                room = left  # what all limits from this stage on leave
+            below -= held[t]
+            ready = ready_b[t]
+            if ready <= horizon and key_b[t] < best:
+                kind, s, best, start = "I", t, key_b[t], ready
+            ready = ready_f[t]
+            if ready <= horizon and key_f[t] < best and taken[t] <= room:
+                kind, s, best, start = "F", t, key_f[t], ready
+        if eager or not kind:
+            for t in deep_first[rank]:
+                if next_w[t] < next_b[t] and key_w[t] < best:
+                    kind, s, best, start = "W", t, key_w[t], now
+        if not kind:
             continue  # the next arrival wakes this rank
         if start > now:
             push(events, (start, rank))
             continue
-        s, kind, m = best
-        order[rank].append(best)
         if kind == "F":
-            end = now + f[s]
+            m = next_f[s]
+            end = now + c.forward[s]
             next_f[s] = m + 1
+            key_f[s] += period
+            ready_f[s] = arrived_f[s][m + 1]
             held[s] += taken[s]
             used[rank] += taken[s]
             if s == last:
-                ready_b[s][m] = end
+                arrived_b[s][m] = end
+                if next_b[s] == m:
+                    ready_b[s] = end
             else:
                 to, arrival = place[s + 1], end + down[s]
-                ready_f[s + 1][m] = arrival
+                arrived_f[s + 1][m] = arrival
+                if next_f[s + 1] == m:
+                    ready_f[s + 1] = arrival
                 if to != rank:
                     push(events, (arrival, to))
         elif kind == "W":
-            end = now + w[s]
-            next_w[s] = m + 1
-            held[s] -= after_b[s]
-            used[rank] -= after_b[s]
+            m = next_w[s]
+            end = now + c.weight_grad[s]
+            next_w[s] = stop if m + 1 == begin else m + 1
+            key_w[s] += (next_w[s] - m) * period
+            held[s] -= c.kept[s]
+            used[rank] -= c.kept[s]
         else:
-            end = now + b[s]
+            m = next_b[s]
+            if begin <= m < stop:
+                kind, end, freed = "B", now + c.backward[s], taken[s]
+            else:
+                end, freed = now + c.input_grad[s], taken[s] - c.kept[s]
             next_b[s] = m + 1
-            held[s] -= taken[s] - after_b[s]
-            used[rank] -= taken[s] - after_b[s]
+            key_b[s] += period
+            ready_b[s] = arrived_b[s][m + 1]
+            held[s] -= freed
+            used[rank] -= freed
             if s:
                 to, arrival = place[s - 1], end + up[s - 1]
-                ready_b[s - 1][m] = arrival
+                arrived_b[s - 1][m] = arrival
+                if next_b[s - 1] == m:
+                    ready_b[s - 1] = arrival
                 if to != rank:
                     push(events, (arrival, to))
+        order[rank].append((s, kind, m))
         busy_until[rank] = end
         push(events, (end, rank))
-    done = sum(map(len, order))
-    assert done == total * len(place) * (3 if split else 2), "nested reserves cannot deadlock"
+    assert min(next_b) == total, "nested reserves cannot deadlock"
     return order
 
 

@@ -203,7 +203,7 @@ def _filled(units: Order, placement: tuple[int, ...], ranks: int, micro_batches:
     """The fastest of the units one after another and some list schedules with unsplit backwards."""
     problem = Problem.in_integers(placement, ranks, micro_batches, Costs(backward=2), ranks)
     policies = [
-        Policy.by_time(problem, forward=f, backward=b, lead=lead, reserve=reserve, split=False)
+        Policy.by_time(problem, forward=f, backward=b, lead=lead, reserve=reserve, whole=(0, micro_batches))
         for f, b, lead in ((0, 0, -1), (1, 1, 0), (1, 1, 0.5), (-2, -2, 0))
         for reserve in (1, 0)
     ]
@@ -257,9 +257,8 @@ def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:
     # A training problem whose backwards take neither time nor memory; they are left out of the order.
     costs = Costs(input_grad=0, weight_grad=0, activation=0)
     problem = Problem.in_integers(placement, max(placement) + 1, micro_batches, costs)
-    policies = [
-        Policy.by_time(problem, forward=f, backward=1, lead=-1, reserve=0, split=False) for f in (-1, 0, 0.5, 1, 2, 4)
-    ]
+    no_backward: Any = {"backward": 1, "lead": -1, "reserve": 0, "whole": (0, micro_batches)}
+    policies = [Policy.by_time(problem, forward=f, **no_backward) for f in (-1, 0, 0.5, 1, 2, 4)]
     order = _fastest(problem, (list_schedule(problem, policy) for policy in policies))
     rows = [[op for op in ops if op[1] == "F"] for ops in order]
     return _schedule(rows, placement, micro_batches, "forward only")

@@ -34,7 +34,7 @@ from fourfold.program.modulo import modulo_schedule
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.partition import Layer, partition, stage_costs
 from fourfold.program.periodic import find_body
-from fourfold.program.schedules import at_least, build, loop, zigzag
+from fourfold.program.schedules import at_least, build, fused, loop, split, zigzag
 from fourfold.program.validator import check_cap, validate
 
 __all__ = ["Synthesis", "default_evaluations", "search", "synthesize"]
@@ -127,13 +127,18 @@ def search(
     for name in placements:
         if name not in _PLACEMENTS:
             raise ScheduleError(f"placement '{name}' is neither 'wave' nor 'loop'")
-    best: Synthesis | None = None
+    fields = []
     for count in _stage_counts(ranks, costs, layers, stages_per_rank):
         budget = evaluations or default_evaluations(ranks * count * micro_batches)
-        field = _Field(ranks, micro_batches, count, costs, memory_cap, layers, split_backward, seed)
-        found = field.search([n for n in placements if count > 1 or n == "loop"] or ["loop"], budget)
-        if best is None or (found.makespan, found.schedule.stages) < (best.makespan, best.schedule.stages):
-            best = found
+        shapes = [n for n in placements if count > 1 or n == "loop"] or ["loop"]
+        fields.append(
+            _Field(ranks, micro_batches, count, costs, memory_cap, layers, split_backward, shapes, budget, seed)
+        )
+    best: Synthesis | None = None
+    for field in sorted(fields, key=lambda field: field.bound):
+        if best is None or field.bound < best.makespan:  # else it cannot win
+            found = field.search()
+            best = found if best is None or found.makespan < best.makespan else best
     assert best is not None
     validate(best.schedule, memory_cap, best.costs)
     return best
@@ -141,7 +146,7 @@ def search(
 
 def default_evaluations(ops: int) -> int:
     """Orders to time for a schedule of about so many forwards: some hundred for small ones, some tens for large."""
-    return max(32, min(200, 150_000 // max(1, ops)))
+    return max(44, min(240, 140_000 // max(1, ops)))
 
 
 def _stage_counts(
@@ -210,6 +215,8 @@ class _Field:
         memory_cap: Number | None,
         layers: Sequence[Layer] | None,
         split_backward: Literal["auto"] | bool,
+        placements: Sequence[str],
+        budget: int,
         seed: int,
     ):
         self.ranks, self.micro_batches, self.count = ranks, micro_batches, count
@@ -219,25 +226,33 @@ class _Field:
         rounds = 3 * ranks + micro_batches % ranks
         self.searched = rounds if micro_batches > 4 * ranks else micro_batches
         cheaper_whole = costs.instruction > 0 or costs.backward is not None
-        self.splits = [True, False] if split_backward == "auto" and cheaper_whole else [split_backward is not False]
+        self.split_backward: Literal["auto"] | bool = split_backward
+        if split_backward == "auto" and not cheaper_whole:
+            self.split_backward = True  # a split backward costs nothing, so it can only help
+        self.hand_split = split_backward is True
+        self.placements, self.budget = placements, budget
         self.timed = 0
         self.best: list[_Candidate] = []  # of every arena and way of splitting, the fastest
+        arenas = [self._arena(name, micro_batches) for name in placements]
+        self.bound: Number = min(arena.bound * arena.problem.tick for arena in arenas)
+        """No schedule with this number of stages can be faster."""
 
-    def search(self, placements: Sequence[str], budget: int) -> Synthesis:
-        arenas = [self._arena(name, self.searched) for name in placements]
+    def search(self) -> Synthesis:
+        arenas, budget = [self._arena(name, self.searched) for name in self.placements], self.budget
         for arena in arenas:
             self._hand_written(arena)
             for policy, messages in self._starters(arena):
                 self._try_policy(arena, policy, messages, "greedy")
         self._evolve(int(budget * 0.75))
-        if not self._proven():
-            winner, swaps = self._winner(), max(0, budget - self.timed)
-            order = improve(winner.arena.problem, winner.order, self.rng, swaps)
-            self.timed += swaps
-            self._consider(winner.arena, order, f"{winner.origin}, improved")
-        if len(self.splits) == 2:
+        if self.split_backward == "auto":
             winner = self._winner()
             self._consider(winner.arena, fuse(winner.arena.problem, winner.order), f"{winner.origin}, fused")
+        if not self._proven():
+            winner, swaps = self._winner(), max(0, budget - self.timed)
+            self._consider(
+                winner.arena, improve(winner.arena.problem, winner.order, self.rng, swaps), f"{winner.origin}, improved"
+            )
+            self.timed += swaps - 1
         return self._finished(self._winner())
 
     # ---- candidates ----
@@ -267,15 +282,16 @@ class _Field:
         """Time an order; keep it if it is the fastest of its kind within the cap."""
         problem = arena.problem
         self.timed += 1
-        if problem.cap is not None and max(peaks(problem, order)) > problem.cap:
-            return
+        if policy is None and problem.cap is not None and max(peaks(problem, order)) > problem.cap:
+            return  # list schedules keep to the cap themselves
         times = run(problem, order)
         if times.stuck:
             return
-        split = any(op[1] == "I" for op in order[0])
+        kinds = {op[1] for op in order[0]}
         for i, other in enumerate(self.best):
-            if other.arena is arena and any(op[1] == "I" for op in other.order[0]) == split:
-                if times.makespan < other.makespan:
+            if other.arena is arena and {op[1] for op in other.order[0]} == kinds:
+                # Equally good policies replace each other: the search drifts over plateaus.
+                if times.makespan < other.makespan or (policy is not None and times.makespan == other.makespan):
                     self.best[i] = _Candidate(times.makespan, order, arena, origin, policy or other.policy, messages)
                 return
         self.best.append(_Candidate(times.makespan, order, arena, origin, policy, messages))
@@ -291,15 +307,18 @@ class _Field:
     def _hand_written(self, arena: _Arena) -> None:
         for name, options in _hand_written(arena.name, self.count):
             schedule = build(name, self.ranks, arena.problem.micro_batches, **options)
-            if schedule.split in self.splits or not schedule.split:
-                self._consider(arena, schedule.order, schedule.name)
+            if self.hand_split:
+                schedule = split(schedule)
+            elif self.split_backward is False:
+                schedule = fused(schedule)
+            self._consider(arena, schedule.order, schedule.name)
 
     def _try_policy(self, arena: _Arena, policy: Policy, messages: int, origin: str) -> None:
         self._consider(arena, list_schedule(arena.variants[messages], policy), origin, policy, messages)
 
     def _starters(self, arena: _Arena) -> Iterator[tuple[Policy, int]]:
         """Policies that are often best: earliest first or deepest first, with full reserves."""
-        for split in self.splits:
+        for whole in self._ways(arena.problem.micro_batches):
             for forward, backward, lead, patience in _STARTERS:
                 policy = Policy.by_time(
                     arena.problem,
@@ -307,43 +326,56 @@ class _Field:
                     backward=backward,
                     lead=lead,
                     reserve=1,
-                    split=split,
+                    whole=whole,
                     patience=patience,
                 )
                 yield policy, 1
 
+    def _ways(self, micro_batches: int) -> list[tuple[int, int]]:
+        """Which backwards are whole: none, all, or, where the choice matters, all but those of the cool-down."""
+        if self.split_backward is True:
+            return [(0, 0)]
+        if self.split_backward is False:
+            return [(0, micro_batches)]
+        return [(0, 0), (0, micro_batches), (0, max(0, micro_batches - self.ranks))]
+
     def _evolve(self, until: int) -> None:
-        """Random policies, mutations of the best ones and modulo schedules, on the two best kinds in turn."""
+        """Random policies, mutations of the best ones and modulo schedules, mostly on the best kind."""
         rng = self.rng
         while self.timed < until and not self._proven():
             ranking = sorted(self.best, key=lambda c: c.makespan * c.arena.problem.tick)
-            parent = ranking[self.timed % min(2, len(ranking))]
+            parent = ranking[1 if self.timed % 4 == 0 and len(ranking) > 1 else 0]
             arena = parent.arena
-            split = any(op[1] == "I" for op in parent.order[0])
             messages = rng.choice(list(arena.variants))
             draw = rng.random()
             if draw < 0.12:
                 unroll = rng.choice((1, 1, 2, 2, 3, 4))
-                order = modulo_schedule(arena.problem, rng, unroll=unroll, split=split)
+                parted = any(op[1] == "I" for op in parent.order[0])
+                order = modulo_schedule(arena.problem, rng, unroll=unroll, split=parted)
                 if order is None:
                     self.timed += 1
                 else:
                     self._consider(arena, order, "modulo")
             elif draw < 0.45 or parent.policy is None:
-                self._try_policy(arena, self._random_policy(arena.problem, split), messages, "greedy")
+                self._try_policy(arena, self._random_policy(arena.problem), messages, "greedy")
             else:
                 keep = parent.messages if rng.random() < 0.8 else messages
                 self._try_policy(arena, self._mutated(arena.problem, parent.policy), keep, "greedy")
 
-    def _random_policy(self, problem: Problem, split: bool) -> Policy:
-        rng = self.rng
+    def _random_policy(self, problem: Problem) -> Policy:
+        rng, count = self.rng, problem.micro_batches
+        whole = rng.choice(self._ways(count))
+        if self.split_backward == "auto" and rng.random() < 0.5:
+            ramps = (0, self.ranks // 2, self.ranks, 3 * self.ranks // 2, 2 * self.ranks)
+            begin = min(rng.choice(ramps), count)
+            whole = (begin, max(begin, count - rng.choice(ramps)))
         return Policy.by_time(
             problem,
             forward=rng.choice((-2, -1, -0.5, 0, 0.5, 1, 2)),
             backward=rng.choice((-2, -1, -0.5, 0, 0.5, 1, 2)),
             lead=rng.choice((-1, 0, 0.25, 0.5, 0.75, 1, 1.5)),
             reserve=rng.choice((1, 1, 1, 0.75, 0.5, 0)),
-            split=split,
+            whole=whole,
             eager=rng.random() < 0.3,
             weight=rng.choice((-1, 0, 1)),
             weight_lead=rng.choice((0, 0.5, 1, 1.5, 2)),
@@ -357,8 +389,8 @@ class _Field:
         if draw < 0.6 and problem.cap is not None:
             return replace(policy, reserve=self._nudged(problem, policy.reserve))
         if draw < 0.8:
-            other = self._random_policy(problem, policy.split)
-            trait = rng.choice(("forward", "input_grad", "weight_grad", "eager", "patience"))
+            other = self._random_policy(problem)
+            trait = rng.choice(("forward", "input_grad", "weight_grad", "whole", "eager", "patience"))
             return replace(policy, **{trait: getattr(other, trait)})
         amount = problem.period * rng.random()
 
