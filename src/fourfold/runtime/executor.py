@@ -229,7 +229,7 @@ class Executor:
         name = Name(maker, kind, micro_batch)
         if self.placement[maker] == self.rank:
             return self.values.made.pop(name)
-        value = self.messages.receive(name)
+        value = self.messages.receive(name, self.placement[maker])
         self.values.inputs.setdefault((stage, micro_batch), []).append(value)
         return value
 

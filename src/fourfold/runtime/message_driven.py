@@ -122,7 +122,7 @@ class _Driver:
     def run(self, feed: Feed) -> dict[int, Any]:
         self.executor.begin(feed)
         for source, count in self.plan.incoming.items():
-            self.executor.messages.post(source, count, bounded=True)
+            self.executor.messages.listen(source, count)
         for gather in self.plan.before:
             self.executor.do(gather)
         kinds = 3 if self.plan.split else 2

@@ -1,17 +1,20 @@
 """Messages between the stages of a pipeline: one channel per directed edge, named messages, bounded memory.
 
 A message is named by who made it: (stage, kind, micro-batch), kind activation or gradient. Each directed edge (source rank,
-target rank) has a process group of its own, so nothing on it waits for anything on another.
+target rank) has a process group of its own, so nothing on it waits for anything on another. Messages of an edge are
+received in the order in which they are sent; what is received before it is wanted waits in an inbox.
 
-    sender      a thread per outgoing edge sends in the order of the calls; a tensor is let go as soon as it is sent
-    receiver    a thread per incoming edge receives in the sender's order, ahead of use, into an inbox
+Sending starts at once and never blocks the caller; a thread per outgoing edge waits for the bytes to have left, and lets the
+tensors go as soon as they have. Receiving is done in one of two ways:
 
-How far ahead: `post(source)` lets one more message in, as a program's RECV says; `post(source, n, bounded=True)` lets in all n
-of a step, while at most `depth` per (stage, kind) wait to be used. A bounded receiver goes on regardless while the consumer is
-blocked: what it wants may be behind what it does not want yet, and holding back would wait for ever.
+- *ordered*: `post(source)` posts one more receive, as a program's RECV says, and `receive(name, source)` waits for it in the
+  caller's own thread: one wake-up between a message's arrival and its use.
+- *message-driven*: `listen(source, n)` lets a thread per incoming edge receive the n messages of a step, ahead of use and at most
+  `depth` per (stage, kind) before they are used (gloo cannot be asked whether something has arrived, only waited
+  for). A thread goes on regardless while the caller is blocked: what it wants may be behind what it does not want yet, and
+  holding back would wait for ever.
 
-Sends never block the caller. No device-wide synchronisation; every wait of the caller has a timeout, and its error says what
-did not come.
+No device-wide synchronisation; every wait of the caller has a timeout, and its error says what did not come.
 
 | device | how (`wire.py`) |
 |---|---|
@@ -25,9 +28,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CommunicationError
-from fourfold.runtime.wire import HEADER_BYTES, Header, HostPort, Kind, Name, Port, flatten, join_bytes
+from fourfold.runtime.wire import HEADER_BYTES, Headers, HostPort, Kind, Name, Port, flatten, join_bytes
 
 __all__ = ["Name", "Transport"]
 
@@ -51,12 +55,12 @@ class _Message:
 
 @dataclass
 class _Inbox:
-    """What has arrived and is not used yet; shared by the receivers and the consumer under one lock."""
+    """What has arrived and is not used yet; shared by listeners and caller under one lock."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     messages: dict[Name, _Message] = field(default_factory=dict)
     held: Counter[tuple[int, Kind]] = field(default_factory=Counter)  # of them, per (stage, kind)
-    starved: bool = False  # the consumer is blocked on something that is not here
+    starved: bool = False  # the caller is blocked on something that is not here
     error: CommunicationError | None = None
 
 
@@ -79,7 +83,7 @@ class Transport:
         depth: int = 2,
     ):
         self.rank, self.timeout, self.depth, self.address = rank, timeout, depth, address
-        self.port = port or HostPort(torch.device("cpu"))
+        self.port, self.headers = port or HostPort(torch.device("cpu")), Headers()
         self.inbox = _Inbox()
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
@@ -91,25 +95,37 @@ class Transport:
                 self._out[target] = _Sender(self, target, group)
             elif rank == target:
                 self._in[source] = _Receiver(self, source, group)
-        for thread in (*self._out.values(), *self._in.values()):
-            thread.start()
-
-    def post(self, source: int, count: int = 1, *, bounded: bool = False) -> None:
-        """Receive `count` more messages from a rank; `bounded`: no more than `depth` per (stage, kind) before they are used."""
-        self._in[source].jobs.put((count, bounded))
 
     def send(self, target: int, name: Name, value: Any) -> None:
         """Send a tree of tensors; returns at once. The tensors must not be changed afterwards."""
         if self.inbox.error is not None:
             raise CommunicationError(f"cannot send {name} to rank {target}: {self.inbox.error}")
         structure, tensors = flatten(value)
+        assert tensors, f"{name} has no tensors"
         self.port.pool.borrow(tensors)
         self._out[target].put(name, structure, tensors)
 
-    def receive(self, name: Name) -> Any:
+    def post(self, source: int) -> None:
+        """Post the receive of the next message from a rank."""
+        self._in[source].post()
+
+    def listen(self, source: int, count: int) -> None:
+        """Receive the next `count` messages from a rank as they come."""
+        self._in[source].listen(count)
+
+    def receive(self, name: Name, source: int) -> Any:
         """The tensors of a message, waited for if they have not arrived."""
-        self.wait_any([name])
-        box = self.inbox
+        receiver, box = self._in[source], self.inbox
+        while True:
+            listening = receiver.listening  # read first: once it is 0, all that was listened for is in the inbox
+            if name in box.messages:
+                break
+            if listening:
+                self.wait_any([name])
+                break
+            message = receiver.take(self.timeout, name)
+            box.messages[message.name] = message
+            box.held[message.name.stage, message.name.kind] += 1
         with box.changed:
             message = box.messages.pop(name)
             box.held[name.stage, name.kind] -= 1
@@ -118,10 +134,11 @@ class Transport:
         return message.value
 
     def arrived(self, name: Name) -> bool:
+        """Whether a message that is listened for is here."""
         return name in self.inbox.messages
 
     def wait_any(self, names: Sequence[Name]) -> None:
-        """Block until one of `names` has arrived."""
+        """Block until one of the messages listened for has arrived."""
         box, deadline = self.inbox, time.monotonic() + self.timeout
         with box.changed:
             while not any(name in box.messages for name in names):
@@ -152,24 +169,25 @@ class Transport:
         for sender in self._out.values():
             sender.jobs.put(None)
         for receiver in self._in.values():
-            receiver.jobs.put(None)
+            receiver.jobs.put(0)
 
     # ---- what the threads call ----
 
     def fail(self, error: CommunicationError) -> None:
-        """A thread met an error: wake the consumer, which raises it."""
+        """A thread met an error: wake the caller, which raises it."""
         with self.inbox.changed:
             self.inbox.error = self.inbox.error or error
             self.inbox.changed.notify_all()
 
-    def deliver(self, message: _Message, bounded: bool) -> None:
-        """Put a message into the inbox; returns when the receiver may take the next one."""
+    def deliver(self, message: _Message, receiver: _Receiver) -> None:
+        """Put a message into the inbox; returns when the next one may be received."""
         key, box = (message.name.stage, message.name.kind), self.inbox
         with box.changed:
             box.messages[message.name] = message
+            receiver.listening -= 1
             box.held[key] += 1
             box.changed.notify_all()
-            while bounded and box.held[key] >= self.depth and not box.starved and box.error is None:
+            while box.held[key] >= self.depth and not box.starved and box.error is None:
                 box.changed.wait()
 
 
@@ -177,34 +195,44 @@ def _list(names: Sequence[Name]) -> str:
     return " or ".join(map(str, names[:4])) + (" …" if len(names) > 4 else "")
 
 
-class _Sender(threading.Thread):
-    """Sends what it is handed, in order."""
+class _Sender:
+    """Sends to one rank, in order; a thread lets go of what has left (and sends, where that may block)."""
 
     def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup):
-        super().__init__(name=f"send to {target}", daemon=True)
         self.transport, self.target, self.group = transport, target, group
         self.address = transport.address(target)
-        self.jobs: queue.SimpleQueue[tuple[Name, Any, list[Tensor], Any] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._unsent = 0
         self._generation = self._capacity = 0
+        threading.Thread(target=self._run, name=f"send to {target}", daemon=True).start()
 
     def put(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
         with self._idle:
             self._unsent += 1
-        self.jobs.put((name, structure, tensors, self.transport.port.computed()))
+        port = self.transport.port
+        if port.sends_at_once:
+            try:
+                self.jobs.put((tensors, self._start(name, structure, tensors, None)))
+            except RuntimeError as e:
+                raise CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})") from e
+        else:
+            self.jobs.put((tensors, name, structure, port.computed()))
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until nothing is left to send (or nothing can be sent any more)."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._unsent or self.transport.inbox.error is not None, timeout)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             while (job := self.jobs.get()) is not None:
-                self._send(*job)
-                self.transport.port.pool.give_back(job[2])
-                del job  # or the tensors would live until the next message
+                tensors, *rest = job
+                works = rest[0] if len(rest) == 1 else self._start(rest[0], rest[1], tensors, rest[2])
+                for work in works:
+                    work.wait()
+                self.transport.port.pool.give_back(tensors)
+                del job, tensors, rest, works  # or they would live until the next message
                 with self._idle:
                     self._unsent -= 1
                     self._idle.notify_all()
@@ -213,60 +241,91 @@ class _Sender(threading.Thread):
             with self._idle:
                 self._idle.notify_all()
 
-    def _send(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> None:
-        data = join_bytes(tensors) if tensors else None
-        if data is not None and data.numel() > self._capacity:
+    def _start(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> list[dist.Work]:
+        data = join_bytes(tensors)
+        if data.numel() > self._capacity:
             self._generation, self._capacity = self._generation + 1, data.numel()
-        header = Header(name, self._generation, structure, [(t.dtype, t.shape) for t in tensors])
-        work = dist.isend(header.encode(), self.address, group=self.group)
-        if data is not None:
-            self.transport.port.send(data, self.address, self.group, self._generation, computed)
+        header = self.transport.headers.encode(name, self._generation, structure, tensors)
+        work = dist.isend(header, self.address, group=self.group)
         assert work is not None
-        work.wait()
+        return [work, self.transport.port.send(data, self.address, self.group, self._generation, computed)]
 
 
-class _Receiver(threading.Thread):
-    """Receives as many messages as are expected, one after the other, ahead of their use."""
+@dataclass
+class _Posted:
+    """Receives posted for one message: of its header, and of its data once their length is known."""
+
+    header: Tensor
+    work: Any
+    data: tuple[Tensor, Any] | None = None
+
+
+class _Receiver:
+    """Receives from one rank, in the order of sending: by the caller, or by a thread that listens."""
 
     def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup):
-        super().__init__(name=f"receive from {source}", daemon=True)
         self.transport, self.source, self.group = transport, source, group
         self.address = transport.address(source)
-        self.jobs: queue.SimpleQueue[tuple[int, bool] | None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+        self.jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._posted: deque[_Posted] = deque()
         self._generation = self._capacity = 0
-        self._posted: tuple[Tensor, Any] | None = None
+        self.listening = 0  # messages that the thread has yet to receive
 
-    def run(self) -> None:
+    def post(self) -> None:
+        """Post the receives of one more message."""
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._posted.append(_Posted(header, dist.irecv(header, self.address, group=self.group)))
+        if self._capacity and self.transport.port.posts_ahead:
+            self._posted[-1].data = self._post_data(self._capacity)
+
+    def _post_data(self, size: int) -> tuple[Tensor, Any]:
+        return self.transport.port.post(size, self.address, self.group, self._generation)
+
+    def _new_generation(self, number: int, size: int) -> None:
+        """Messages are longer from now on: post the receives of data anew, in order ([Note: generations] in wire.py)."""
+        self._generation, self._capacity = number, size
+        for posted in self._posted:
+            posted.data = self._post_data(size) if self.transport.port.posts_ahead else None
+
+    def take(self, timeout: float, wanted: Name | None = None) -> _Message:
+        """The oldest message posted for, waited for."""
+        assert self._posted, f"nothing is posted that could bring {wanted}"
+        start = time.monotonic()
         try:
-            while (job := self.jobs.get()) is not None:
-                for _ in range(job[0]):
-                    self.transport.deliver(self._receive(), bounded=job[1])
-        except Exception as e:
-            self.transport.fail(CommunicationError(f"rank {self.source} no longer sends ({_plain(e)})"))
+            self._posted[0].work.wait(timedelta(seconds=timeout))
+            name, generation, form = self.transport.headers.decode(self._posted[0].header)
+            if generation != self._generation:
+                self._new_generation(generation, form.size)
+            data = self._posted.popleft().data
+            found, ready = self.transport.port.receive(data or self._post_data(form.size), form.size)
+        except RuntimeError as e:
+            what = str(wanted) if wanted else f"the next message from rank {self.source}"
+            if time.monotonic() - start >= timeout:
+                raise CommunicationError(f"waited {timeout:.0f} s in vain for {what}") from e
+            raise CommunicationError(
+                f"waited in vain for {what}: rank {self.source} no longer sends ({_plain(e)})"
+            ) from e
+        return _Message(name, form.tree(found), ready)
 
-    def _receive(self) -> _Message:
-        port = self.transport.port
-        if self._posted is None and self._capacity and port.posts_ahead:
-            self._posted = self._post()
-        data = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        dist.recv(data, self.address, group=self.group)
-        header, ready = Header.decode(data), _at_once
-        if header.tensors:
-            if header.generation != self._generation:
-                self._posted, self._generation = None, header.generation
-                self._capacity = header.size
-            posted, self._posted = self._posted or self._post(header.size), None
-            data, ready = port.receive(posted, header.size)
-        return _Message(header.name, header.tree(data), ready)
+    def listen(self, count: int) -> None:
+        """Receive by a thread from now on."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name=f"receive from {self.source}", daemon=True)
+            self.thread.start()
+        with self.transport.inbox.changed:
+            self.listening += count
+        self.jobs.put(count)
 
-    def _post(self, size: int = 0) -> tuple[Tensor, Any]:
-        port = self.transport.port
-        length = self._capacity if port.posts_ahead else size
-        return port.post(length, self.address, self.group, self._generation)
-
-
-def _at_once() -> None:
-    """A message on the host can be used as it is."""
+    def _run(self) -> None:
+        for_ever = 30 * 86400.0
+        try:
+            while (count := self.jobs.get()) > 0:
+                for _ in range(count):
+                    self.post()
+                    self.transport.deliver(self.take(for_ever), self)
+        except CommunicationError as e:
+            self.transport.fail(e)
 
 
 def _plain(error: Exception) -> str:

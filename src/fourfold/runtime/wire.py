@@ -1,17 +1,20 @@
 """What goes over a wire: a header with name and shapes, the bytes of a tree of tensors, and how they leave and reach a device.
 
-A message is two transfers. The header is HEADER_BYTES of JSON: name, generation, structure, dtypes and shapes; so a receiver
-needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a multiple of 64.
+A message is two transfers. The header is HEADER_BYTES: name and generation as four numbers, then JSON of structure, dtypes
+and shapes; so a receiver needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a
+multiple of 64.
 
 [Note: generations]
 A receive can be posted before its message is there because gloo takes a shorter message into a longer buffer. The buffer must
 be long enough: both sides know the longest message so far. When a longer one comes, the sender starts a new generation, whose
-number is the tag of the transfer; the receive that was posted for the old one never matches, and is left behind.
+number is the tag of the transfer; receives that were posted for the old one never match, and are left behind. Receives of a
+generation match in the order in which they were posted, so they are posted for all messages or for none.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +27,8 @@ from torch import Tensor
 __all__ = [
     "HEADER_BYTES",
     "DevicePort",
-    "Header",
+    "Form",
+    "Headers",
     "HostPort",
     "Name",
     "Pool",
@@ -101,25 +105,15 @@ def _padded(count: int) -> int:
     return -(-count // 64) * 64
 
 
-class Header(NamedTuple):
-    """What a header says."""
+_FIXED = struct.Struct("<4q")  # stage, kind, micro-batch, generation
+_KINDS: tuple[Kind, Kind] = ("activation", "gradient")
 
-    name: Name
-    generation: int
+
+class Form(NamedTuple):
+    """The structure of a message and the dtypes and shapes of its tensors."""
+
     structure: Any
-    tensors: list[tuple[torch.dtype, torch.Size]]
-
-    def encode(self) -> Tensor:
-        shapes = [[str(dtype).removeprefix("torch."), *shape] for dtype, shape in self.tensors]
-        text = json.dumps([self.name, self.generation, self.structure, shapes], separators=(",", ":")).encode()
-        if len(text) > HEADER_BYTES:
-            raise ValueError(f"{self.name}: {len(shapes)} tensors are too many for one message")
-        return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
-
-    @classmethod
-    def decode(cls, data: Tensor) -> Header:
-        name, generation, structure, shapes = json.loads(bytes(data.numpy()))
-        return cls(Name(*name), generation, structure, [(getattr(torch, d), torch.Size(s)) for d, *s in shapes])
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 
     @property
     def size(self) -> int:
@@ -136,6 +130,36 @@ class Header(NamedTuple):
             found.append(data[at : at + count].view(dtype).view(shape))
             at += _padded(count)
         return _unflatten(self.structure, found)
+
+
+class Headers:
+    """Writes and reads headers. Forms recur, so their text is made and read once each."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Any, bytes] = {}
+        self._forms: dict[bytes, Form] = {}
+
+    def encode(self, name: Name, generation: int, structure: Any, tensors: Sequence[Tensor]) -> Tensor:
+        key = (repr(structure), *((t.dtype, t.shape) for t in tensors))
+        text = self._texts.get(key)
+        if text is None:
+            shapes = [[str(t.dtype).removeprefix("torch."), *t.shape] for t in tensors]
+            text = self._texts[key] = json.dumps([structure, shapes], separators=(",", ":")).encode()
+        if len(text) > HEADER_BYTES - _FIXED.size:
+            raise ValueError(f"{name}: {len(tensors)} tensors are too many for one message")
+        fixed = _FIXED.pack(name.stage, _KINDS.index(name.kind), name.micro_batch, generation)
+        return torch.frombuffer(bytearray((fixed + text).ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+    def decode(self, header: Tensor) -> tuple[Name, int, Form]:
+        data = header.numpy().tobytes()
+        stage, kind, micro_batch, generation = _FIXED.unpack_from(data)
+        text = data[_FIXED.size :].rstrip()
+        form = self._forms.get(text)
+        if form is None:
+            structure, shapes = json.loads(text)
+            tensors = tuple((getattr(torch, d), torch.Size(s)) for d, *s in shapes)
+            form = self._forms[text] = Form(structure, tensors)
+        return Name(stage, _KINDS[kind], micro_batch), generation, form
 
 
 class Pool:
@@ -178,9 +202,13 @@ class Pool:
 
 
 class HostPort:
-    """CPU tensors over gloo. Receives are posted ahead: [Note: generations]."""
+    """CPU tensors over gloo. Receives are posted ahead: [Note: generations].
+
+    `sends_at_once`: `send` does not block, so the thread that computes may call it.
+    """
 
     posts_ahead = True
+    sends_at_once = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -190,11 +218,11 @@ class HostPort:
         """A mark of everything computed so far, for `send` to wait for."""
         return None
 
-    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> None:
-        """Send and wait until the bytes have left."""
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
+        """Start sending; what is returned is waited for before `data` is let go."""
         work = dist.isend(data, target, group=group, tag=tag)
         assert work is not None
-        work.wait()
+        return work
 
     def post(self, size: int, source: int, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         """Start receiving at most `size` bytes."""
@@ -211,6 +239,8 @@ class HostPort:
 class StagedPort(HostPort):
     """CUDA tensors over gloo, through pinned host memory, on side streams: for ranks that share a GPU."""
 
+    sends_at_once = False
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.pool = Pool(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
@@ -219,14 +249,16 @@ class StagedPort(HostPort):
     def computed(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> None:
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
         host = self.pool.take(data.numel())
         with torch.cuda.stream(self._out):
             self._out.wait_event(computed)
             host[: data.numel()].copy_(data, non_blocking=True)
             self._out.record_event().synchronize()
-        super().send(host[: data.numel()], target, group, tag, None)
+        work = super().send(host[: data.numel()], target, group, tag, None)
+        work.wait()
         self.pool.give_back([host])
+        return work
 
     def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
         host, _ = super().receive(posted, size)
@@ -241,6 +273,7 @@ class DevicePort(HostPort):
     """CUDA tensors over NCCL, on the edge's own communicator. Lengths must match, so a receive follows its header."""
 
     posts_ahead = False
+    sends_at_once = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -249,11 +282,13 @@ class DevicePort(HostPort):
     def computed(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> None:
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
         with torch.cuda.stream(self._out):
             self._out.wait_event(computed)
-            super().send(data, target, group, 0, None)  # orders the stream; NCCL knows no tags
+            work = super().send(data, target, group, 0, None)  # NCCL knows no tags
+            work.wait()  # orders the stream
             self._out.record_event().synchronize()
+        return work
 
     def post(self, size: int, source: int, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -51,7 +51,10 @@ class MailBox:
         self.mail, self.changed = mail, threading.Condition()
         self.messages: dict[Name, Any] = {}
 
-    def post(self, source: int, count: int = 1, *, bounded: bool = False) -> None:
+    def post(self, source: int) -> None:
+        """Messages come as they are sent."""
+
+    def listen(self, source: int, count: int) -> None:
         """Messages come as they are sent."""
 
     def send(self, target: int, name: Name, value: Any) -> None:
@@ -61,7 +64,7 @@ class MailBox:
             box.messages[name] = value
             box.changed.notify_all()
 
-    def receive(self, name: Name) -> Any:
+    def receive(self, name: Name, source: int) -> Any:
         self.wait_any([name])
         return self.messages.pop(name)
 
