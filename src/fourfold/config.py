@@ -237,11 +237,13 @@ class TrainConfig:
     """auto: CUDA when there is a GPU."""
     timeout: float = 0.0
     """Seconds a rank waits for another before it gives up; 0: 60 on CPU, 600 on CUDA."""
+    max_skipped: int = 10
+    """Steps in a row whose loss or gradient may be non-finite; each is skipped on all ranks."""
     deterministic: bool = True
     """Ask torch for deterministic kernels, so that the same plan twice gives the same bits."""
 
     def __post_init__(self) -> None:
-        _require(self, "train", steps=1, global_batch=1, eval_every=0, eval_batches=1, timeout=0)
+        _require(self, "train", steps=1, global_batch=1, eval_every=0, eval_batches=1, timeout=0, max_skipped=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +254,8 @@ class CheckpointConfig:
     """Save every so many steps, and at the end; 0: at the end only."""
     keep: int = 2
     """How many complete checkpoints are kept, at least 2 (the newest may be half written when a machine dies)."""
+    mode: Literal["async", "sync"] = "async"
+    """async: a thread writes a copy while training goes on; sync: training waits."""
 
     def __post_init__(self) -> None:
         _require(self, "checkpoint", every=0, keep=2)
@@ -263,13 +267,15 @@ class LogConfig:
 
     every: int = 10
     """Print a lasting line every so many steps."""
+    trace: int = 10
+    """Write what every rank did and when for every so many steps, under run_dir/trace; 0: never."""
     tensorboard: bool = False
     """Write TensorBoard events under run_dir/tensorboard (extra `tensorboard`)."""
     wandb: str = ""
     """Project name at Weights & Biases (extra `wandb`); empty: off."""
 
     def __post_init__(self) -> None:
-        _require(self, "log", every=1)
+        _require(self, "log", every=1, trace=0)
 
 
 @dataclass(frozen=True, kw_only=True)

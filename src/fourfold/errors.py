@@ -8,10 +8,13 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CommunicationError",
     "ConfigError",
     "DataError",
     "FourfoldError",
+    "NetworkError",
     "NotYetError",
+    "OverBudget",
     "PlanError",
     "RankFailure",
     "RunDirError",
@@ -64,9 +67,21 @@ class CheckpointError(FourfoldError):
     """A checkpoint is missing, incomplete, damaged or does not fit the model."""
 
 
+class CommunicationError(FourfoldError):
+    """A rank waited in vain for another one; says for what."""
+
+
 class TrainingError(FourfoldError):
     """Training stopped because it could not go on (for instance, too many non-finite steps in a row)."""
 
 
 class RankFailure(FourfoldError):
     """A rank died, raised or hung; says which one was first."""
+
+
+class OverBudget(FourfoldError, MemoryError):
+    """A tensor does not fit in the memory budget of a test; says which, where it was made and what else is live."""
+
+
+class NetworkError(FourfoldError):
+    """An emulated network cannot be made here, or was asked for something it has not."""

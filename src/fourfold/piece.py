@@ -13,6 +13,7 @@ No torch here: these are facts about shapes.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Piece:
     """The elements `local_slice` of a local parameter are the elements `global_slice` of the serial parameter `name`.
 
     `copies_over` names the mesh axes along which other ranks hold an identical copy. The rank at coordinate 0 on all of
-    them is the owner: it alone counts the piece in a norm and writes it to a checkpoint.
+    them is the owner: it alone counts the piece in a norm. Checkpoints are written by all holders, a share of the names each.
     """
 
     name: str
@@ -46,7 +47,14 @@ class Piece:
 
     def owned_at(self, coordinates: Mapping[str, int]) -> bool:
         """Whether the rank at these mesh coordinates is the piece's owner."""
-        return all(coordinates.get(axis, 0) == 0 for axis in self.copies_over)
+        return all(coordinates[axis] == 0 for axis in self.copies_over)
+
+    def written_at(self, coordinates: Mapping[str, int], degrees: Mapping[str, int]) -> bool:
+        """Whether the rank at these coordinates writes the piece to a checkpoint: one of its holders, spread by name."""
+        mine, copies = 0, 1
+        for axis in self.copies_over:
+            mine, copies = mine * degrees[axis] + coordinates[axis], copies * degrees[axis]
+        return zlib.crc32(self.name.encode()) % copies == mine
 
 
 def whole(name: str, shape: tuple[int, ...], copies_over: tuple[str, ...] = ()) -> Piece:

@@ -242,7 +242,11 @@ class Plan:
         self._check_batch(config.train.global_batch)
         units = unit_names(config.model)
         self._check_rules(units)
+        self._check_pipeline()
         self._check_supported(units)
+        from fourfold.program.stages import lay_out_pipeline  # it needs this module
+
+        lay_out_pipeline(config.model, self, config.train.global_batch)
 
     def _check_ranks(self, ranks: int | None) -> None:
         if ranks is None or self.mesh.ranks == ranks:
@@ -275,9 +279,17 @@ class Plan:
             if not fnmatch.filter(units, rule.match):
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
+    def _check_pipeline(self) -> None:
+        p = self.pipeline
+        if p.slack and p.executor == "ordered" and p.schedule not in ("1f1b", "synthesized"):
+            raise PlanError(
+                f"pipeline.slack = {p.slack}: the ordered executor follows '{p.schedule}' as it is; use schedule = '1f1b' or "
+                f"'synthesized', or executor = 'message-driven'"
+            )
+
     def _check_supported(self, units: Iterable[str]) -> None:
         """What this version does not execute, refused by name. Each line goes when its feature lands."""
-        for axis in ("pipe", "depth", "row", "col"):
+        for axis in ("depth", "row", "col"):
             if getattr(self.mesh, axis) > 1:
                 raise NotYetError(f"mesh.{axis} = {getattr(self.mesh, axis)}: not yet; use data = {self.mesh.ranks}")
         for name in units:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fourfold.commands.simulate import SimulateArgs, simulate_command
 from fourfold.errors import FourfoldError, PlanError, ScheduleError
 from fourfold.plan import Mesh, Pipeline, Plan
 from fourfold.program import Costs, build, lower, simulate, validate
-from fourfold.program.command import SimulateArgs, simulate_command
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.view.timeline import draw
 

@@ -1,44 +1,180 @@
-"""Which rank this process is, and how it joins the others."""
+"""Which rank this process is, and how it joins the others: started by us, by torchrun, or by srun.
+
+torchrun and srun tell a process its place in environment variables, so the command is the same everywhere:
+
+    fourfold train CONFIG --nproc 4
+    torchrun --nproc-per-node 4 -m fourfold train CONFIG
+    srun fourfold train CONFIG
+
+[Note: a fresh name for every attempt]
+Ranks meet in a key-value store. After an elastic restart torchrun may hand them the store of the dead attempt, with the
+addresses of dead ranks in it, and they would try to connect to those. Its restart counter cannot tell attempts apart either: it
+is not the same on all nodes. So the ranks first agree on a name that no attempt had, and meet under it: every rank writes
+a random number of its own; rank 0 offers a session that lists the numbers it sees; a rank accepts a session that lists its
+own number; when all have accepted, rank 0 opens it. A number left by a dead rank makes a session that is never opened, and
+rank 0 offers another as soon as the living rank's number replaces it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Place", "choose_device", "join", "leave"]
+from fourfold.errors import ConfigError, RankFailure
+
+__all__ = ["Place", "agree", "choose_device", "current_place", "join", "leave", "open_store", "place_from_environment"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of a job: its number, how many there are, and the same within its machine."""
+    """One rank of a job: its number, how many there are, and the same within its machine.
+
+    `job` names the job where a launcher gives it a name; `restarted` says that this is not the launcher's first attempt.
+    """
 
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
     local_ranks: int = 1
+    job: str = ""
+    restarted: bool = False
+
+
+def place_from_environment(env: Mapping[str, str]) -> Place | None:
+    """The place torchrun or srun gave this process, or None when neither started it."""
+    if "RANK" in env and "WORLD_SIZE" in env and "MASTER_ADDR" in env:
+        run = env.get("TORCHELASTIC_RUN_ID", "none")
+        return Place(
+            int(env["RANK"]),
+            int(env["WORLD_SIZE"]),
+            int(env.get("LOCAL_RANK", 0)),
+            int(env.get("LOCAL_WORLD_SIZE", 1)),
+            job="" if run == "none" else f"torchrun {run}",
+            restarted=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
+        )
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        node = int(env.get("SLURM_NODEID", 0))
+        per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1"))
+        return Place(
+            int(env["SLURM_PROCID"]),
+            int(env["SLURM_NTASKS"]),
+            int(env.get("SLURM_LOCALID", 0)),
+            per_node[min(node, len(per_node) - 1)],
+            job=f"slurm {env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
+            restarted=int(env.get("SLURM_RESTART_COUNT", 0)) > 0,
+        )
+    return None
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's `2(x3),1`: two tasks on each of three nodes, one on the next."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"cannot read SLURM_TASKS_PER_NODE = '{text}'; expected something like '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[007-009,12],cpu3` gives gpu007."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
+    if match is None:
+        raise ConfigError(f"cannot read the Slurm node list '{nodes}'")
+    name, numbers, rest = match.groups()
+    return name + (re.split(r"[-,]", numbers)[0] if numbers else "") + rest
+
+
+def open_store(env: Mapping[str, str], place: Place, timeout: float) -> dist.Store:
+    """The store the launcher provides (torchrun), or one that rank 0 hosts (srun)."""
+    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+    port = int(env.get("MASTER_PORT") or 20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000)
+    theirs = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            None if theirs else place.ranks,
+            is_master=place.rank == 0 and not theirs,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except dist.DistError as e:
+        raise RankFailure(f"rank {place.rank} cannot reach the job's store at {host}:{port}: {e}") from None
+
+
+def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float = 0.02) -> dist.Store:
+    """A part of `store` that this attempt's ranks alone use: [Note: a fresh name for every attempt]."""
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    keys = [f"fourfold/number/{r}" for r in range(ranks)]
+    store.set(keys[rank], mine)
+    offered: list[str] = []
+    session = ""
+    accepted = ""
+    while True:
+        if rank == 0:
+            numbers = [store.get(k).decode() if store.check([k]) else "" for k in keys]
+            if all(numbers) and numbers != offered:
+                offered, session = numbers, uuid.uuid4().hex
+                store.set("fourfold/session", json.dumps([session, offered]))
+            if session and store.add(f"fourfold/{session}/accepted", 0) == ranks:
+                store.set(f"fourfold/{session}/open", "yes")
+        if store.check(["fourfold/session"]):
+            name, numbers = json.loads(store.get("fourfold/session"))
+            if name != accepted and len(numbers) == ranks and numbers[rank] == mine:
+                store.add(f"fourfold/{name}/accepted", 1)
+                accepted = name
+            if accepted and store.check([f"fourfold/{accepted}/open"]):
+                return dist.PrefixStore(f"fourfold/{accepted}", store)
+        if time.monotonic() > deadline:
+            missing = [r for r, k in enumerate(keys) if not store.check([k])]
+            who = f"ranks {missing} never came" if missing else "not all ranks accepted the same session"
+            raise RankFailure(f"rank {rank} waited {timeout:.0f} s for the other ranks of the job: {who}")
+        time.sleep(pause)
+
+
+def current_place() -> Place:
+    """This process's place: in the process group that is initialised, in a launcher's job, or alone."""
+    place = place_from_environment(os.environ)
+    if not dist.is_initialized():
+        return place or Place()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return place if place and (place.rank, place.ranks) == (rank, ranks) else Place(rank, ranks, rank, ranks)
 
 
 def choose_device(wish: str, place: Place) -> torch.device:
     """The device of a rank: `auto` takes a GPU when there is one. Several ranks may share a GPU."""
     gpus = torch.cuda.device_count() if wish != "cpu" else 0
     if wish == "cuda" and not gpus:
-        raise RuntimeError("train.device = 'cuda', but torch sees no GPU")
+        raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu")
 
 
 def join(place: Place, store: dist.Store | None, device: torch.device, timeout: float) -> None:
-    """Join the process group of the job. GPUs shared by several ranks talk over gloo: NCCL refuses that."""
+    """Join the process group of the job; without a store, the launcher's. GPUs that ranks share talk over gloo: NCCL refuses."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         shared = place.local_ranks > torch.cuda.device_count()
         backend = "gloo" if shared else "cpu:gloo,cuda:nccl"
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_ranks))
+        cores = max(1, (os.cpu_count() or 1) // place.local_ranks)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or cores))
+        os.environ.setdefault(
+            "TORCH_FR_BUFFER_SIZE", "0"
+        )  # torch's record of past collectives: 100 MB for small models
         backend = "gloo"
+    if store is None:
+        store = agree(open_store(os.environ, place, timeout), place.rank, place.ranks, timeout)
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout)
     )

@@ -183,7 +183,7 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The residual stream to logits [B, T, V], or with targets [B, T] to the sum of the tokens' cross entropies.
 
-    `weight` is the embedding's when tied. Targets equal to IGNORE count for nothing. The loss is at least fp32.
+    The projection's weight is the embedding's when tied. Targets equal to IGNORE count for nothing. The loss is at least fp32.
     """
 
     def __init__(self, m: ModelConfig):
@@ -191,13 +191,12 @@ class Head(nn.Module):
         bert = m.family == "bert"
         self.dense = nn.Linear(m.hidden, m.hidden) if bert else None
         self.norm = make_norm(m)
-        self.weight = nn.Parameter(torch.empty(m.vocab, m.hidden))
-        self.bias = nn.Parameter(torch.empty(m.vocab)) if bert else None
+        self.proj = nn.Linear(m.hidden, m.vocab, bias=bert)
 
     def forward(self, x_btd: Tensor, targets_bt: Tensor | None = None) -> Tensor:
         if self.dense is not None:
             x_btd = F.gelu(self.dense(x_btd))
-        logits_btv = F.linear(self.norm(x_btd), self.weight, self.bias)
+        logits_btv = self.proj(self.norm(x_btd))
         if targets_bt is None:
             return logits_btv
         logits_nv = logits_btv.flatten(0, 1)

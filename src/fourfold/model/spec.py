@@ -17,6 +17,7 @@ __all__ = [
     "parameter_count",
     "parameter_shapes",
     "tied_parameters",
+    "unit_flops",
     "unit_names",
 ]
 
@@ -31,7 +32,7 @@ def unit_names(m: ModelConfig) -> list[str]:
 
 def tied_parameters(m: ModelConfig) -> dict[str, str]:
     """Names that are a second use of another parameter: {borrowed name: serial name}."""
-    return {"head.weight": "embed.tokens.weight"} if m.tie else {}
+    return {"head.proj.weight": "embed.tokens.weight"} if m.tie else {}
 
 
 def parameter_shapes(m: ModelConfig) -> Shapes:
@@ -62,8 +63,8 @@ def _unit_shapes(m: ModelConfig, unit: str) -> Shapes:
         wide = 2 * m.ffn if m.family == "llama" else m.ffn
         return _norm(m) | _linear("up", m.hidden, wide, bias) | _linear("down", m.ffn, m.hidden, bias)
     dense = _linear("dense", m.hidden, m.hidden, True) if m.family == "bert" else {}
-    own: Shapes = {} if m.tie else {"weight": (m.vocab, m.hidden)}
-    return dense | _norm(m) | own | ({"bias": (m.vocab,)} if m.family == "bert" else {})
+    proj = _linear("proj", m.hidden, m.vocab, m.family == "bert")
+    return dense | _norm(m) | {n: s for n, s in proj.items() if not (m.tie and n == "proj.weight")}
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
@@ -80,15 +81,23 @@ def parameter_count(m: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(m).values())
 
 
-def flops_per_token(m: ModelConfig) -> float:
-    """Model FLOPs of one training token, forward and backward: 6 per weight of a matrix product, plus attention.
+def unit_flops(m: ModelConfig) -> dict[str, float]:
+    """FLOPs of each unit's forward for one token: 2 per weight of a matrix product, plus attention.
 
     The head's product counts, also when tied; the embedding lookup does not. Attention multiplies every query with T
-    keys and values (causal: half of them): 2·2·T·H·E forward, three times that with the backward. Recomputation is not
-    counted: this is what the mathematics needs, the numerator of MFU.
+    keys and values (causal: half of them): 2·2·T·H·E. The backward is twice the forward.
     """
-    shapes = parameter_shapes(m)
-    products = sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and not name.startswith("embed."))
-    products += m.vocab * m.hidden if m.tie else 0
     keys = m.seq_len if m.family == "bert" else m.seq_len / 2
-    return 6 * products + 3 * m.layers * 4 * keys * m.heads * m.head_dim
+    flops: dict[str, float] = {}
+    for unit in unit_names(m):
+        products = sum(math.prod(s) for s in _unit_shapes(m, unit).values() if len(s) == 2)
+        flops[unit] = 2.0 * products if unit != "embed" else 0.0
+        if unit.endswith("attn"):
+            flops[unit] += 4 * keys * m.heads * m.head_dim
+    flops["head"] += 2.0 * m.vocab * m.hidden if m.tie else 0.0
+    return flops
+
+
+def flops_per_token(m: ModelConfig) -> float:
+    """Model FLOPs of one training token, forward and backward; the numerator of MFU, so recomputation does not count."""
+    return 3 * sum(unit_flops(m).values())

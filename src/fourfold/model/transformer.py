@@ -33,7 +33,7 @@ class Transformer(nn.Module):
     def tie(self) -> None:
         """Make the head use the embedding's weight where the config says so (again, after parameters were replaced)."""
         if self.config.tie:
-            self.head.weight = self.embed.tokens.weight  # type: ignore[assignment]  # nn.Embedding types it as a Tensor
+            self.head.proj.weight = self.embed.tokens.weight
 
     def layers(self) -> dict[str, nn.Module]:
         """The layers by name, in order."""

@@ -1,11 +1,17 @@
 """A stage: a contiguous run of a model's layers on one rank, run as a chain of links, one link per unit.
 
 Each link's graph is cut from the next (its input is a detached leaf), so the forward and the backward of a stage are
-loops over links: parameters are needed, used and released, and gradients handed over, at places that the code shows
-rather than in hooks. Recomputation hangs on the same boundary: a link that recomputes keeps its input alone.
+loops over links: where parameters are needed and gradients handed over, the code shows it; there are no hooks, and a program
+may do other things between two links. Recomputation hangs on the same boundary: a link that recomputes keeps its input
+alone.
 
-    forward(m, x)        runs the links on micro-batch m and keeps what the backward needs
-    backward(m, g)       runs them in reverse, adds weight gradients to the units, returns the gradient of x
+    forward(m, x)                F   runs the links on micro-batch m and keeps what the backward needs
+    backward(m, g)               B   runs them in reverse, adds weight gradients to the units, returns the gradient of x
+    backward(m, g, split=True)   I   the same, but products for weight gradients are put off
+    weight_grad(m)               W   what I put off
+
+Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
+its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
 
 Random numbers (dropout) are a function of (seed, step, micro-batch, link): the order in which micro-batches run, and
 whether a link runs twice, change nothing.
@@ -20,7 +26,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
+from fourfold.runtime.wire import flatten
 
 __all__ = ["Link", "Stage", "UnitVerbs"]
 
@@ -29,9 +39,9 @@ class UnitVerbs(Protocol):
     """What a stage asks of a unit."""
 
     def need(self) -> None: ...
-    def release(self) -> None: ...
     def parameters(self) -> Sequence[Tensor]: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
+    def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
 
 
 @dataclass
@@ -44,116 +54,168 @@ class Link:
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False
 
-    def __post_init__(self) -> None:
-        self.run: Callable[..., Tensor] = self.module
-        if self.recompute == "selective":
-            self.run = functools.partial(
-                checkpoint, self.module, use_reentrant=False, context_fn=_keep_products, determinism_check="none"
-            )
-        if self.compile:
-            self.run = torch.compile(self.run)
-
 
 @dataclass
 class _Kept:
     """What one link keeps of one micro-batch between forward and backward."""
 
-    inputs: tuple[Any, ...]
-    output: Tensor | None  # None: recompute
+    args: tuple[Any, ...]
+    edges: list[GradientEdge] | None  # where the outputs lie in the graph; None: recompute
 
 
 class Stage:
-    """A chain of links. `reseed(step, micro_batch, link)` is called before a link of a model that draws random numbers."""
+    """A chain of links. `reseed(step, micro_batch, link)` is called before a link of a model that draws random numbers.
 
-    def __init__(self, links: Sequence[Link], reseed: Callable[[int, int, int], None] | None = None):
-        self.links = list(links)
-        self.step = 0
+    With `split`, the linears of the links queue their weight gradients, so that the stage can do I and W.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        *,
+        split: bool = False,
+        reseed: Callable[[int, int, int], None] | None = None,
+    ):
+        self.links, self.step = list(links), 0
+        self.queue = WeightGradQueue() if split else None
+        if self.queue is not None:
+            for link in self.links:
+                defer(link.module, self.queue, link.unit.add_weight_grad)
+        self._runs = [_make_run(link, split) for link in self.links]
         self._reseed = reseed
         self._kept: dict[int, list[_Kept]] = {}
 
-    def forward(self, micro_batch: int, *inputs: Any, extra: tuple[Any, ...] = ()) -> Tensor:
-        """Run the links on `inputs`; `extra` is handed to the last link beside its input (the targets)."""
-        assert micro_batch not in self._kept, f"micro-batch {micro_batch} is in flight already"
-        kept = self._kept[micro_batch] = []
-        args: tuple[Any, ...] = inputs
-        output = None
-        for index, link in enumerate(self.links):
-            args = tuple(_leaf(a) for a in args) + (extra if index == len(self.links) - 1 else ())
-            link.unit.need()
-            if link.recompute == "full":
-                with torch.no_grad():
-                    output = self._run(micro_batch, index, args)
-                kept.append(_Kept(args, None))
-            else:
-                with torch.enable_grad():
-                    output = self._run(micro_batch, index, args)
-                kept.append(_Kept(args, output))
-            link.unit.release()
-            args = (output,)
-        assert output is not None
-        return output.detach()
+    # ---- what a program asks for: ops, or the parts of ops that use one link ----
 
-    def backward(
-        self, micro_batch: int, grad: Tensor, done: Callable[[UnitVerbs], None] | None = None
-    ) -> Tensor | None:
-        """Run the links in reverse from the gradient of the output; `done(unit)` follows each unit's contribution.
+    def forward(self, micro_batch: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+        """Run the links on `value`; `extra` is handed to the last link beside its input (the targets)."""
+        for index in range(len(self.links)):
+            value = self.forward_part(index, micro_batch, value, extra)
+        return value
 
-        Returns the gradient of the stage's input, or None when it is not differentiable (token ids).
+    def forward_part(self, index: int, micro_batch: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+        """Run one link on the output of the one before."""
+        kept = self._kept.setdefault(micro_batch, [])
+        assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
+        link, args = self.links[index], self._args(index, value, extra)
+        link.unit.need()
+        if link.recompute == "full":
+            with torch.no_grad():
+                value = self._run(micro_batch, index, args)
+            kept.append(_Kept(args, None))
+        else:
+            with torch.enable_grad():
+                value = self._run(micro_batch, index, args)
+            kept.append(_Kept(args, _edges(value)))
+        return _detached(value)
+
+    def backward(self, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
+        """Run the links in reverse from the gradient of the output (a tree like it); `split`: as I, leaving W for later.
+
+        Returns the gradient of the stage's input, a tuple where it is several tensors, or None where it has none (token ids).
         """
-        kept = self._kept.pop(micro_batch)
         for index in reversed(range(len(self.links))):
-            link, (inputs, output) = self.links[index], _unpack(kept.pop())
-            link.unit.need()
-            if output is None:
-                with torch.enable_grad():
-                    output = self._run(micro_batch, index, inputs)
-            wanted = [a for a in inputs if isinstance(a, Tensor) and a.requires_grad]
-            grads = torch.autograd.grad(output, [*wanted, *link.unit.parameters()], grad, allow_unused=True)
-            del output, inputs
-            link.unit.accumulate(grads[len(wanted) :])
-            link.unit.release()
-            if done is not None:
-                done(link.unit)
-            if not wanted:
-                return None
-            assert grads[0] is not None
-            grad = grads[0]
+            grad = self.backward_part(index, micro_batch, grad, split=split)
         return grad
 
-    @torch.no_grad()
-    def evaluate(self, *inputs: Any, extra: tuple[Any, ...] = ()) -> Tensor:
+    def backward_part(self, index: int, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
+        """The backward of one link from the gradient of its output."""
+        kept = self._kept[micro_batch]
+        assert len(kept) == index + 1, f"micro-batch {micro_batch}: link {index} out of order"
+        if split:
+            assert self.queue is not None, "a stage that was not built to be split"
+            self.queue.open(micro_batch, index)
+        try:
+            grad = self._link_backward(micro_batch, index, kept.pop(), grad)
+        finally:
+            if split and self.queue is not None:
+                self.queue.close()
+        if not kept:
+            del self._kept[micro_batch]
+        return grad
+
+    def weight_grad(self, micro_batch: int) -> None:
+        """What I left; called in the order of the micro-batches."""
+        for index in reversed(range(len(self.links))):
+            self.weight_grad_part(index, micro_batch)
+
+    def weight_grad_part(self, index: int, micro_batch: int) -> None:
+        """What I left of one link."""
+        assert self.queue is not None, "a stage that was not built to be split"
+        self.queue.run(micro_batch, index)
+
+    def evaluate(self, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         """Forward only, nothing kept, dropout off."""
-        args: tuple[Any, ...] = inputs
-        for index, link in enumerate(self.links):
-            args += extra if index == len(self.links) - 1 else ()
-            link.unit.need()
-            link.module.eval()
-            try:
-                args = (link.module(*args),)
-            finally:
-                link.module.train()
-            link.unit.release()
-        return args[0]
+        for index in range(len(self.links)):
+            value = self.evaluate_part(index, value, extra)
+        return value
+
+    @torch.no_grad()
+    def evaluate_part(self, index: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+        link = self.links[index]
+        link.unit.need()
+        link.module.eval()
+        try:
+            return link.module(*self._args(index, value, extra))
+        finally:
+            link.module.train()
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches between their forward and their backward."""
+        return len(self._kept)
 
     def reset(self) -> None:
         """Drop what is in flight (after a failed step)."""
         self._kept.clear()
+        if self.queue is not None:
+            self.queue.clear()
 
-    def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Tensor:
+    # ---- one link ----
+
+    def _args(self, index: int, value: Any, extra: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Positional arguments of a link: leaves of a new graph, differentiable where their values are."""
+        parts = value if isinstance(value, tuple) else (value,)
+        leaves = (p.detach().requires_grad_(p.is_floating_point()) if isinstance(p, Tensor) else p for p in parts)
+        return (*leaves, *(extra if index == len(self.links) - 1 else ()))
+
+    def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Any:
         if self._reseed is not None:
             self._reseed(self.step, micro_batch, index)
-        return self.links[index].run(*args)
+        return self._runs[index](*args)
+
+    def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
+        link, edges = self.links[index], kept.edges
+        link.unit.need()
+        if edges is None:
+            with torch.enable_grad():
+                edges = _edges(self._run(micro_batch, index, kept.args))
+        wanted = [a for a in kept.args if isinstance(a, Tensor) and a.requires_grad]
+        inputs = [*wanted, *link.unit.parameters()]
+        grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
+        link.unit.accumulate(grads[len(wanted) :])
+        return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
 
 
-def _leaf(value: Any) -> Any:
-    """A leaf of a new graph, differentiable when its values are."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.is_floating_point())
+def _make_run(link: Link, split: bool) -> Callable[..., Any]:
+    run: Callable[..., Any] = link.module
+    if link.recompute == "selective":
+        run = functools.partial(
+            checkpoint, run, use_reentrant=False, context_fn=_keep_products, determinism_check="none"
+        )
+    if link.compile:
+        run = torch.compile(run, options=dict(COMPILE_OPTIONS)) if split else torch.compile(run)
+    return run
 
 
-def _unpack(kept: _Kept) -> tuple[tuple[Any, ...], Tensor | None]:
-    return kept.inputs, kept.output
+def _edges(value: Any) -> list[GradientEdge]:
+    return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tuple(v.detach() if isinstance(v, Tensor) else v for v in value)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

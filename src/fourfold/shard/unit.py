@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fourfold.collectives import Pending, all_reduce
 from fourfold.piece import Piece
 from fourfold.shard.layout import Layout, lay_out
 
@@ -50,7 +51,7 @@ class Unit:
         self.grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # views of `grad` by name; accumulators of borrowed parameters
         self._borrowers: list[tuple[Unit, str, str]] = []  # unit, its name for the parameter, ours
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         for theirs, (owner, ours) in self.borrowed.items():
             owner._borrowers.append((self, theirs, ours))
 
@@ -118,6 +119,14 @@ class Unit:
                 self.main_grad(name).add_(grad)
 
     @torch.no_grad()
+    def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None:
+        """Add dYᵀX, the gradient of a linear's weight [outputs, inputs]; needs no parameter.
+
+        The product is rounded to the compute dtype before it is added, as autograd's is.
+        """
+        self.main_grad(name).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
+
+    @torch.no_grad()
     def reduce(self) -> None:
         """Start summing the gradient over the replica group. A unit without a gradient takes part with zeros."""
         assert self._work is None, f"{self.name} is being reduced"
@@ -127,7 +136,7 @@ class Unit:
         for borrower, theirs, ours in self._borrowers:
             self.main_grad(ours).add_(borrower.main_grad(theirs))
         if self.group is not None and self.group.size() > 1:
-            self._work = dist.all_reduce(self.grad, group=self.group, async_op=True)
+            self._work = all_reduce(self.grad, self.group, f"the sum of {self.name}'s gradients")
 
     def finish(self) -> None:
         """Wait for the reduction: `grad` is final."""

@@ -34,12 +34,18 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(
-    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0, group_timeout: float = 20.0, **kwargs: Any
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 60.0,
+    group_timeout: float = 20.0,
+    prepare: Callable[[int], None] | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(rank, ranks, *args, **kwargs)` in `ranks` processes that share a gloo group; returns their results.
 
     The first rank to fail ends the others, and RankFailure carries its traceback. `timeout` bounds the whole call,
-    `group_timeout` every collective, both in seconds.
+    `group_timeout` every collective, both in seconds. `prepare(rank)` is called in each rank before it joins the group.
     """
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -47,7 +53,7 @@ def run_ranks(
         processes, pipes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, theirs)
+            job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, prepare, theirs)
             process = context.Process(target=_rank, args=job, daemon=True)
             process.start()
             theirs.close()
@@ -71,11 +77,15 @@ def _rank(
     kwargs: dict[str, Any],
     store: str,
     group_timeout: float,
+    prepare: Callable[[int], None] | None,
     pipe: Connection,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        if prepare is not None:
+            prepare(rank)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, ranks),

@@ -2,7 +2,7 @@
 
 A rank's state is, for every serial tensor it holds a part of, a list of (place in it, view of local memory). torch's
 distributed checkpoint (DCP) stores these, one file per rank, and reads back whatever boxes another layout asks for; it
-refuses gaps and overlaps, which proves every save complete. Copies are written by their owner alone.
+refuses gaps and overlaps, which proves every save complete. Of a piece's copies one is written; replicas share the work.
 
     checkpoints/step-000040/
         __0_0.distcp …      tensors: <name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>
@@ -30,6 +30,7 @@ import os
 import pickle
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ from fourfold.shard.layout import Layout, Slot
 __all__ = ["Checkpointer", "Holding", "holding_of", "load", "newest", "read_state", "tensor_types"]
 
 MARKER = "complete.json"
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # DCP on one process
 
 
 @dataclass(frozen=True)
@@ -336,7 +339,10 @@ def _root_cause(error: dcp.CheckpointException) -> str:
 
 
 class Checkpointer:
-    """Saves a rank's holdings every so often; ranks of `group` (a gloo group of its own) call every method together."""
+    """Saves a rank's holdings every so often; ranks of `group` (a gloo group of its own) call every method together.
+
+    Of pieces that several ranks hold, `mine` says which this rank writes: exactly one of them does.
+    """
 
     def __init__(
         self,
@@ -345,38 +351,32 @@ class Checkpointer:
         keep: int = 2,
         background: bool = False,
         group: dist.ProcessGroup | None = None,
-        coordinates: Mapping[str, int] | None = None,
+        mine: Callable[[Piece], bool] = lambda piece: True,
     ):
         self.directory, self.keep, self.background, self.group = directory, keep, background, group
-        self.coordinates = dict(coordinates or {})
+        self.mine = mine
         self.rank = dist.get_rank(group) if group is not None else 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._finished: list[Path] = []
 
-    def save(
-        self,
-        step: int,
-        holdings: Sequence[Holding],
-        state: Mapping[str, Any],
-        done: Callable[[Path], None] | None = None,
-    ) -> None:
-        """Save as step-<step>; `done(path)` is called once it is complete (by the writing thread when in background)."""
+    def save(self, step: int, holdings: Sequence[Holding], state: Mapping[str, Any]) -> None:
+        """Save as step-<step>; `finished` tells when it is complete."""
         self.wait()
         path = self.directory / f"step-{step:06d}"
-
-        def write(owned: dict[str, _Chunks]) -> None:
-            self._write(path, owned, state)
-            if done is not None:
-                done(path)
-
-        owned = _chunks(holdings, keep=lambda piece: piece.owned_at(self.coordinates))
+        owned = _chunks(holdings, keep=self.mine)
         if not self.background:
-            write(owned)
+            self._write(path, owned, state)
             return
         for chunks in owned.values():
             chunks.views = {offset: view.to("cpu", copy=True) for offset, view in chunks.views.items()}
-        self._thread = threading.Thread(target=self._guarded, args=(write, owned), name=f"save-{step}")
+        self._thread = threading.Thread(target=self._guarded, args=(path, owned, dict(state)), name=f"save-{step}")
         self._thread.start()
+
+    def finished(self) -> list[Path]:
+        """Checkpoints that were completed since the last call."""
+        found, self._finished = self._finished, []
+        return found
 
     def wait(self) -> None:
         """Wait for the save in flight; raises its error."""
@@ -387,9 +387,9 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    def _guarded(self, write: Callable[[dict[str, _Chunks]], None], owned: dict[str, _Chunks]) -> None:
+    def _guarded(self, path: Path, owned: dict[str, _Chunks], state: Mapping[str, Any]) -> None:
         try:
-            write(owned)
+            self._write(path, owned, state)
         except BaseException as e:  # handed to the caller of wait()
             self._error = e
 
@@ -407,6 +407,7 @@ class Checkpointer:
             mine = {p.name: _describe(p) for p in path.glob(f"__{self.rank}_*.distcp")}
             files = {name: info for each in _exchange(mine, self.group) for name, info in each.items()}
             self._together(lambda: self._finish(path, files, state))
+            self._finished.append(path)
         except dcp.CheckpointException as e:
             if self.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)

@@ -33,7 +33,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fourfold.errors import DataError
+from fourfold.config import Config
+from fourfold.errors import ConfigError, DataError
 
 __all__ = [
     "ByteTokenizer",
@@ -402,3 +403,26 @@ class Samples:
                 f"the run has {state['fingerprint']}); give the old one, or start a new run"
             )
         return state["epoch"] * self.count + state["next"]
+
+
+def open_samples(config: Config) -> tuple[Samples, Samples | None]:
+    """The training samples, and those for evaluation when it is asked for; raises DataError for bad data."""
+    corpus = open_corpus(config.data.source, config.data.tokenizer)
+    kinds: dict[str, Any] = {
+        "seq_len": config.model.seq_len,
+        "vocab": config.model.vocab,
+        "seed": config.train.seed,
+        "eval_fraction": config.data.eval_fraction,
+        "bidirectional": config.model.family == "bert",
+        "mask_rate": config.data.mask_rate,
+    }
+    train = Samples(corpus, split="train", **kinds)
+    if not config.train.eval_every:
+        return train, None
+    held = Samples(corpus, split="eval", **kinds)
+    if held.count < 1:
+        raise ConfigError(
+            f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "
+            f"{train.count} windows leaves none to evaluate on; use {1.5 / train.count:.2g} or more"
+        )
+    return train, held

@@ -1,15 +1,14 @@
 """The training loop, from top to bottom.
 
-A step: count the tokens to predict; run every micro-batch forward and backward, with gradients accumulating in the units
-and each unit's reduction starting when its last contribution is in; exchange one small vector between all ranks; clip,
-update; say how it went. Nothing in a step waits for the GPU: losses and norms stay there, and are read one step later.
+A step: count the tokens to predict; run this rank's program, which has every micro-batch's forward and backward in it and starts
+each unit's reduction when its last contribution is in; exchange one small vector between all ranks; clip, update; say how
+it went. Nothing in a step waits for the GPU: losses and norms stay there, and are read one step later.
 
 What a step depends on: weights, step number, seed. What it does not: number of ranks, order of micro-batches, time.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.collectives import all_gather, all_reduce
+from fourfold.errors import CommunicationError
 from fourfold.model.spec import flops_per_token
-from fourfold.runtime.stage import Stage
+from fourfold.runtime.runner import Runner
+from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Unit
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.checkpoint import Checkpointer, Holding
 from fourfold.train.data import IGNORE, Samples
+from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
 from fourfold.train.optim import AdamW
+from fourfold.train.trace import TraceFile
 
 __all__ = ["Loop"]
 
@@ -51,7 +55,10 @@ class Loop:
         mesh: RankMesh,
         world: dist.ProcessGroup | None,
         device: torch.device,
-        stage: Stage,
+        batch_group: dist.ProcessGroup | None,
+        runner: Runner,
+        ties: Sequence[TiedOwner | TiedCopy],
+        trace: TraceFile | None,
         units: Sequence[Unit],
         optimizer: AdamW,
         train_samples: Samples,
@@ -59,15 +66,18 @@ class Loop:
         checkpointer: Checkpointer,
         callbacks: Sequence[Callback],
         peak_rate: float,
-        stop_requested: Callable[[], bool] = lambda: False,
+        guard: Guard,
     ):
         self.info, self.config, self.plan = info, info.config, info.plan
         self.mesh, self.world, self.device = mesh, world, device
-        self.stage, self.units, self.optimizer = stage, list(units), optimizer
+        self.batch_group, self.runner, self.ties, self.trace = batch_group, runner, list(ties), trace
+        self.units, self.optimizer = list(units), optimizer
         self.train_samples, self.eval_samples = train_samples, eval_samples
         self.checkpointer, self.callbacks, self.peak_rate = checkpointer, list(callbacks), peak_rate
-        self.stop_requested = stop_requested
+        self.guard = guard
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
+        self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
+        self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
         self.saved_step = -1
         self._clock = time.perf_counter()
 
@@ -78,12 +88,16 @@ class Loop:
         self._clock = time.perf_counter()
         pending: _Result | None = None
         while done < steps:
-            result = self.step(done)
+            try:
+                result = self.step(done)
+            except CommunicationError as e:
+                raise CommunicationError(f"step {done + 1}: {e}") from e
             done += 1
             stop = False
             if pending is not None:
                 stop |= self._report(pending)
             pending = result
+            self._tell_saved()
             if self.device.type == "cpu" or done == steps or self._pause_at(done):
                 stop |= self._report(pending)
                 pending = None
@@ -97,29 +111,34 @@ class Loop:
         if done == steps:
             self.save(done)
         self.checkpointer.wait()
+        self._tell_saved()
         self._call(lambda c: c.on_end(self.info, done))
+        if self.trace is not None:
+            self.trace.close()
         return done
 
     # ---- one step ----
 
     def step(self, index: int) -> _Result:
         """Step `index`, counted from 0."""
-        self.stage.step = index
+        self.guard.begin(index + 1)
         batches = list(self._micro_batches(self.train_samples, index))
         count = self._count(self.train_samples, batches)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for m, (tokens, targets) in enumerate(batches):
-            last = m == len(batches) - 1
-            loss = self.stage.forward(m, tokens, extra=(targets,))
-            loss_sum += loss
-            self.stage.backward(m, count.reciprocal().to(loss.dtype), done=_reduce if last else None)
+        losses = self.runner.step(index, _Feed(batches, count.reciprocal().to(self.loss_dtype)))
         for unit in self.units:
             unit.finish()
-        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.stop_requested())
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for m in sorted(losses):
+            loss_sum += losses[m]
+        if self.trace is not None:
+            self.trace.hold(index + 1, self.runner.spans)
+        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.guard.stop_requested())
         norm = gathered[:, 1].sum().sqrt()
         skip = 1 - (norm + gathered[:, 0].sum()).isfinite().float()
         lr = self.config.optim.lr_at(index, self.config.train.steps)
         self.optimizer.step(lr, norm, skip)
+        for tie in self.ties:
+            tie.publish()
         for unit in self.units:
             unit.zero_grad()
         return _Result(index + 1, gathered, count, lr)
@@ -142,8 +161,8 @@ class Loop:
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, targets in batches:
             count += (targets != IGNORE).sum()
-        if self.world is not None:
-            dist.all_reduce(count, group=self.world)
+        if self.batch_group is not None:
+            all_reduce(count, self.batch_group, "the number of tokens in the step").wait()
         return count.clamp(min=1)
 
     def _square_sum(self) -> Tensor:
@@ -160,20 +179,23 @@ class Loop:
         mine = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.world is None:
             return mine[None]
-        everyone = mine.new_empty(self.info.ranks, len(values))
-        dist.all_gather_into_tensor(everyone, mine, group=self.world)
-        return everyone
+        everyone = mine.new_empty(self.info.ranks * len(values))
+        all_gather(everyone, mine, self.world, "the end of the step").wait()
+        return everyone.view(self.info.ranks, len(values))
 
     # ---- around the steps ----
 
     def _report(self, result: _Result) -> bool:
         """Read a step's results, tell the callbacks; True when some rank asked to stop."""
+        if self.trace is not None:
+            self.trace.write()
         gathered, count = result.gathered.cpu(), float(result.count)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         tokens = self.config.train.global_batch * self.config.model.seq_len
         rate = tokens / seconds
-        loss, norm = float(gathered[:, 0].sum()) / count, math.sqrt(float(gathered[:, 1].sum()))
+        loss, norm = float(gathered[:, 0].sum()) / count, float(gathered[:, 1].sum().sqrt())
+        self.guard.judge(result.step, loss, norm)
         metrics = {
             "step": result.step,
             "loss": loss,
@@ -184,6 +206,7 @@ class Loop:
             "tokens_per_second": rate,
             "mfu": rate * flops_per_token(self.config.model) / (self.peak_rate * self.info.ranks),
             "peak_bytes": int(gathered[:, 2].max()),
+            "skipped": self.guard.skipped,
         }
         self._call(lambda c: c.on_step(self.info, metrics))
         return bool(gathered[:, 3].any())
@@ -191,34 +214,41 @@ class Loop:
     def evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the evaluation split, the same at every call."""
         assert self.eval_samples is not None
+        self.guard.rest()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index in range(self.config.train.eval_batches):
-            for tokens, targets in self._micro_batches(self.eval_samples, index):
-                total[0] += self.stage.evaluate(tokens, extra=(targets,))
-                total[1] += (targets != IGNORE).sum()
+            batches = list(self._micro_batches(self.eval_samples, index))
+            for loss in self.runner.evaluate(_Feed(batches, total[1])).values():
+                total[0] += loss
+            if self.counts_targets:
+                total[1] += sum((targets != IGNORE).sum() for _, targets in batches)
         if self.world is not None:
-            dist.all_reduce(total, group=self.world)
-        loss = float(total[0] / total[1].clamp(min=1))
-        metrics = {"step": step, "eval_loss": loss, "eval_tokens": int(total[1])}
+            all_reduce(total, self.world, "the evaluation's loss").wait()
+        mean = float(total[0] / total[1].clamp(min=1))
+        metrics = {"step": step, "eval_loss": mean, "eval_tokens": int(total[1])}
         self._call(lambda c: c.on_eval(self.info, metrics))
         self._clock = time.perf_counter()
-        return loss
+        return mean
 
     def save(self, step: int) -> None:
         """Save a checkpoint of `step` steps done, unless there is one."""
         if step == self.saved_step:
             return
         self.saved_step = step
+        self.guard.rest()
         state = {
             "version": 1,
             "step": step,
             "updates": self.optimizer.updates,
+            "skipped": self.guard.skipped,
             "data": self.train_samples.state(step * self.config.train.global_batch),
         }
-        self.checkpointer.save(step, self.holdings(), state, done=lambda path: self._saved(step, path))
+        self.checkpointer.save(step, self.holdings(), state)
 
-    def _saved(self, step: int, path: object) -> None:
-        self._call(lambda c: c.on_save(self.info, step, path))  # type: ignore[arg-type]
+    def _tell_saved(self) -> None:
+        for path in self.checkpointer.finished():
+            for callback in self.callbacks:
+                callback.on_save(self.info, int(path.name.removeprefix("step-")), path)
 
     def holdings(self) -> list[Holding]:
         """What this rank has to put into a checkpoint, or to fill from one."""
@@ -239,6 +269,17 @@ class Loop:
             what(callback)
 
 
-def _reduce(unit: object) -> None:
-    assert isinstance(unit, Unit)
-    unit.reduce()
+class _Feed:
+    """A step's micro-batches, as the executor asks for them."""
+
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Tensor):
+        self.batches, self.scale = batches, scale
+
+    def first(self, micro_batch: int) -> Tensor:
+        return self.batches[micro_batch][0]
+
+    def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
+        return (self.batches[micro_batch][1],)
+
+    def grad(self, micro_batch: int) -> Tensor:
+        return self.scale

@@ -1,7 +1,9 @@
 """The mesh of ranks: coordinates by axis, and the process groups along axes.
 
 Rank numbers run fastest along `col`, slowest along `pipe`, so that the axes with the most traffic join neighbours.
-Groups are made by all their members together: every rank must ask for the same groups in the same order.
+Groups are made by all their members together: every rank must ask for the same groups in the same order. torch names a group
+by its members and by how many groups its process has made before, so all ranks must have made as many: one that is not in a
+group makes one of its own instead.
 """
 
 from __future__ import annotations
@@ -52,3 +54,10 @@ class RankMesh:
         if len(members) == 1:
             return None
         return dist.new_group(members, timeout=self._timeout, backend=backend, use_local_synchronization=True)
+
+    def pair(self, axis: str, first: int, second: int) -> dist.ProcessGroup | None:
+        """A new group of the two ranks at these coordinates of an axis; None on other ranks, which must ask for it too."""
+        line, mine = self.members(axis), self.coordinates[axis] in (first, second)
+        members = [line[first], line[second]] if mine else [self.rank]
+        made = dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+        return made if mine else None

@@ -2,15 +2,18 @@
 
     step loss grad_norm lr tokens seconds tokens_per_second mfu peak_bytes skipped
 
-`tokens` are the positions trained on in the step, `seconds` its wall time, `peak_bytes` the most memory any rank has used
-so far (CUDA: allocated; CPU: resident). `mfu` is the model's FLOPs (model/spec.py: no recomputation) per second over the
-ranks' peak rate: the vendor's figure for known GPUs at the plan's precision, and on CPUs, which have no such figure worth
-the name, the rate of a matrix product measured when the run starts, on all ranks at once.
+`loss` is the mean over the step's valid tokens; it and `grad_norm` (before clipping) are null when not finite, and `skipped`
+counts the steps that were skipped for that. `tokens` are the positions trained on in the step, `seconds` its wall time,
+`peak_bytes` the most memory any rank has used so far (CUDA: allocated; CPU: resident). `mfu` is the model's FLOPs
+(model/spec.py: no recomputation) per second over the ranks' peak rate: the vendor's figure for known GPUs at the plan's
+precision, and on CPUs, which have no such figure worth the name, the rate of a matrix product measured when the run
+starts, on all ranks at once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -48,7 +51,9 @@ class MetricsFile:
         self._file = run.metrics_file.open("a", encoding="utf-8", buffering=1)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
+        """Append one line; numbers that are not finite become null, since JSON has none."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self._file.write(json.dumps(finite) + "\n")
 
     def close(self) -> None:
         self._file.close()

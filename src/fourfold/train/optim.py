@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch._dynamo  # torch.optim imports it at its first step, a second of work: do it once, before ranks are forked
 from torch import Tensor
 
 from fourfold.config import OptimConfig

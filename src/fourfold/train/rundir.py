@@ -41,6 +41,10 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def env_file(self) -> Path:
+        return self.path / "env.json"
+
+    @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -143,6 +147,10 @@ class RunDir:
         """Write the resolved config and plan."""
         schema.write_json(self.config_file, config.to_dict())
         schema.write_json(self.plan_file, plan.to_dict())
+
+    def job(self) -> str:
+        """Name of the launcher's job that this run belongs to; empty when it had none."""
+        return schema.read(self.env_file).get("job", "") if self.env_file.exists() else ""
 
     def read(self) -> tuple[Config, Plan]:
         """The config and plan of the run."""

@@ -1,15 +1,15 @@
 """Where the parts meet: one rank, assembled from a config and a plan. Reads like a recipe.
 
-Build the model without storage; make its units, each with its parameters in one flat buffer and their initial values; chain
-them into a stage; give them an optimizer; open the data; resume if there is something to resume; run the loop.
+Build the model without storage; make the units of this rank's stages, each with its parameters in one flat buffer and their
+initial values; chain them into stages; give the stages, their messages and the rank's program to an executor; give the units
+an optimizer; open the data; resume if there is something to resume; run the loop.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,28 +18,31 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+import fourfold
 from fourfold import schema
 from fourfold.config import Config
-from fourfold.errors import ConfigError
-from fourfold.launch.place import Place, choose_device, join, leave
-from fourfold.model.build import build_model, fill_initial, materialize_buffers
-from fourfold.model.spec import parameter_count, tied_parameters
-from fourfold.model.transformer import Transformer
-from fourfold.piece import whole
-from fourfold.plan import Plan
-from fourfold.runtime.stage import Link, Stage
-from fourfold.shard.unit import Unit
+from fourfold.errors import ConfigError, RunDirError
+from fourfold.launch.place import Place, choose_device, current_place, join, leave
+from fourfold.model.build import build_model, materialize_buffers
+from fourfold.model.spec import parameter_count
+from fourfold.plan import AXES, Mesh, Plan
+from fourfold.program.stages import lay_out_pipeline
+from fourfold.runtime.executor import Executor
+from fourfold.testing.faults import Faults
 from fourfold.train import checkpoint
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
-from fourfold.train.data import Samples, open_corpus
+from fourfold.train.data import open_samples
+from fourfold.train.guard import Guard
 from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
 from fourfold.train.optim import AdamW
+from fourfold.train.parts import make_runner, make_stages, make_transport, make_units
 from fourfold.train.rundir import RunDir
+from fourfold.train.trace import TraceFile, device_mark
 from fourfold.view.console import Progress
 
-__all__ = ["DTYPES", "Outcome", "fit", "open_samples", "work"]
+__all__ = ["DTYPES", "Outcome", "fit", "work"]
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -53,21 +56,68 @@ class Outcome:
 
 
 def fit(
-    config: Config, plan: Plan | None = None, *, callbacks: Sequence[Callback] = (), resume: bool = False
+    config: Config,
+    plan: Plan | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    console: IO[str] | None = None,
 ) -> Outcome:
-    """Train `config` by `plan`, in this process as one rank of a job (or as the only one).
+    """Train `config` by `plan` (default: every rank a replica), in this process as one rank of a job or as the only one.
 
-    Call it in every rank, from your own script; `fourfold train` starts the ranks itself. With `resume`, the run in
-    `train.run_dir` goes on from its newest checkpoint.
+    Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the process group that
+    is there, or joins the one of torchrun or srun, or is alone. With `resume`, the run in `train.run_dir` goes on from its
+    newest checkpoint.
     """
-    config, plan = config.resolve(), plan or Plan()
-    place = Place()
+    config, place = config.resolve(), current_place()
+    plan = plan or Plan(mesh=Mesh(data=place.ranks))
     plan.check(config, place.ranks)
-    run = RunDir.reopen(config.train.run_dir) if resume else RunDir.create(config.train.run_dir, config, plan)
+    device, timeout = _prepare(config, place)
+    joins = place.ranks > 1 and not dist.is_initialized()
+    if joins:
+        join(place, None, device, timeout)
     try:
-        return work(place, None, config, plan, run, callbacks=callbacks)
+        run = claim(place, config, plan, resume)
+        try:
+            return work(place, None, config, plan, run, callbacks=callbacks, console=console)
+        finally:
+            run.unlock()
     finally:
-        run.unlock()
+        if joins:
+            leave()
+
+
+def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
+    """The run directory, claimed by rank 0 for all; its refusal is raised on every rank.
+
+    A job that its launcher restarted goes on with the run it began: one of its ranks says so, or the directory carries
+    the job's name.
+    """
+    restarted = any(_everyone(place.restarted, place))
+    run, problem = RunDir(config.train.run_dir), None
+    if place.rank == 0:
+        again = run.config_file.exists() and (restarted or (place.job and run.job() == place.job))
+        try:
+            if resume or again:
+                run = RunDir.reopen(run.path)
+                run.write(config, plan)
+            else:
+                run = RunDir.create(run.path, config, plan)
+        except RunDirError as e:
+            problem = str(e)
+    problem = _everyone(problem, place)[0]
+    if problem is not None:
+        raise RunDirError(problem)
+    return run
+
+
+def _everyone(value: Any, place: Place) -> list[Any]:
+    """Every rank's value."""
+    if place.ranks == 1:
+        return [value]
+    values: list[Any] = [None] * place.ranks
+    dist.all_gather_object(values, value)
+    return values
 
 
 def work(
@@ -79,24 +129,23 @@ def work(
     *,
     callbacks: Sequence[Callback] = (),
     console: IO[str] | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Be one rank of a run whose directory is claimed, config resolved and plan checked."""
-    device = choose_device(config.train.device, place)
-    timeout = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
-    _set_up_torch(config, device)
-    if place.ranks > 1:
+    device, timeout = _prepare(config, place)
+    joins = place.ranks > 1 and not dist.is_initialized()
+    if joins:
         join(place, store, device, timeout)
     try:
-        loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console, stop_requested)
-        steps = loop.run(done)
+        loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console)
+        with loop.guard.on_watch():
+            steps = loop.run(done)
         if place.rank == 0 and steps == config.train.steps:
             from fourfold.train.export import write_final
 
             write_final(run, config)
         return Outcome(steps, run.path)
     finally:
-        if place.ranks > 1:
+        if joins:
             leave()
 
 
@@ -109,107 +158,73 @@ def assemble(
     run: RunDir,
     callbacks: Sequence[Callback],
     console: IO[str] | None,
-    stop_requested: Callable[[], bool],
 ) -> tuple[Loop, int]:
     """The loop of one rank, and how many steps were done before."""
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=timeout))
     world = dist.group.WORLD if place.ranks > 1 else None
-    replicas = mesh.group("data", "depth")
-    saving = mesh.group("pipe", "data", "depth", "row", "col", backend="gloo")
+    batch_group = mesh.group("data", "depth", "row")
+    saving = mesh.group(*AXES, backend="gloo")
     compute = DTYPES[plan.precision.compute]
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
+    guard = Guard(
+        timeout=timeout,
+        max_skipped=config.train.max_skipped,
+        faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
+    )
 
+    layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
     model = build_model(config.model)
     model.to(compute)
-    units = make_units(model, config, plan, mesh, device, compute, reduce, replicas)
+    held = make_units(config, plan, mesh, layout, model, device=device, compute=compute, reduce=reduce)
     materialize_buffers(model, device, compute)
-    stage = Stage(
-        [
-            Link(name, units[name], module, _recompute(plan, name), plan.precision.compile)
-            for name, module in model.units().items()
-        ],
-        reseed=_reseeder(config, mesh) if config.model.dropout else None,
+    executor = Executor(
+        layout.schedule.placement,
+        mesh.coordinates["pipe"],
+        make_stages(config, plan, mesh, layout, model, held.units),
+        held.verbs,
+        make_transport(mesh, layout, device, timeout),
+        watch=guard.instruction,
+        mark=device_mark(device),
     )
-    optimizer = AdamW(list(units.values()), config.optim)
+    runner = make_runner(executor, plan, mesh, layout)
+    units = list(held.units.values())
+    optimizer = AdamW(units, config.optim)
     train_samples, eval_samples = open_samples(config)
 
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameter_count(config.model))
     mine = list(callbacks) + extra_callbacks(config)
     checkpointer = checkpoint.Checkpointer(
-        run.checkpoints, keep=config.checkpoint.keep, group=saving, coordinates=mesh.coordinates
+        run.checkpoints,
+        keep=config.checkpoint.keep,
+        background=config.checkpoint.mode == "async",
+        group=saving,
+        mine=lambda piece: piece.written_at(mesh.coordinates, mesh.degrees),
     )
     loop = Loop(
         info,
         mesh=mesh,
         world=world,
+        batch_group=batch_group,
         device=device,
-        stage=stage,
-        units=list(units.values()),
+        runner=runner,
+        ties=held.ties,
+        trace=None,
+        units=units,
         optimizer=optimizer,
         train_samples=train_samples,
         eval_samples=eval_samples,
         checkpointer=checkpointer,
         callbacks=mine,
         peak_rate=peak_flops(device, compute),
-        stop_requested=stop_requested,
+        guard=guard,
     )
     done = resume(loop, run, saving)
+    if config.log.trace:
+        loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done)
     if place.rank == 0:
-        schema.write_json(run.path / "env.json", environment(place, device))
+        schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console), *loop.callbacks]
     return loop, done
-
-
-def make_units(
-    model: Transformer,
-    config: Config,
-    plan: Plan,
-    mesh: RankMesh,
-    device: torch.device,
-    compute: torch.dtype,
-    reduce: torch.dtype,
-    replicas: dist.ProcessGroup | None,
-) -> dict[str, Unit]:
-    """The model's units with their initial weights; its parameters become views of them."""
-    copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1)
-    tied = tied_parameters(config.model)
-    units: dict[str, Unit] = {}
-    for name, module in model.units().items():
-        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        unit = units[name] = Unit.of(
-            name,
-            module,
-            pieces={n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()},
-            device=device,
-            compute=compute,
-            reduce=reduce,
-            group=replicas,
-            borrow={n: _owner(units, tied[f"{name}.{n}"]) for n in found if f"{name}.{n}" in tied},
-        )
-        for n, parameter in unit.params.items():
-            for piece in unit.pieces[n]:
-                fill_initial(parameter, piece, config.model, config.train.seed)
-    return units
-
-
-def _owner(units: dict[str, Unit], serial: str) -> tuple[Unit, str]:
-    """The unit that owns a serial parameter, and its name there."""
-    unit = next(u for u in units.values() if serial.startswith(f"{u.name}."))
-    return unit, serial.removeprefix(f"{unit.name}.")
-
-
-def _recompute(plan: Plan, unit: str) -> Any:
-    return plan.rule_for(unit).recompute
-
-
-def _reseeder(config: Config, mesh: RankMesh) -> Callable[[int, int, int], None]:
-    """Seed torch by (seed, step, micro-batch, link, place in the batch) before a link draws random numbers."""
-
-    def reseed(step: int, micro_batch: int, link: int) -> None:
-        key = f"{config.train.seed}:{step}:{micro_batch}:{link}:{mesh.index('data', 'depth', 'row')}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
-
-    return reseed
 
 
 def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
@@ -220,55 +235,40 @@ def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
     state = checkpoint.load(directory, loop.holdings(), group=group)
     for unit in loop.units:
         loop.optimizer.publish(unit)
+    for tie in loop.ties:
+        tie.publish()
     loop.optimizer.updates = state["updates"]
     consumed, batch = loop.train_samples.consumed(state["data"]), loop.config.train.global_batch
     if consumed != state["step"] * batch:
         raise ConfigError(f"train.global_batch = {batch} is not the batch this run was started with; it cannot change")
+    loop.guard.skipped = state["skipped"]
     loop.saved_step = state["step"]
     return state["step"]
 
 
-def open_samples(config: Config) -> tuple[Samples, Samples | None]:
-    """The training samples, and those for evaluation when it is asked for; raises DataError for bad data."""
-    corpus = open_corpus(config.data.source, config.data.tokenizer)
-    kinds: dict[str, Any] = {
-        "seq_len": config.model.seq_len,
-        "vocab": config.model.vocab,
-        "seed": config.train.seed,
-        "eval_fraction": config.data.eval_fraction,
-        "bidirectional": config.model.family == "bert",
-        "mask_rate": config.data.mask_rate,
-    }
-    train = Samples(corpus, split="train", **kinds)
-    if not config.train.eval_every:
-        return train, None
-    held = Samples(corpus, split="eval", **kinds)
-    if held.count < 1:
-        raise ConfigError(
-            f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "
-            f"{train.count} windows leaves none to evaluate on; use {1.5 / train.count:.2g} or more"
-        )
-    return train, held
-
-
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
-    """What the run ran on, for env.json."""
+    """What the run runs on, for env.json."""
     return {
-        "fourfold": __import__("fourfold").__version__,
+        "fourfold": fourfold.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "host": platform.node(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": place.ranks,
         "threads": torch.get_num_threads(),
+        "job": place.job,
     }
 
 
-def _set_up_torch(config: Config, device: torch.device) -> None:
+def _prepare(config: Config, place: Place) -> tuple[torch.device, float]:
+    """This rank's device and timeout, with torch set up as the config wants it."""
+    device = choose_device(config.train.device, place)
     if config.train.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return device, config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
 
 
 class Recorder(Callback):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+import tyro
 
 from fourfold import schema
 from fourfold.errors import ScheduleError
@@ -26,7 +28,7 @@ __all__ = ["SimulateArgs", "compare", "simulate_command"]
 class SimulateArgs:
     """Time a plan, a schedule or programs without running them."""
 
-    target: str
+    target: Annotated[str, tyro.conf.Positional]
     """A plan (.toml, .json), a schedule (.json, .csv), programs (.txt, .json), or the name of a schedule:
     gpipe, 1f1b, interleaved, wave, zb-h1, zb-v, synthesized."""
     ranks: int = 4
@@ -55,6 +57,8 @@ class SimulateArgs:
     """All schedules side by side."""
     json: bool = False
     """Print JSON."""
+    debug: bool = False
+    """Show tracebacks of errors."""
 
     @property
     def costs(self) -> Costs:

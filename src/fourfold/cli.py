@@ -1,0 +1,96 @@
+"""The command line: `fourfold COMMAND …`. Finds the command, reads its arguments, turns errors into messages and exit codes.
+
+Exit codes: 0 done, 1 a run failed (or two runs diverge), 2 the input is at fault and nothing was started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import fourfold
+from fourfold import schema
+from fourfold.commands.demo import DemoArgs, demo
+from fourfold.commands.look import (
+    CompareArgs,
+    DoctorArgs,
+    SampleArgs,
+    TokenizeArgs,
+    ViewArgs,
+    compare,
+    doctor,
+    sample,
+    tokenize,
+    view,
+)
+from fourfold.commands.simulate import SimulateArgs, simulate_command
+from fourfold.commands.train import TrainArgs, loaded_defaults, train
+from fourfold.errors import ConfigError, FourfoldError
+
+__all__ = ["main"]
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "demo": (DemoArgs, demo),
+    "simulate": (SimulateArgs, simulate_command),
+    "train": (TrainArgs, train),
+    "view": (ViewArgs, view),
+    "sample": (SampleArgs, sample),
+    "compare": (CompareArgs, compare),
+    "tokenize": (TokenizeArgs, tokenize),
+    "doctor": (DoctorArgs, doctor),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        return _help()
+    if args[0] == "--version":
+        print(f"fourfold {fourfold.__version__}")
+        return 0
+    debug = "--debug" in args
+    try:
+        if args[0] not in COMMANDS:
+            raise ConfigError(f"unknown command '{args[0]}'{schema.nearest(args[0], COMMANDS)}")
+        kind, run = COMMANDS[args[0]]
+        return run(_parse(kind, args[0], args[1:]))
+    except FourfoldError as e:
+        if debug:
+            traceback.print_exc()
+        else:
+            Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(e))}")
+        return e.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def _parse(kind: type, name: str, args: list[str]) -> Any:
+    default = None
+    if kind is TrainArgs:
+        default = loaded_defaults(args)
+        args = [a if a not in ("true", "false") else a.capitalize() for a in args]
+    return tyro.cli(kind, prog=f"fourfold {name}", args=args, default=default, config=(tyro.conf.AvoidSubcommands,))
+
+
+def _help() -> int:
+    console = Console(highlight=False)
+    console.print("[bold]fourfold[/] trains large models on the GPUs you have.\n\nusage: fourfold COMMAND …\n")
+    table = Table.grid(padding=(0, 2))
+    for name, (kind, _) in COMMANDS.items():
+        table.add_row(f"  [bold]{name}[/]", escape((kind.__doc__ or "").strip().splitlines()[0]))
+    console.print(table)
+    console.print("\n`fourfold COMMAND --help` lists a command's options.")
+    return 0

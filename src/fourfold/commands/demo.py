@@ -1,0 +1,76 @@
+"""`fourfold demo`: the first five minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from fourfold.commands.look import SampleArgs, sample
+from fourfold.commands.train import TrainArgs, train
+from fourfold.config import Config
+
+__all__ = ["DemoArgs", "demo"]
+
+
+@dataclass(frozen=True)
+class DemoArgs:
+    """Train a small GPT on Python's own source in four processes, then let it write."""
+
+    steps: int = 220
+    """Optimizer steps."""
+    nproc: int = 4
+    """Ranks."""
+    run_dir: str | None = None
+    """Where to write the run; default: runs/demo, or the next free runs/demo-2, …"""
+    debug: bool = False
+    """Show tracebacks of errors."""
+
+
+def demo(args: DemoArgs) -> int:
+    console = Console(highlight=False)
+    run_dir = args.run_dir or _free_run_dir("runs/demo")
+    config = Config.from_dict(
+        {
+            "model": {"family": "gpt", "layers": 2, "hidden": 128, "heads": 4, "seq_len": 64},
+            "optim": {"lr": 4e-3, "warmup": min(20, args.steps), "weight_decay": 0.01},
+            "train": {"steps": args.steps, "global_batch": 32, "run_dir": run_dir},
+            "checkpoint": {"every": max(1, args.steps // 2)},
+            "log": {"every": 20},
+        }
+    )
+    trained = train(
+        TrainArgs(
+            nproc=args.nproc,
+            **{f.name: getattr(config, f.name) for f in dataclasses.fields(config)},
+        )
+    )
+    if trained:
+        return trained
+    prompt = "def read"
+    console.print(f"\nwhat it writes after [bold]{prompt}[/]:\n")
+    sample(SampleArgs(run_dir=run_dir, prompt=prompt, tokens=160))
+    console.print()
+    from fourfold.view.console import facts
+
+    facts(
+        [
+            ("metrics", f"{run_dir}/metrics.jsonl"),
+            ("checkpoints", f"{run_dir}/checkpoints/"),
+            ("weights", f"{run_dir}/final/model.safetensors"),
+            ("logs", f"{run_dir}/logs/"),
+            ("more text", f'fourfold sample {run_dir} --prompt "class "'),
+            ("your model", "fourfold train configs/gpt-tiny.toml --nproc 4"),
+        ],
+        console,
+    )
+    return 0
+
+
+def _free_run_dir(wish: str) -> str:
+    number = 1
+    while os.path.exists(path := wish if number == 1 else f"{wish}-{number}"):
+        number += 1
+    return path

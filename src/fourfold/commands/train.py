@@ -1,0 +1,224 @@
+"""`fourfold train`: start or resume a run, on this machine or as one rank of a torchrun or srun job."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from tyro.conf import FlagConversionOff
+
+from fourfold.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from fourfold.errors import ConfigError, RankFailure
+from fourfold.plan import Mesh, Plan
+
+if TYPE_CHECKING:
+    from fourfold.train.rundir import RunDir
+
+__all__ = ["TrainArgs", "loaded_defaults", "train"]
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """Train a model: `fourfold train CONFIG [--plan P] [--section.field value]`, or `fourfold train --resume RUN_DIR`."""
+
+    config: Annotated[str | None, tyro.conf.Positional] = None
+    """Config file: what to train (TOML, JSON or YAML)."""
+    plan: str | None = None
+    """Plan file: how to train it. Without one, every rank holds a whole copy of the model."""
+    resume: str | None = None
+    """Run directory to go on with, instead of a config."""
+    nproc: int | None = None
+    """Ranks to start on this machine; default: what the plan's mesh says, else one per GPU, else one."""
+    max_restarts: int = 0
+    """Start the ranks again, from the newest checkpoint, up to so many times when one fails."""
+    dry_run: bool = False
+    """Check everything, show what would run, start nothing and write nothing."""
+    debug: bool = False
+    """Show tracebacks of errors."""
+    # booleans of the sections are written out: --log.tensorboard true
+    model: FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
+    data: FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
+    optim: FlagConversionOff[OptimConfig] = field(default_factory=OptimConfig)
+    train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
+    checkpoint: FlagConversionOff[CheckpointConfig] = field(default_factory=CheckpointConfig)
+    log: FlagConversionOff[LogConfig] = field(default_factory=LogConfig)
+
+
+def train(args: TrainArgs) -> int:
+    config, plan, ranks = _prepare(args)
+    console = Console(highlight=False)
+    if args.dry_run:
+        _describe(console, config, plan, ranks)
+        console.print("[green]all checks passed[/]; nothing was started or written")
+        return 0
+    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+        return _be_a_rank(args, config, plan, ranks)
+    from fourfold.train.rundir import RunDir
+
+    run = RunDir.reopen(args.resume) if args.resume else RunDir.create(config.train.run_dir, config, plan)
+    try:
+        if args.resume:
+            run.write(config, plan)
+        _describe(console, config, plan, ranks)
+        console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
+        _start(console, config, plan, run, args.max_restarts)
+    finally:
+        run.unlock()
+    console.print(f"[green]done[/]: {run.path}  (sample from it: fourfold sample {run.path})")
+    return 0
+
+
+def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, ranks: int) -> int:
+    """Started by torchrun or srun: this process is one rank; rank 0 prints."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from fourfold.launch.place import current_place
+    from fourfold.train.worker import fit
+
+    place = current_place()
+    console = Console(highlight=False, quiet=place.rank > 0)
+    plan.check(config, place.ranks)
+    _describe(console, config, plan, ranks)
+    run = record(fit)(config, plan, resume=args.resume is not None)
+    assert run is not None  # the wrapper re-raises
+    console.print(f"[green]done[/]: {run.run_dir}  (sample from it: fourfold sample {run.run_dir})")
+    return 0
+
+
+def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
+    """The resolved config, the plan and the number of ranks; everything that can be checked before a start is."""
+    config = Config(
+        model=args.model,
+        data=args.data,
+        optim=args.optim,
+        train=args.train,
+        checkpoint=args.checkpoint,
+        log=args.log,
+    ).resolve()
+    ranks = args.nproc
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--nproc {ranks}: at least one rank is needed")
+    if args.plan:
+        plan = Plan.load(args.plan)
+    elif args.resume:
+        plan = Plan.load(Path(args.resume) / "plan.json")
+    else:
+        ranks = (_ranks_started() or _gpus(config) or 1) if ranks is None else ranks
+        plan = Plan(mesh=Mesh(data=ranks))
+    plan.check(config, ranks)
+    if config.train.device == "cuda" and not _gpus(config):
+        raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
+    from fourfold.train.callbacks import extra_callbacks
+    from fourfold.train.data import open_samples
+
+    extra_callbacks(config)
+    open_samples(config)
+    return config, plan, plan.mesh.ranks
+
+
+def _ranks_started() -> int:
+    """How many ranks torchrun or srun started; 0 when neither did."""
+    return int(os.environ.get("WORLD_SIZE", 0)) or int(os.environ.get("SLURM_NTASKS", 0)) * (
+        "SLURM_STEP_ID" in os.environ
+    )
+
+
+def _gpus(config: Config) -> int:
+    """GPUs that torch can use, counted without starting CUDA (a process that has started it cannot fork ranks)."""
+    if config.train.device == "cpu" or not (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restarts: int) -> None:
+    """Start the ranks on this machine, again after a failure as often as allowed."""
+    from fourfold.launch.local import launch_local
+    from fourfold.train.checkpoint import newest
+    from fourfold.train.worker import work
+
+    for attempt in range(max_restarts + 1):
+        try:
+            launch_local(
+                lambda place, store, screen: work(place, store, config, plan, run, console=screen),
+                plan.mesh.ranks,
+                run.logs,
+            )
+            return
+        except RankFailure as e:
+            if attempt == max_restarts or e.exit_code == 2:
+                raise
+            last = newest(run.checkpoints)
+            console.print(f"[red]{escape(str(e).splitlines()[0])}[/]")
+            console.print(f"starting again from {last or 'the beginning'} ({attempt + 1} of {max_restarts})")
+
+
+def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
+    from fourfold.model.spec import parameter_count
+    from fourfold.view.console import facts, number
+
+    m, batch = config.model, config.train.global_batch
+    size, micro = plan.micro_batch_size(batch), plan.micro_batches(batch)
+    share = f"{micro} × {size} sequences each, {plan.precision.compute}"
+    facts(
+        [
+            ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {number(parameter_count(m))} parameters"),
+            ("data", f"{config.data.source}, {batch} × {m.seq_len} tokens a step"),
+            ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
+            ("steps", f"{config.train.steps}"),
+            ("run", config.train.run_dir),
+        ],
+        console,
+    )
+
+
+def loaded_defaults(args: list[str]) -> TrainArgs:
+    """What the config file (or the run to resume) says, as the defaults of the flags; flags win over it."""
+    path, resume = _named(args)
+    if "-h" in args or "--help" in args:
+        return TrainArgs(config=path)
+    if (path is None) == (resume is None):
+        raise ConfigError(
+            "name one config file, or --resume a run directory; for example: fourfold train configs/gpt-tiny.toml"
+        )
+    if resume is not None:
+        from fourfold.train.rundir import RunDir
+
+        config, _ = RunDir.find(resume).read()
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=resume))
+    else:
+        assert path is not None
+        config = Config.load(path)
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return TrainArgs(config=path, resume=resume, **sections)
+
+
+def _named(args: list[str]) -> tuple[str | None, str | None]:
+    """The positional argument and the value of --resume; every flag but these takes one value."""
+    alone = ("--dry-run", "--no-dry-run", "--debug", "--no-debug", "-h", "--help")
+    path = resume = None
+    rest = iter(args)
+    for a in rest:
+        if a.startswith("--resume"):
+            resume = a.partition("=")[2] or next(rest, None)
+        elif a.startswith("-"):
+            if a not in alone and "=" not in a:
+                next(rest, None)
+        elif path is None:
+            path = a
+    return path, resume

@@ -1,0 +1,225 @@
+"""Start the ranks of a job on this machine, watch them, and say which failed first.
+
+The launcher imports torch once and forks the ranks, so four of them start in a tenth of a second. Each rank writes to its own
+log file; rank 0 also gets the console. Ranks talk over the loopback interface alone and find each other through a file.
+They die with their launcher (the kernel sees to it), and one rank's failure ends the others.
+
+Ctrl-C or SIGTERM asks the ranks to stop after the step in progress; a second one kills them.
+
+When a rank fails, the others get a few seconds to end by themselves. One that does not is what they were waiting for: it hangs,
+or is stopped. The launcher asks every rank that is left for its stack (SIGUSR2; it goes to the rank's log) before ending it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO
+
+import psutil
+import torch.distributed as dist
+
+from fourfold.errors import CommunicationError, FourfoldError, RankFailure
+from fourfold.launch.place import Place
+
+__all__ = ["Job", "launch_local"]
+
+Job = Callable[[Place, dist.Store, IO[str] | None], object]
+"""What a rank does: (place, store, console of rank 0)."""
+
+GRACE = 3.0
+"""Seconds the other ranks get to end by themselves after the first failure."""
+
+
+def launch_local(job: Job, ranks: int, logs: Path) -> None:
+    """Run `job` in `ranks` forked processes; raises RankFailure about the one that failed first."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console:
+        processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            args = (job, Place(rank, ranks, rank, ranks), Path(folder), logs, os.getpid(), console)
+            process = context.Process(target=_rank, args=args, name=f"rank {rank}")
+            process.start()
+            processes.append(process)
+        with _forwarding(processes) as asked:
+            end = _watch(processes)
+        if end.failed and not (
+            asked() and set(end.failed.values()) <= {-signal.SIGTERM}
+        ):  # stopped before it could save
+            raise _blame(end, Path(folder), logs)
+
+
+@contextlib.contextmanager
+def _console() -> Iterator[int]:
+    """A descriptor of our standard output that survives the redirection in the ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    handle = os.dup(1)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _forwarding(processes: list[BaseProcess]) -> Iterator[Callable[[], bool]]:
+    """Pass SIGINT and SIGTERM on to the ranks as SIGTERM, then as SIGKILL."""
+    times = 0
+
+    def forward(number: int, frame: object) -> None:
+        nonlocal times
+        times += 1
+        if times == 1:
+            print("\nstopping after this step (once more: kill)", file=sys.stderr, flush=True)
+        _signal(processes, signal.SIGTERM if times == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: times > 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal(processes: list[BaseProcess], number: int) -> None:
+    for process in processes:
+        if process.is_alive() and process.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+
+@dataclass
+class _End:
+    """How the ranks ended: exit codes of those that failed by themselves, and what those did that had to be ended."""
+
+    failed: dict[int, int] = field(default_factory=dict)
+    hung: dict[int, str] = field(default_factory=dict)
+
+
+def _watch(processes: list[BaseProcess]) -> _End:
+    """Wait for all ranks; some time after a first failure, end the others."""
+    end = _End()
+    waiting = dict(enumerate(processes))
+    deadline = float("inf")
+    while waiting:
+        left = deadline - time.monotonic()
+        wait([p.sentinel for p in waiting.values()], timeout=None if left == float("inf") else max(0.0, left))
+        for rank in [rank for rank, p in waiting.items() if not p.is_alive()]:
+            code = waiting.pop(rank).exitcode or 0
+            if code and not end.hung:  # later deaths are our doing
+                end.failed[rank] = code
+        if end.failed and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE
+        if waiting and time.monotonic() >= deadline:
+            end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
+            _signal(list(waiting.values()), signal.SIGUSR2)
+            time.sleep(0.3)  # for the stacks to be written
+            _signal(list(waiting.values()), signal.SIGKILL)
+            deadline = time.monotonic() + GRACE
+    return end
+
+
+def _state(process: BaseProcess) -> str:
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+            return "is stopped (SIGSTOP)"
+    return "hangs"
+
+
+def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
+    """The rank at fault: one that was killed; else one that hangs, if the others only waited; else the first to raise."""
+    records = {}
+    for rank in end.failed:
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            records[rank] = json.loads((folder / f"error{rank}").read_text())
+    killed = [rank for rank, code in end.failed.items() if code < 0 and rank not in records]
+    if killed:
+        rank = killed[0]
+        name = signal.Signals(-end.failed[rank]).name
+        hint = " (out of memory? the kernel kills with this signal)" if name == "SIGKILL" else ""
+        return RankFailure(f"rank {rank} was killed by {name}{hint}; its log: {logs / f'rank{rank}.log'}")
+    if not records:
+        rank = min(end.failed)
+        return RankFailure(f"rank {rank} ended with exit code {end.failed[rank]}; its log: {logs / f'rank{rank}.log'}")
+    waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
+    if len(waited) == len(records) and end.hung:  # nobody failed but those who waited for the ones that are left
+        lines = [f"rank {r} {state}{_innermost(logs / f'rank{r}.log')}" for r, state in end.hung.items()]
+        lines += [f"rank {r}, {rec['message'].splitlines()[0]}" for r, rec in sorted(waited.items())]
+        return RankFailure("\n".join([*lines, f"stacks of all ranks are in {logs}"]))
+    causes = {r: rec for r, rec in records.items() if r not in waited} or records
+    rank, record = min(causes.items(), key=lambda item: item[1]["time"])
+    if record["for_user"]:
+        failure = RankFailure(f"{record['message']} (rank {rank})")
+        failure.exit_code = record["exit_code"]
+        return failure
+    return RankFailure(
+        f"rank {rank} failed first; its log: {logs / f'rank{rank}.log'}\n\n{record['traceback'].rstrip()}"
+    )
+
+
+def _innermost(log: Path) -> str:
+    """Where the main thread of a rank was, from the last stack in its log."""
+    blocks = log.read_text(errors="replace").split("(most recent call first):\n")
+    frame = re.match(r'\s*File "(.*)", line (\d+) in (\S+)', blocks[-1]) if len(blocks) > 1 else None
+    return f" in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
+
+
+# ---- in the rank ----
+
+
+def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, console: int) -> None:
+    _die_with(launcher)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    log = os.open(logs / f"rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    screen = os.fdopen(console, "w", buffering=1, closefd=False) if place.rank == 0 else None
+    code = 0
+    try:
+        job(place, dist.FileStore(str(folder / "store"), place.ranks), screen)
+    except BaseException as e:
+        traceback.print_exc()
+        record = {
+            "time": time.time(),
+            "kind": type(e).__name__,
+            "for_user": isinstance(e, FourfoldError),
+            "exit_code": getattr(e, "exit_code", 1),
+            "message": str(e),
+            "traceback": traceback.format_exc(),
+        }
+        (folder / f"error{place.rank}").write_text(json.dumps(record))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no interpreter clean-up: other ranks may be gone, and threads of a broken group may hang
+
+
+def _die_with(launcher: int) -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere the group's timeout ends it)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != launcher:  # it ended before the call
+            os._exit(1)

@@ -1,0 +1,248 @@
+"""The executor: does what a rank's program says, instruction by instruction. It knows instructions, not schedules.
+
+    op or part of one   the stage computes, with what has arrived or was made here; what it makes waits to be sent or used
+    SEND, RECV          the transport carries; neither blocks
+    GATHER … REDUCE     the unit's verb
+    STREAM              the bucket's update
+
+Where two neighbouring stages are on one rank, the value is handed over as it is. A value that came in a message is released
+when the last thing that needs it is done: B, or W where the backward is split. One rank alone runs a program too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from fourfold.errors import CommunicationError
+from fourfold.program import Gather, Instruction, Op, Part, Program, Recv, Reduce, Release, Send, Stream
+from fourfold.runtime.stage import Stage
+from fourfold.runtime.transport import Name, Transport
+
+__all__ = ["Executor", "Feed", "Span", "StreamVerbs", "Verbs"]
+
+
+class Verbs(Protocol):
+    """What a program asks of a unit."""
+
+    def gather(self) -> None: ...
+    def release(self) -> None: ...
+    def reduce(self) -> None: ...
+
+
+class StreamVerbs(Protocol):
+    """What a program asks of a bucket."""
+
+    def stream(self) -> None: ...
+
+
+class Feed(Protocol):
+    """What enters and leaves the pipeline on this rank."""
+
+    def first(self, micro_batch: int) -> Any:
+        """Input of the first stage."""
+
+    def extra(self, micro_batch: int) -> tuple[Any, ...]:
+        """What the last stage is given beside its input."""
+
+    def grad(self, micro_batch: int) -> Any:
+        """Gradient of the last stage's output."""
+
+
+class Span(NamedTuple):
+    """One computation as it ran; three marks of the executor's clock. From `asked` to `start` it waited for what it needed."""
+
+    what: str
+    asked: Any
+    start: Any
+    end: Any
+
+
+@dataclass
+class Values:
+    """What is between two computations of a step."""
+
+    made: dict[Name, Any] = field(default_factory=dict)  # waits to be sent or used here
+    inputs: dict[tuple[int, int], list[Any]] = field(default_factory=dict)  # by (stage, micro-batch): came in messages
+    partial: dict[tuple[int, int, str], Any] = field(default_factory=dict)  # between the parts of an op
+    outputs: dict[int, Any] = field(default_factory=dict)  # of the last stage, by micro-batch
+
+
+class Executor:
+    """Runs programs on one rank: its stages by number, its units and buckets by name, its messages."""
+
+    def __init__(
+        self,
+        placement: tuple[int, ...],
+        rank: int,
+        stages: Mapping[int, Stage],
+        units: Mapping[str, Verbs],
+        transport: Transport | None = None,
+        *,
+        buckets: Mapping[str, StreamVerbs] | None = None,
+        watch: Callable[[str], None] | None = None,
+        mark: Callable[[], Any] = time.perf_counter,
+    ):
+        self.placement, self.rank, self.last = placement, rank, len(placement) - 1
+        self.stages, self.units, self.buckets = dict(stages), dict(units), dict(buckets or {})
+        self.transport, self.watch, self.mark = transport, watch, mark
+        self.spans: list[Span] = []
+        self.values = Values()
+        self._evaluating = False
+        self._feed: Feed | None = None
+
+    def run(self, program: Program, feed: Feed, *, evaluate: bool = False) -> dict[int, Any]:
+        """Run a program to its end; returns what the last stage made of each micro-batch, where it is on this rank."""
+        self.begin(feed, evaluate=evaluate)
+        for instruction in program.instructions:
+            try:
+                self.do(instruction)
+            except CommunicationError as e:
+                raise CommunicationError(f"{instruction}: {e}") from e
+            except Exception as e:
+                e.add_note(f"in instruction {instruction}")
+                raise
+        return self.end()
+
+    def begin(self, feed: Feed, *, evaluate: bool = False) -> None:
+        self.values, self.spans = Values(), []
+        self._feed, self._evaluating = feed, evaluate
+
+    def end(self) -> dict[int, Any]:
+        """The step is over: everything has been sent; nothing is left over."""
+        values = self.values
+        if self.transport is not None:
+            self.transport.finish()
+        assert not values.made, f"never used: {[str(n) for n in values.made]}"
+        assert not values.partial, f"half done: {list(values.partial)}"
+        self.values = Values()
+        return values.outputs
+
+    def do(self, instruction: Instruction) -> None:
+        """Do one instruction."""
+        match instruction:
+            case Op(stage, kind, micro_batch):
+                self.compute(stage, kind, micro_batch)
+            case Part(stage, kind, micro_batch, unit):
+                self._compute_part(stage, kind, micro_batch, unit)
+            case Send(stage, what, micro_batch, peer):
+                name = Name(stage, what, micro_batch)
+                self.messages.send(peer, name, self.values.made.pop(name))
+            case Recv(_, _, _, peer):
+                self.messages.post(peer)
+            case Gather(unit):
+                self.units[unit].gather()
+            case Release(unit):
+                self.units[unit].release()
+            case Reduce(unit):
+                self.units[unit].reduce()
+            case Stream(bucket):
+                self.buckets[bucket].stream()
+
+    @property
+    def messages(self) -> Transport:
+        assert self.transport is not None, "a program with messages on a rank without a transport"
+        return self.transport
+
+    # ---- computing ----
+
+    def compute(self, stage: int, kind: str, micro_batch: int) -> None:
+        """Do a whole op."""
+        if self.watch is not None:
+            self.watch(f"{stage}{kind}{micro_batch}")
+        asked = self.mark()
+        here = self.stages[stage]
+        match kind:
+            case "F":
+                value = self._input(stage, micro_batch)
+                start = self.mark()
+                if self._evaluating:
+                    out = here.evaluate(value, self._extra(stage, micro_batch))
+                    self._release(stage, micro_batch)
+                else:
+                    out = here.forward(micro_batch, value, self._extra(stage, micro_batch))
+                self._made(stage, "F", micro_batch, out)
+            case "B" | "I":
+                grad = self._grad(stage, micro_batch)
+                start = self.mark()
+                self._made(stage, kind, micro_batch, here.backward(micro_batch, grad, split=kind == "I"))
+                if kind == "B":
+                    self._release(stage, micro_batch)
+            case _:
+                start = self.mark()
+                here.weight_grad(micro_batch)
+                self._release(stage, micro_batch)
+        self.spans.append(Span(f"{stage}{kind}{micro_batch}", asked, start, self.mark()))
+
+    def _compute_part(self, stage: int, kind: str, micro_batch: int, unit: str) -> None:
+        """Do the part of an op that uses one unit; the first part takes the op's input, the last leaves its output."""
+        here, partial = self.stages[stage], self.values.partial
+        names = [link.name for link in here.links]
+        index, key = names.index(unit), (stage, micro_batch, kind)
+        first, last = (0, len(names) - 1) if kind == "F" else (len(names) - 1, 0)
+        asked = self.mark()
+        if index == first and self.watch is not None:
+            self.watch(f"{stage}{kind}{micro_batch}")
+        if kind != "W":
+            take = self._input if kind == "F" else self._grad
+            value = take(stage, micro_batch) if index == first else partial.pop(key)
+        start = self.mark()
+        if kind == "W":
+            here.weight_grad_part(index, micro_batch)
+        elif kind == "F":
+            extra = self._extra(stage, micro_batch)
+            if self._evaluating:
+                value = here.evaluate_part(index, value, extra)
+            else:
+                value = here.forward_part(index, micro_batch, value, extra)
+        else:
+            value = here.backward_part(index, micro_batch, value, split=kind == "I")
+        if kind != "W" and index != last:
+            partial[key] = value
+        elif index == last:
+            if kind != "W":
+                self._made(stage, kind, micro_batch, value)
+            if kind in "BW" or self._evaluating:
+                self._release(stage, micro_batch)
+        self.spans.append(Span(f"{stage}{kind}{micro_batch} {unit}", asked, start, self.mark()))
+
+    # ---- values between computations ----
+
+    def _input(self, stage: int, micro_batch: int) -> Any:
+        assert self._feed is not None
+        return self._feed.first(micro_batch) if stage == 0 else self._take(stage, stage - 1, "activation", micro_batch)
+
+    def _grad(self, stage: int, micro_batch: int) -> Any:
+        assert self._feed is not None
+        if stage == self.last:
+            return self._feed.grad(micro_batch)
+        return self._take(stage, stage + 1, "gradient", micro_batch)
+
+    def _extra(self, stage: int, micro_batch: int) -> tuple[Any, ...]:
+        assert self._feed is not None
+        return self._feed.extra(micro_batch) if stage == self.last else ()
+
+    def _take(self, stage: int, maker: int, kind: Any, micro_batch: int) -> Any:
+        """What another stage made: handed over where it is on this rank, received where it is not."""
+        name = Name(maker, kind, micro_batch)
+        if self.placement[maker] == self.rank:
+            return self.values.made.pop(name)
+        value = self.messages.receive(name, self.placement[maker])
+        self.values.inputs.setdefault((stage, micro_batch), []).append(value)
+        return value
+
+    def _made(self, stage: int, kind: str, micro_batch: int, value: Any) -> None:
+        if kind == "F":
+            if stage == self.last:
+                self.values.outputs[micro_batch] = value
+            else:
+                self.values.made[Name(stage, "activation", micro_batch)] = value
+        elif stage > 0:
+            self.values.made[Name(stage, "gradient", micro_batch)] = value
+
+    def _release(self, stage: int, micro_batch: int) -> None:
+        """Nothing needs the messages of this stage and micro-batch any more."""
+        for value in self.values.inputs.pop((stage, micro_batch), ()):
+            self.messages.release(value)

@@ -1,0 +1,332 @@
+"""Messages between the stages of a pipeline: one channel per directed edge, named messages, bounded memory.
+
+A message is named by who made it: (stage, kind, micro-batch), kind activation or gradient. Each directed edge (source rank,
+target rank) has a process group of its own, so nothing on it waits for anything on another. Messages of an edge are
+received in the order in which they are sent; what is received before it is wanted waits in an inbox.
+
+Sending starts at once and never blocks the caller; a thread per outgoing edge waits for the bytes to have left, and lets the
+tensors go as soon as they have. Receiving is done in one of two ways:
+
+- *ordered*: `post(source)` posts one more receive, as a program's RECV says, and `receive(name, source)` waits for it in the
+  caller's own thread: one wake-up between a message's arrival and its use.
+- *message-driven*: `listen(source, n)` lets a thread per incoming edge receive the n messages of a step, ahead of use and at most
+  `depth` per (stage, kind) before they are used (gloo cannot be asked whether something has arrived, only waited
+  for). A thread goes on regardless while the caller is blocked: what it wants may be behind what it does not want yet, and
+  holding back would wait for ever.
+
+No device-wide synchronisation; every wait of the caller has a timeout, and its error says what did not come.
+
+| device | how (`wire.py`) |
+|---|---|
+| CPU | gloo, receives posted ahead into pooled buffers |
+| CUDA, ranks share a GPU | the same through pinned host memory, on side streams |
+| CUDA, a GPU for each rank | header over gloo, tensors over NCCL; waits order streams. Untested on several GPUs |
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.errors import CommunicationError
+from fourfold.runtime.wire import HEADER_BYTES, Headers, HostPort, Kind, Name, Port, flatten, join_bytes
+
+__all__ = ["Name", "Transport"]
+
+
+@dataclass
+class _Message:
+    """A message that has arrived; `ready` makes its tensors usable by the current stream."""
+
+    name: Name
+    value: Any
+    ready: Callable[[], None]
+
+
+@dataclass
+class _Inbox:
+    """What has arrived and is not used yet; shared by listeners and caller under one lock."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    messages: dict[Name, _Message] = field(default_factory=dict)
+    held: Counter[tuple[int, Kind]] = field(default_factory=Counter)  # of them, per (stage, kind)
+    starved: bool = False  # the caller is blocked on something that is not here
+    error: CommunicationError | None = None
+
+
+class Transport:
+    """The messages of one rank over the directed `edges` (source, target) of the job; all ranks of an edge build it together.
+
+    `new_group(ranks)` makes a process group; it must not time out by itself: a receive may be posted long before its message.
+    `address(rank)` is a rank's number in the job, where that is another.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        edges: Iterable[tuple[int, int]],
+        new_group: Callable[[list[int]], dist.ProcessGroup],
+        *,
+        address: Callable[[int], int] = lambda rank: rank,
+        port: Port | None = None,
+        timeout: float = 60.0,
+        depth: int = 2,
+    ):
+        self.rank, self.timeout, self.depth, self.address = rank, timeout, depth, address
+        self.port, self.headers = port or HostPort(torch.device("cpu")), Headers()
+        self.inbox = _Inbox()
+        self._out: dict[int, _Sender] = {}
+        self._in: dict[int, _Receiver] = {}
+        for source, target in sorted(set(edges)):
+            # One order on all ranks: making a group is a meeting. torch names a group by its members and by how many groups
+            # its process has made, so a rank that is not in it makes one of its own, to count alike.
+            group = new_group([source, target] if rank in (source, target) else [rank])
+            if rank == source:
+                self._out[target] = _Sender(self, target, group)
+            elif rank == target:
+                self._in[source] = _Receiver(self, source, group)
+
+    def send(self, target: int, name: Name, value: Any) -> None:
+        """Send a tree of tensors; returns at once. The tensors must not be changed afterwards."""
+        if self.inbox.error is not None:
+            raise CommunicationError(f"cannot send {name} to rank {target}: {self.inbox.error}")
+        structure, tensors = flatten(value)
+        assert tensors, f"{name} has no tensors"
+        self.port.pool.borrow(tensors)
+        self._out[target].put(name, structure, tensors)
+
+    def post(self, source: int) -> None:
+        """Post the receive of the next message from a rank."""
+        self._in[source].post()
+
+    def listen(self, source: int, count: int) -> None:
+        """Receive the next `count` messages from a rank as they come."""
+        self._in[source].listen(count)
+
+    def receive(self, name: Name, source: int) -> Any:
+        """The tensors of a message, waited for if they have not arrived."""
+        receiver, box = self._in[source], self.inbox
+        while True:
+            listening = receiver.listening  # read first: once it is 0, all that was listened for is in the inbox
+            if name in box.messages:
+                break
+            if listening:
+                self.wait_any([name])
+                break
+            message = receiver.take(self.timeout, name)
+            box.messages[message.name] = message
+            box.held[message.name.stage, message.name.kind] += 1
+        with box.changed:
+            message = box.messages.pop(name)
+            box.held[name.stage, name.kind] -= 1
+            box.changed.notify_all()
+        message.ready()
+        return message.value
+
+    def arrived(self, name: Name) -> bool:
+        """Whether a message that is listened for is here."""
+        return name in self.inbox.messages
+
+    def wait_any(self, names: Sequence[Name]) -> None:
+        """Block until one of the messages listened for has arrived."""
+        box, deadline = self.inbox, time.monotonic() + self.timeout
+        with box.changed:
+            while not any(name in box.messages for name in names):
+                if box.error is not None:
+                    raise CommunicationError(f"waited in vain for {_list(names)}: {box.error}") from box.error
+                if time.monotonic() >= deadline:
+                    raise CommunicationError(f"waited {self.timeout:.0f} s in vain for {_list(names)}")
+                box.starved = True
+                box.changed.notify_all()
+                box.changed.wait(deadline - time.monotonic())
+            box.starved = False
+
+    def release(self, value: Any) -> None:
+        """A received value is no longer needed: its buffer may be used again, once what is being sent from it has left."""
+        self.port.pool.give_back(flatten(value)[1])
+
+    def finish(self) -> None:
+        """The step is over: wait until everything has been sent."""
+        for target, sender in self._out.items():
+            if not sender.wait_idle(self.timeout):
+                raise CommunicationError(f"waited {self.timeout:.0f} s in vain for rank {target} to take its messages")
+        if self.inbox.error is not None:
+            raise self.inbox.error
+        assert not self.inbox.messages, f"never used: {_list(list(self.inbox.messages))}"
+
+    def close(self) -> None:
+        """Let the threads end; call it between steps."""
+        for sender in self._out.values():
+            sender.jobs.put(None)
+        for receiver in self._in.values():
+            receiver.jobs.put(0)
+
+    # ---- what the threads call ----
+
+    def fail(self, error: CommunicationError) -> None:
+        """A thread met an error: wake the caller, which raises it."""
+        with self.inbox.changed:
+            self.inbox.error = self.inbox.error or error
+            self.inbox.changed.notify_all()
+
+    def deliver(self, message: _Message, receiver: _Receiver) -> None:
+        """Put a message into the inbox; returns when the next one may be received."""
+        key, box = (message.name.stage, message.name.kind), self.inbox
+        with box.changed:
+            box.messages[message.name] = message
+            receiver.listening -= 1
+            box.held[key] += 1
+            box.changed.notify_all()
+            while box.held[key] >= self.depth and not box.starved and box.error is None:
+                box.changed.wait()
+
+
+def _list(names: Sequence[Name]) -> str:
+    return " or ".join(map(str, names[:4])) + (" …" if len(names) > 4 else "")
+
+
+class _Sender:
+    """Sends to one rank, in order; a thread lets go of what has left (and sends, where that may block)."""
+
+    def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup):
+        self.transport, self.target, self.group = transport, target, group
+        self.address = transport.address(target)
+        self.jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._unsent = 0
+        self._generation = self._capacity = 0
+        threading.Thread(target=self._run, name=f"send to {target}", daemon=True).start()
+
+    def put(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
+        with self._idle:
+            self._unsent += 1
+        port = self.transport.port
+        if port.sends_at_once:
+            try:
+                self.jobs.put((tensors, self._start(name, structure, tensors, None)))
+            except RuntimeError as e:
+                raise CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})") from e
+        else:
+            self.jobs.put((tensors, name, structure, port.computed()))
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing is left to send (or nothing can be sent any more)."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._unsent or self.transport.inbox.error is not None, timeout)
+
+    def _run(self) -> None:
+        try:
+            while (job := self.jobs.get()) is not None:
+                tensors, *rest = job
+                works = rest[0] if len(rest) == 1 else self._start(rest[0], rest[1], tensors, rest[2])
+                for work in works:
+                    work.wait()
+                self.transport.port.pool.give_back(tensors)
+                del job, tensors, rest, works  # or they would live until the next message
+                with self._idle:
+                    self._unsent -= 1
+                    self._idle.notify_all()
+        except Exception as e:
+            self.transport.fail(CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})"))
+            with self._idle:
+                self._idle.notify_all()
+
+    def _start(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> list[dist.Work]:
+        data = join_bytes(tensors)
+        if data.numel() > self._capacity:
+            self._generation, self._capacity = self._generation + 1, data.numel()
+        header = self.transport.headers.encode(name, self._generation, structure, tensors)
+        work = dist.isend(header, self.address, group=self.group)
+        assert work is not None
+        return [work, self.transport.port.send(data, self.address, self.group, self._generation, computed)]
+
+
+@dataclass
+class _Posted:
+    """Receives posted for one message: of its header, and of its data once their length is known."""
+
+    header: Tensor
+    work: Any
+    data: tuple[Tensor, Any] | None = None
+
+
+class _Receiver:
+    """Receives from one rank, in the order of sending: by the caller, or by a thread that listens."""
+
+    def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup):
+        self.transport, self.source, self.group = transport, source, group
+        self.address = transport.address(source)
+        self.thread: threading.Thread | None = None
+        self.jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._posted: deque[_Posted] = deque()
+        self._generation = self._capacity = 0
+        self.listening = 0  # messages that the thread has yet to receive
+
+    def post(self) -> None:
+        """Post the receives of one more message."""
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._posted.append(_Posted(header, dist.irecv(header, self.address, group=self.group)))
+        if self._capacity and self.transport.port.posts_ahead:
+            self._posted[-1].data = self._post_data(self._capacity)
+
+    def _post_data(self, size: int) -> tuple[Tensor, Any]:
+        return self.transport.port.post(size, self.address, self.group, self._generation)
+
+    def _new_generation(self, number: int, size: int) -> None:
+        """Messages are longer from now on: post the receives of data anew, in order ([Note: generations] in wire.py)."""
+        self._generation, self._capacity = number, size
+        for posted in self._posted:
+            posted.data = self._post_data(size) if self.transport.port.posts_ahead else None
+
+    def take(self, timeout: float, wanted: Name | None = None) -> _Message:
+        """The oldest message posted for, waited for."""
+        assert self._posted, f"nothing is posted that could bring {wanted}"
+        start = time.monotonic()
+        try:
+            self._posted[0].work.wait(timedelta(seconds=timeout))
+            name, generation, form = self.transport.headers.decode(self._posted[0].header)
+            if generation != self._generation:
+                self._new_generation(generation, form.size)
+            data = self._posted.popleft().data
+            found, ready = self.transport.port.receive(data or self._post_data(form.size), form.size)
+        except RuntimeError as e:
+            what = str(wanted) if wanted else f"the next message from rank {self.source}"
+            if time.monotonic() - start >= timeout:
+                raise CommunicationError(f"waited {timeout:.0f} s in vain for {what}") from e
+            raise CommunicationError(
+                f"waited in vain for {what}: rank {self.source} no longer sends ({_plain(e)})"
+            ) from e
+        return _Message(name, form.tree(found), ready)
+
+    def listen(self, count: int) -> None:
+        """Receive by a thread from now on."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name=f"receive from {self.source}", daemon=True)
+            self.thread.start()
+        with self.transport.inbox.changed:
+            self.listening += count
+        self.jobs.put(count)
+
+    def _run(self) -> None:
+        for_ever = 30 * 86400.0
+        try:
+            while (count := self.jobs.get()) > 0:
+                for _ in range(count):
+                    self.post()
+                    self.transport.deliver(self.take(for_ever), self)
+        except CommunicationError as e:
+            self.transport.fail(e)
+
+
+def _plain(error: Exception) -> str:
+    return str(error).split(". This is typically")[0].splitlines()[0] if str(error) else type(error).__name__

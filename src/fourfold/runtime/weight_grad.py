@@ -1,0 +1,129 @@
+"""Weight gradients on their own: linears hand (input, output gradient) to a queue, and the product is computed later.
+
+In a split backward, I computes the gradient of a stage's input and W the gradients of its weights. `defer` makes every
+`nn.Linear` of a module do so: its backward computes dX at once and queues (X, dY); W runs the queue. Gradients of biases, norms
+and embeddings are cheap and stay in I. The product is the one autograd computes, added to the accumulator in the same
+order (that of the micro-batches), so the bits are those of a whole backward. (autograd's generic way of splitting, two walks
+over the graph, costs two to three backwards on small layers.)
+
+[Note: compiled graphs]
+torch.compile would drop a Python side effect, or refuse it. The queue is therefore filled by a custom op that claims to change a
+token tensor, which cannot be dropped. Such an op takes tensors and numbers only: it finds its queue by number, in a weak table of
+this module. The queued tensors outlive the op, which the compiler does not know; so a graph with deferred linears must be
+compiled with COMPILE_OPTIONS, or it may reuse their memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["COMPILE_OPTIONS", "WeightGradQueue", "defer"]
+
+COMPILE_OPTIONS: Mapping[str, bool] = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
+
+class WeightGradQueue:
+    """Work left for W, by (micro-batch, link): what I of a micro-batch put off, W of it does."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        _queues[self.number] = self
+        self._sinks: list[Callable[[Tensor, Tensor], None]] = []
+        self._left: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._open: list[Callable[[], None]] | None = None
+
+    def open(self, micro_batch: int, link: int) -> None:
+        """What is put off from now on belongs to this micro-batch and link."""
+        self._open = self._left.setdefault((micro_batch, link), [])
+
+    def close(self) -> None:
+        self._open = None
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Put work off until W; outside of a split backward it is done at once."""
+        if self._open is None:
+            work()
+        else:
+            self._open.append(work)
+
+    def run(self, micro_batch: int, link: int) -> None:
+        """W: do what was put off, in the order in which it was."""
+        for work in self._left.pop((micro_batch, link)):
+            work()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._left.values()))
+
+    def clear(self) -> None:
+        self._left.clear()
+        self._open = None
+
+
+_numbers = itertools.count()
+_queues: weakref.WeakValueDictionary[int, WeightGradQueue] = weakref.WeakValueDictionary()  # [Note: compiled graphs]
+
+
+def defer(module: nn.Module, queue: WeightGradQueue, accumulate: Callable[[str, Tensor, Tensor], None]) -> None:
+    """Make the linears of `module` queue their weight gradients: W calls accumulate(name of the weight, input, dY)."""
+    for name, child in module.named_modules():
+        if type(child) is nn.Linear:
+            weight = f"{name}.weight" if name else "weight"
+            queue._sinks.append(_sink(queue, accumulate, weight))
+            child.__class__ = _DeferredLinear
+            assert isinstance(child, _DeferredLinear)
+            child.queue, child.place = queue.number, len(queue._sinks) - 1
+            child.register_buffer("token", torch.zeros(1, device=child.weight.device), persistent=False)
+
+
+def _sink(
+    queue: WeightGradQueue, accumulate: Callable[[str, Tensor, Tensor], None], name: str
+) -> Callable[[Tensor, Tensor], None]:
+    return lambda x, dy: queue.put(lambda: accumulate(name, x, dy))
+
+
+class _DeferredLinear(nn.Linear):
+    """An nn.Linear whose weight gradient is queued."""
+
+    queue: int
+    place: int
+    token: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Linear.apply(x, self.weight, self.bias, self.token, self.queue, self.place)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x wᵀ + b. Backward: dx and db; (x, dy) goes to the queue, and autograd gets no gradient of w."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, token: Tensor, queue: int, place: int) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.token = token  # not saved: it "changes" between forward and backward, which autograd would refuse
+        ctx.queue, ctx.place, ctx.has_bias = queue, place, b is not None
+        return F.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, w = ctx.saved_tensors
+        _put_off(x, dy, ctx.token, ctx.queue, ctx.place)
+        dx = dy @ w if ctx.needs_input_grad[0] else None
+        db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return dx, None, db, None, None, None
+
+
+@torch.library.custom_op("fourfold::put_off_weight_grad", mutates_args=("token",))
+def _put_off(x: Tensor, dy: Tensor, token: Tensor, queue: int, place: int) -> None:
+    _queues[queue]._sinks[place](x, dy)
+
+
+@_put_off.register_fake
+def _(x: Tensor, dy: Tensor, token: Tensor, queue: int, place: int) -> None:
+    return None

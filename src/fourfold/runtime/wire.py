@@ -1,0 +1,306 @@
+"""What goes over a wire: a header with name and shapes, the bytes of a tree of tensors, and how they leave and reach a device.
+
+A message is two transfers. The header is HEADER_BYTES: name and generation as four numbers, then JSON of structure, dtypes
+and shapes; so a receiver needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a
+multiple of 64.
+
+[Note: generations]
+A receive can be posted before its message is there because gloo takes a shorter message into a longer buffer. The buffer must
+be long enough: both sides know the longest message so far. When a longer one comes, the sender starts a new generation, whose
+number is the tag of the transfer; receives that were posted for the old one never match, and are left behind. Receives of a
+generation match in the order in which they were posted, so they are posted for all messages or for none.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "HEADER_BYTES",
+    "DevicePort",
+    "Form",
+    "Headers",
+    "HostPort",
+    "Name",
+    "Pool",
+    "Port",
+    "StagedPort",
+    "flatten",
+    "join_bytes",
+]
+
+HEADER_BYTES = 1024
+Kind = Literal["activation", "gradient"]
+
+
+class Name(NamedTuple):
+    """Which message: the output (activation) or the input's gradient that a stage made of one micro-batch."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+# ---- trees of tensors ----
+
+
+def flatten(value: Any) -> tuple[Any, list[Tensor]]:
+    """Structure (plain JSON) and tensors of a tree of tuples, lists, dicts and tensors."""
+    match value:
+        case Tensor():
+            return 0, [value]
+        case None:
+            return None, []
+        case tuple() | list():
+            parts = [flatten(v) for v in value]
+            mark = "tuple" if isinstance(value, tuple) else "list"
+            return [mark, *(s for s, _ in parts)], [t for _, tensors in parts for t in tensors]
+        case dict():
+            parts = [flatten(v) for v in value.values()]
+            return dict(zip(value, (s for s, _ in parts), strict=True)), [t for _, tensors in parts for t in tensors]
+        case _:
+            raise TypeError(
+                f"a stage hands on tensors, and tuples, lists and dicts of them; found {type(value).__name__}"
+            )
+
+
+def _unflatten(structure: Any, tensors: deque[Tensor]) -> Any:
+    match structure:
+        case None:
+            return None
+        case [mark, *parts]:
+            values = [_unflatten(p, tensors) for p in parts]
+            return tuple(values) if mark == "tuple" else values
+        case dict():
+            return {k: _unflatten(p, tensors) for k, p in structure.items()}
+        case _:
+            return tensors.popleft()
+
+
+def join_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors as one run of bytes; a single contiguous tensor is not copied."""
+    if len(tensors) == 1:
+        return tensors[0].detach().contiguous().view(-1).view(torch.uint8)
+    out = torch.empty(sum(_padded(t.nbytes) for t in tensors), dtype=torch.uint8, device=tensors[0].device)
+    at = 0
+    for t in tensors:
+        out[at : at + t.nbytes] = t.detach().contiguous().view(-1).view(torch.uint8)
+        at += _padded(t.nbytes)
+    return out
+
+
+def _padded(count: int) -> int:
+    return -(-count // 64) * 64
+
+
+_FIXED = struct.Struct("<4q")  # stage, kind, micro-batch, generation
+_KINDS: tuple[Kind, Kind] = ("activation", "gradient")
+
+
+class Form(NamedTuple):
+    """The structure of a message and the dtypes and shapes of its tensors."""
+
+    structure: Any
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the data that follow."""
+        sizes = [shape.numel() * dtype.itemsize for dtype, shape in self.tensors]
+        return sizes[0] if len(sizes) == 1 else sum(map(_padded, sizes))
+
+    def tree(self, data: Tensor) -> Any:
+        """The tree of tensors, as views of the received bytes."""
+        found: deque[Tensor] = deque()
+        at = 0
+        for dtype, shape in self.tensors:
+            count = shape.numel() * dtype.itemsize
+            found.append(data[at : at + count].view(dtype).view(shape))
+            at += _padded(count)
+        return _unflatten(self.structure, found)
+
+
+class Headers:
+    """Writes and reads headers. Forms recur, so their text is made and read once each."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Any, bytes] = {}
+        self._forms: dict[bytes, Form] = {}
+
+    def encode(self, name: Name, generation: int, structure: Any, tensors: Sequence[Tensor]) -> Tensor:
+        key = (repr(structure), *((t.dtype, t.shape) for t in tensors))
+        text = self._texts.get(key)
+        if text is None:
+            shapes = [[str(t.dtype).removeprefix("torch."), *t.shape] for t in tensors]
+            text = self._texts[key] = json.dumps([structure, shapes], separators=(",", ":")).encode()
+        if len(text) > HEADER_BYTES - _FIXED.size:
+            raise ValueError(f"{name}: {len(tensors)} tensors are too many for one message")
+        fixed = _FIXED.pack(name.stage, _KINDS.index(name.kind), name.micro_batch, generation)
+        return torch.frombuffer(bytearray((fixed + text).ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+    def decode(self, header: Tensor) -> tuple[Name, int, Form]:
+        data = header.numpy().tobytes()
+        stage, kind, micro_batch, generation = _FIXED.unpack_from(data)
+        text = data[_FIXED.size :].rstrip()
+        form = self._forms.get(text)
+        if form is None:
+            structure, shapes = json.loads(text)
+            tensors = tuple((getattr(torch, d), torch.Size(s)) for d, *s in shapes)
+            form = self._forms[text] = Form(structure, tensors)
+        return Name(stage, _KINDS[kind], micro_batch), generation, form
+
+
+class Pool:
+    """Buffers for received bytes, used again when their last user is done."""
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._free: list[Tensor] = []
+        self._loans: dict[int, tuple[Tensor, int]] = {}  # by address: buffer, users
+
+    def take(self, size: int) -> Tensor:
+        """A buffer of at least `size` bytes, with one user."""
+        with self._lock:
+            fitting = [i for i, b in enumerate(self._free) if size <= b.numel() <= 2 * size + 4096]
+            buffer = self._free.pop(fitting[0]) if fitting else self._make(size)
+            self._loans[buffer.data_ptr()] = buffer, 1
+        return buffer
+
+    def borrow(self, tensors: Sequence[Tensor]) -> None:
+        """One more user of those that lie in a buffer of ours (a stage may hand on what it was given)."""
+        self._count(tensors, 1)
+
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """One user less."""
+        self._count(tensors, -1)
+
+    def _count(self, tensors: Sequence[Tensor], change: int) -> None:
+        with self._lock:
+            for address in {t.untyped_storage().data_ptr() for t in tensors}:
+                if address in self._loans:
+                    buffer, users = self._loans.pop(address)
+                    if users + change:
+                        self._loans[address] = buffer, users + change
+                    else:
+                        self._free.append(buffer)
+
+
+# ---- how bytes leave a device and reach it ----
+
+
+class HostPort:
+    """CPU tensors over gloo. Receives are posted ahead: [Note: generations].
+
+    `sends_at_once`: `send` does not block, so the thread that computes may call it.
+    """
+
+    posts_ahead = True
+    sends_at_once = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = Pool(lambda size: torch.empty(size, dtype=torch.uint8))
+
+    def computed(self) -> Any:
+        """A mark of everything computed so far, for `send` to wait for."""
+        return None
+
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
+        """Start sending; what is returned is waited for before `data` is let go."""
+        work = dist.isend(data, target, group=group, tag=tag)
+        assert work is not None
+        return work
+
+    def post(self, size: int, source: int, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
+        """Start receiving at most `size` bytes."""
+        buffer = self.pool.take(size)
+        return buffer, dist.irecv(buffer, source, group=group, tag=tag)
+
+    def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
+        """The received bytes, and what the consumer calls before it uses them."""
+        data, work = posted
+        work.wait()
+        return data, _nothing
+
+
+class StagedPort(HostPort):
+    """CUDA tensors over gloo, through pinned host memory, on side streams: for ranks that share a GPU."""
+
+    sends_at_once = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pool = Pool(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def computed(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
+        host = self.pool.take(data.numel())
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(computed)
+            host[: data.numel()].copy_(data, non_blocking=True)
+            self._out.record_event().synchronize()
+        work = super().send(host[: data.numel()], target, group, tag, None)
+        work.wait()
+        self.pool.give_back([host])
+        return work
+
+    def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
+        host, _ = super().receive(posted, size)
+        with torch.cuda.stream(self._in):
+            data = host[:size].to(self.device, non_blocking=True)
+            self._in.record_event().synchronize()
+        self.pool.give_back([host])
+        return data, lambda: data.record_stream(torch.cuda.current_stream(self.device))
+
+
+class DevicePort(HostPort):
+    """CUDA tensors over NCCL, on the edge's own communicator. Lengths must match, so a receive follows its header."""
+
+    posts_ahead = False
+    sends_at_once = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._out = torch.cuda.Stream(device)
+
+    def computed(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(computed)
+            work = super().send(data, target, group, 0, None)  # NCCL knows no tags
+            work.wait()  # orders the stream
+            self._out.record_event().synchronize()
+        return work
+
+    def post(self, size: int, source: int, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return buffer, dist.irecv(buffer, source, group=group)
+
+    def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
+        data, work = posted
+        return data, work.wait
+
+
+Port = HostPort | StagedPort | DevicePort
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,84 @@
+"""A weight that two ranks use: the embedding's on the first stage, tied to the head on the last.
+
+The embedding's rank owns it: it holds the optimizer state, counts it in the norm and writes it to checkpoints. The head's rank
+holds a copy. In a step the copy's gradient goes to the owner, which adds it once, after its own; after the update the new
+weight comes back. So the two are equal by construction, and memory for the optimizer is paid once.
+
+Per step and replica: V·D elements of the reduce dtype one way, V·D of the compute dtype the other.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.errors import CommunicationError
+from fourfold.shard.unit import Unit
+
+__all__ = ["TiedCopy", "TiedOwner"]
+
+
+class _Verbs:
+    """The verbs of a unit, of which the reduction does more."""
+
+    def __init__(self, unit: Unit, group: dist.ProcessGroup, peer: int, name: str):
+        self.unit, self.group, self.peer, self.name = unit, group, peer, name
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def gather(self) -> None:
+        self.unit.gather()
+
+    def release(self) -> None:
+        self.unit.release()
+
+    def _send(self, tensor: Tensor) -> None:
+        work = dist.isend(tensor, group=self.group, group_dst=self.peer)
+        assert work is not None
+        self._sending.append((work, tensor))
+
+    def _receive(self, tensor: Tensor, what: str) -> Tensor:
+        try:
+            dist.recv(tensor, group=self.group, group_src=self.peer)
+        except RuntimeError as e:
+            raise CommunicationError(f"waited in vain for {what} of {self.name}: {e}") from e
+        return tensor
+
+    def _flush(self) -> None:
+        for work, _ in self._sending:
+            work.wait()
+        self._sending = []
+
+
+class TiedOwner(_Verbs):
+    """The embedding's unit: its reduction first takes the copy's gradient; `publish` sends the new weight."""
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        mine = self.unit.main_grad(self.name)
+        mine.add_(self._receive(torch.empty_like(mine), "the gradient"))
+        self.unit.reduce()
+
+    def publish(self) -> None:
+        """After the update: send the new weight to the copy."""
+        self._flush()
+        self._send(self.unit.params[self.name].detach().clone())
+
+
+class TiedCopy(_Verbs):
+    """The head's unit, whose projection is `copy`'s parameter: its reduction sends that gradient to the owner."""
+
+    def __init__(self, unit: Unit, copy: Unit, group: dist.ProcessGroup, peer: int, name: str):
+        super().__init__(unit, group, peer, name)
+        self.copy = copy
+
+    def reduce(self) -> None:
+        self._flush()
+        borrowed = next(theirs for theirs, (owner, _) in self.unit.borrowed.items() if owner is self.copy)
+        self._send(self.unit.main_grad(borrowed))
+        self.unit.reduce()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the update: receive the new weight from the owner."""
+        self._receive(self.copy.params[self.name].data, "the new value")

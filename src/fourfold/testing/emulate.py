@@ -1,0 +1,230 @@
+"""Emulated accelerators: chunks of a model whose forward, input gradient and weight gradient take a set time, by sleeping.
+
+    chunk = Chunk(Times(forward=0.010, input_grad=0.010, weight_grad=0.010))
+    y = chunk(x)                        # 10 ms
+    y.backward(g)                       # 20 ms: the gradient of x, then the one of the weight
+
+A chunk scales its input: y = x · w, with w [features], so the tensors, the gradients and the messages are real and can be
+checked, while the processor is idle: eight ranks run on two cores, and what a runtime adds, waits for or orders badly
+shows as lost time. Everything else is as with a real module: saved activations, autograd, threads, schedulers, gloo.
+
+The weight gradient can be had on its own in two ways:
+
+- by torch's generic split: `torch.distributed.pipelining` runs its schedules on a chunk, the zero-bubble ones too (it
+  leaves the whole backward of stage 0 to `W`, since the input there needs no gradient);
+- through a queue: with `chunk.queue` set, a backward computes the gradient of the input alone and hands the rest to
+  `queue.put(work)`. `work()` computes the gradient of the weight and gives it to `chunk.sink`, which adds it to `.grad`. The
+  queue of a split stage (`runtime/weight_grad.py`) is one; `WorkQueue` is the simplest.
+
+`pipeline_stage` gives a chunk to torch's runtime in either way.
+
+A time may differ by micro-batch: `jitter` draws them (lognormal, seeded), `by_length` scales them. Whoever runs micro-batches out
+of order sets `chunk.micro_batch` before each forward; otherwise forwards are counted (all schedules of torch run them in
+order). A list of times is used again from its start when it ends, so for every step.
+
+An op ends 0.14 ms late (median, alone and with eight ranks on two cores); if others use the machine too, one in a hundred is
+late by milliseconds, and a thread that computes in Python keeps the interpreter for up to 5 ms. What is not emulated: a
+host that runs ahead of its accelerator (here it waits), memory bandwidth, kernels and their launch costs. Never quote
+emulated compute as GPU compute.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["Chunk", "Queue", "Span", "Times", "WorkQueue", "by_length", "jitter", "pipeline_stage", "sleep_until"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds one micro-batch takes."""
+
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+
+    def scaled(self, factor: float) -> Times:
+        return Times(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
+
+
+def jitter(times: Times, micro_batches: int, *, cv: float, seed: int) -> tuple[Times, ...]:
+    """Times of every micro-batch, each op drawn on its own: lognormal, of the given mean and coefficient of variation."""
+    draw = random.Random(seed)
+    sigma = math.sqrt(math.log1p(cv * cv))
+
+    def factor() -> float:
+        return draw.lognormvariate(-sigma * sigma / 2, sigma)
+
+    return tuple(
+        Times(times.forward * factor(), times.input_grad * factor(), times.weight_grad * factor())
+        for _ in range(micro_batches)
+    )
+
+
+def by_length(times: Times, lengths: Sequence[float]) -> tuple[Times, ...]:
+    """Times of micro-batches of unequal length; `times` is what the average one takes."""
+    mean = sum(lengths) / len(lengths)
+    return tuple(times.scaled(length / mean) for length in lengths)
+
+
+class Span(NamedTuple):
+    """What a chunk did when: the op (F, I or W), the micro-batch, and seconds on the clock all ranks of a host share."""
+
+    op: str
+    micro_batch: int
+    start: float
+    end: float
+
+
+class Queue(Protocol):
+    """Takes work that can be done later."""
+
+    def put(self, work: Callable[[], None], /) -> None: ...
+
+
+class WorkQueue:
+    """Work put off, in order."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def put(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+    def take(self) -> Callable[[], None]:
+        """Empty the queue; returns what runs all that was in it."""
+        taken, self.work = self.work, []
+
+        def run() -> None:
+            for work in taken:
+                work()
+
+        return run
+
+
+def sleep_until(deadline: float) -> None:
+    """Sleep until `time.monotonic()` is at the deadline."""
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+class Chunk(nn.Module):
+    """y = x · weight, in the times asked for: the same for every micro-batch, or a list of them. `spans` is the record."""
+
+    def __init__(self, times: Times | Sequence[Times], features: int = 1):
+        super().__init__()
+        self.times = (times,) if isinstance(times, Times) else tuple(times)
+        if not self.times:
+            raise ConfigError("a chunk needs the times of one micro-batch at least")
+        self.weight = nn.Parameter(torch.ones(features))
+        self.queue: Queue | None = None
+        self.sink: Callable[[Tensor], None] = self._add_to_grad  # where a queued gradient goes
+        self.micro_batch: int | None = None  # of the next forward; None: count them
+        self.spans: list[Span] = []
+        self._forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = time.monotonic()
+        micro_batch = self._forwards if self.micro_batch is None else self.micro_batch
+        self._forwards += 1
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # the first of a model: its layers need gradients though its input does not
+        # In this order autograd computes the gradient of the input first.
+        gradient_of_weight = _Weight.apply(self.weight, x.detach(), self, micro_batch)
+        y = _Input.apply(x, self.weight.detach(), self, micro_batch) + gradient_of_weight
+        self._finish("F", micro_batch, start)
+        return y
+
+    def _finish(self, op: str, micro_batch: int, start: float) -> None:
+        """Let an op that started then take the time it should."""
+        times = self.times[micro_batch % len(self.times)]
+        seconds = {"F": times.forward, "I": times.input_grad, "W": times.weight_grad}[op]
+        sleep_until(start + seconds)
+        self.spans.append(Span(op, micro_batch, start, time.monotonic()))
+
+    def weight_grad(self, x: Tensor, grad: Tensor, micro_batch: int) -> Tensor:
+        """The gradient of the weight, [features]."""
+        start = time.monotonic()
+        result = (x * grad).sum_to_size(self.weight.shape)
+        self._finish("W", micro_batch, start)
+        return result
+
+    def _add_to_grad(self, grad: Tensor) -> None:
+        self.weight.grad = grad if self.weight.grad is None else self.weight.grad.add_(grad)
+
+
+class _Input(torch.autograd.Function):
+    """x · weight, whose backward gives the gradient of x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunk: Chunk, micro_batch: int) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.chunk, ctx.micro_batch = chunk, micro_batch
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        start = time.monotonic()
+        result = grad * ctx.saved_tensors[0]
+        ctx.chunk._finish("I", ctx.micro_batch, start)
+        return result, None, None, None
+
+
+class _Weight(torch.autograd.Function):
+    """Zeros that take no memory, to be added to the output: the backward gives the gradient of the weight, or queues it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, chunk: Chunk, micro_batch: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.chunk, ctx.micro_batch = chunk, micro_batch
+        return x.new_zeros(()).expand_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,), chunk, micro_batch = ctx.saved_tensors, ctx.chunk, ctx.micro_batch
+        if chunk.queue is None:
+            return chunk.weight_grad(x, grad, micro_batch), None, None, None
+        chunk.queue.put(lambda: chunk.sink(chunk.weight_grad(x, grad, micro_batch)))
+        return None, None, None, None
+
+
+def pipeline_stage(
+    chunk: Chunk,
+    index: int,
+    stages: int,
+    sample: Tensor,
+    *,
+    split: Literal["generic", "queue"] = "generic",
+) -> PipelineStage:
+    """A stage of torch's pipeline runtime, for its schedules. `sample` is one micro-batch of the stage's input.
+
+    Schedules that split the backward do it by torch's generic walk of the graph, or, quicker, by the chunk's queue (what
+    torch calls `dw_builder`). The shapes are given, so torch does not run the chunk to find them.
+    """
+    from torch.distributed.pipelining import PipelineStage  # 1.6 s, wanted only here
+
+    if split == "queue":
+        chunk.queue = queue = WorkQueue()
+    given = sample.detach().to(chunk.weight.device)
+    return PipelineStage(
+        chunk,
+        index,
+        stages,
+        given.device,
+        input_args=given.clone().requires_grad_(index > 0),
+        output_args=given.clone().requires_grad_(),
+        dw_builder=queue.take if split == "queue" else None,  # called after each backward: what it put off
+    )

@@ -1,0 +1,108 @@
+"""Faults on purpose: kill, stop, raise or delay a rank at a step or at an instruction, to see that a run survives it.
+
+    FOURFOLD_FAULTS="kill rank=1 step=5; delay rank=0 step=3 seconds=0.5" fourfold train CONFIG --nproc 4 --max-restarts 1
+
+| fault | what happens to the rank |
+|---|---|
+| `kill`  | SIGKILL: as when the kernel runs out of memory, or a machine dies |
+| `stop`  | SIGSTOP: it is alive and does nothing, as in a hang |
+| `raise` | a RuntimeError |
+| `delay` | it sleeps for `seconds` |
+
+`step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step (pipelines). Each fault happens once
+in a run, also over restarts: what has happened is noted in run_dir/faults/.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.errors import ConfigError
+from fourfold.schema import nearest
+
+__all__ = ["Fault", "Faults", "parse"]
+
+KINDS = ("kill", "stop", "raise", "delay")
+FIELDS = ("rank", "step", "op", "seconds")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: str
+    rank: int
+    step: int
+    op: str = ""
+    seconds: float = 1.0
+
+
+def parse(text: str) -> list[Fault]:
+    """Faults from `kill rank=1 step=5; delay rank=0 step=3 seconds=0.5`."""
+    faults = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        kind, *pairs = part.split()
+        if kind not in KINDS:
+            raise ConfigError(f"fault '{part}': unknown kind '{kind}'{nearest(kind, KINDS)}")
+        fields = dict(p.partition("=")[::2] for p in pairs)
+        for name in fields:
+            if name not in FIELDS:
+                raise ConfigError(f"fault '{part}': unknown field '{name}'{nearest(name, FIELDS)}")
+        try:
+            faults.append(
+                Fault(
+                    kind,
+                    int(fields["rank"]),
+                    int(fields["step"]),
+                    fields.get("op", ""),
+                    float(fields.get("seconds", 1)),
+                )
+            )
+        except (KeyError, ValueError) as e:
+            raise ConfigError(f"fault '{part}': needs whole numbers for rank and step ({e})") from None
+    return faults
+
+
+class Faults:
+    """The faults of one rank; `at` is called wherever one may happen."""
+
+    def __init__(self, faults: Sequence[Fault], rank: int, notes: Path):
+        self._faults = [(i, f) for i, f in enumerate(faults) if f.rank == rank]
+        self._notes = notes
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str], rank: int, notes: Path) -> Faults | None:
+        """What FOURFOLD_FAULTS asks for, or None."""
+        text = env.get("FOURFOLD_FAULTS", "")
+        return cls(parse(text), rank, notes) if text else None
+
+    def at(self, step: int, op: str = "") -> None:
+        """The rank is about to do `op` of `step` ("": to begin the step)."""
+        for number, fault in self._faults:
+            if fault.step == step and fault.op == op and self._first_time(number):
+                _happen(fault)
+
+    def _first_time(self, number: int) -> bool:
+        self._notes.mkdir(parents=True, exist_ok=True)
+        try:
+            (self._notes / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def _happen(fault: Fault) -> None:
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise RuntimeError(f"a fault on purpose, at step {fault.step}")
+        case "delay":
+            time.sleep(fault.seconds)

@@ -1,0 +1,159 @@
+"""The parts a rank is assembled from, each made from the plan: units, stages, messages, runner."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fourfold.config import Config
+from fourfold.model.build import fill_initial
+from fourfold.model.spec import tied_parameters
+from fourfold.model.transformer import Transformer
+from fourfold.piece import whole
+from fourfold.plan import Plan
+from fourfold.program.stages import PipelineLayout
+from fourfold.runtime.executor import Executor, Verbs
+from fourfold.runtime.message_driven import drive
+from fourfold.runtime.runner import Runner
+from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.transport import Transport
+from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
+from fourfold.shard.tied import TiedCopy, TiedOwner
+from fourfold.shard.unit import Unit
+from fourfold.train.mesh import RankMesh
+
+__all__ = ["Held", "make_runner", "make_stages", "make_transport", "make_units"]
+
+
+@dataclass
+class Held:
+    """The units of a rank: by name; as the program's verbs; and its end of a weight tied across ranks."""
+
+    units: dict[str, Unit] = field(default_factory=dict)
+    verbs: dict[str, Verbs] = field(default_factory=dict)
+    ties: list[TiedOwner | TiedCopy] = field(default_factory=list)
+
+
+def make_units(
+    config: Config,
+    plan: Plan,
+    mesh: RankMesh,
+    layout: PipelineLayout,
+    model: Transformer,
+    *,
+    device: torch.device,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+) -> Held:
+    """The units of this rank's stages, with their initial weights; the model's parameters become views of them.
+
+    A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
+    holds a copy (shard/tied.py).
+    """
+    replicas = mesh.group("data", "depth")
+    copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1 and axis != "pipe")
+
+    def make(name: str, module: nn.Module, borrow: dict[str, tuple[Unit, str]] | None = None) -> Unit:
+        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        pieces = {n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()}
+        unit = Unit.of(
+            name, module, pieces=pieces, borrow=borrow, device=device, compute=compute, reduce=reduce, group=replicas
+        )
+        for n, parameter in unit.params.items():
+            for piece in unit.pieces[n]:
+                fill_initial(parameter, piece, config.model, config.train.seed)
+        return unit
+
+    held, place, here = Held(), layout.rank_of, mesh.coordinates["pipe"]
+    apart = bool(tied_parameters(config.model)) and place["embed"] != place["head"]
+    pair = mesh.pair("pipe", place["embed"], place["head"]) if apart else None
+    for name, module in model.units().items():
+        if place[name] != here:
+            continue
+        borrow = {}
+        if name == "head" and tied_parameters(config.model):
+            lender = (
+                (make("embed.tokens", model.embed.tokens), "weight")
+                if apart
+                else (held.units["embed"], "tokens.weight")
+            )
+            borrow = {"proj.weight": lender}
+        unit = held.units[name] = make(name, module, borrow)
+        held.verbs[name] = unit
+        if pair is not None and name in ("embed", "head"):
+            tie: TiedOwner | TiedCopy
+            if name == "embed":
+                tie = TiedOwner(unit, pair, 1, "tokens.weight")
+            else:
+                tie = TiedCopy(unit, borrow["proj.weight"][0], pair, 0, "weight")
+            held.verbs[name] = tie
+            held.ties.append(tie)
+    return held
+
+
+def make_stages(
+    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, model: Transformer, units: dict[str, Unit]
+) -> dict[int, Stage]:
+    """This rank's stages by number, each a chain of its units' modules."""
+    modules = model.units()
+    before = [0, *accumulate(len(names) for names in layout.units)]
+    stages = {}
+    for number, names in enumerate(layout.units):
+        if layout.schedule.placement[number] == mesh.coordinates["pipe"]:
+            recompute: Any = {name: plan.rule_for(name).recompute for name in names}
+            links = [Link(n, units[n], modules[n], recompute[n], plan.precision.compile) for n in names]
+            reseed = _reseeder(config, mesh, before[number]) if config.model.dropout else None
+            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed)
+    return stages
+
+
+def _reseeder(config: Config, mesh: RankMesh, first: int) -> Callable[[int, int, int], None]:
+    """Seed torch by (seed, step, micro-batch, unit, place in the batch) before a unit draws random numbers."""
+    part = mesh.index("data", "depth", "row")
+
+    def reseed(step: int, micro_batch: int, link: int) -> None:
+        key = f"{config.train.seed}:{step}:{micro_batch}:{first + link}:{part}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
+
+    return reseed
+
+
+def make_transport(mesh: RankMesh, layout: PipelineLayout, device: torch.device, timeout: float) -> Transport | None:
+    """The messages of this rank's pipeline; None when there is only one rank in it."""
+    if mesh.size("pipe") == 1:
+        return None
+    members = mesh.members("pipe")
+
+    def new_group(ranks: list[int]) -> dist.ProcessGroup:
+        # a receive may be posted long before its message: waits have their own timeout
+        made = dist.new_group([members[r] for r in ranks], timeout=timedelta(days=30), use_local_synchronization=True)
+        assert made is not None
+        return made
+
+    port: Port = HostPort(device)
+    if device.type == "cuda":
+        shared = "nccl" not in str(dist.get_backend_config())
+        port = StagedPort(device) if shared else DevicePort(device)
+    return Transport(
+        mesh.coordinates["pipe"], layout.edges(), new_group, address=members.__getitem__, port=port, timeout=timeout
+    )
+
+
+def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: PipelineLayout) -> Runner:
+    """What runs this rank's programs, as the plan's executor."""
+    here = mesh.coordinates["pipe"]
+    program, evaluation = layout.programs.of(here), layout.evaluation.of(here)
+    freedom = None
+    if plan.pipeline.executor == "message-driven":
+        place = layout.schedule.placement
+        mine = {u: tuple(s for s in at if place[s] == here) for u, at in layout.programs.stages_with.items()}
+        freedom = drive(program, mine, plan.pipeline.slack)
+    return Runner(executor, program, evaluation, drive=freedom)

@@ -1,0 +1,104 @@
+"""What a run really did beside what a simulation says it should have: makespan, bubble, memory. No torch.
+
+The measured timeline is one traced step: when each pipeline rank (of the first replica) computed what. The simulated one runs
+the plan's schedule with the costs the trace itself shows: for every stage the median time of its F, B, I and W over all traced
+steps but the first. What separates the two is what a simulation of computing alone does not have: messages, the executor,
+and the machine's other work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from fourfold.errors import RunDirError
+from fourfold.program import Costs, Op, Schedule, Timeline, simulate
+from fourfold.program.stages import lay_out_pipeline
+from fourfold.train.rundir import RunDir
+
+__all__ = ["Look", "look_at"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One traced step of a run, and the same simulated."""
+
+    step: int
+    schedule: Schedule
+    measured: Timeline
+    simulated: Timeline
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One line of a rank's trace, ops whole."""
+
+    step: int
+    origin: float
+    ops: dict[Op, tuple[float, float]]
+
+
+def look_at(run: RunDir, step: int | None = None) -> Look:
+    """A traced step of a run (default: the last)."""
+    config, plan = run.read()
+    layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
+    traces = [_read(run, rank) for rank in _ranks(run, plan.mesh.ranks // plan.mesh.pipe, plan.mesh.pipe)]
+    common = sorted(set.intersection(*({s.step for s in t} for t in traces)))
+    chosen = common[-1] if step is None and common else step
+    if chosen not in common:
+        raise RunDirError(f"{run.path}: step {step} was not traced; traced: {', '.join(map(str, common)) or 'none'}")
+    rows = [next(s for s in t if s.step == chosen) for t in traces]
+    later = [s for t in traces for s in t if s.step > common[0]] or rows
+    placement, costs = layout.schedule.placement, _costs(layout.schedule, later)
+    simulated = simulate(layout.schedule, costs)
+    begin = min(row.origin + min(a for a, _ in row.ops.values()) for row in rows)
+    measured = Timeline(
+        ops=tuple(tuple(row.ops) for row in rows),
+        starts=tuple(tuple(row.origin - begin + a for a, _ in row.ops.values()) for row in rows),
+        ends=tuple(tuple(row.origin - begin + b for _, b in row.ops.values()) for row in rows),
+        tick=1.0,
+        costs=costs.of_stages(placement, layout.schedule.ranks),
+        placement=placement,
+        lower_bound=simulated.lower_bound,
+    )
+    return Look(chosen, Schedule.of((row.ops for row in rows), "measured"), measured, simulated)
+
+
+def _ranks(run: RunDir, stride: int, pipe: int) -> list[int]:
+    """The ranks of the first replica's pipeline: `pipe` is the slowest axis of the mesh."""
+    if not (run.path / "trace").is_dir():
+        raise RunDirError(f"{run.path}: there is no trace in it; train with --log.trace 10")
+    return [p * stride for p in range(pipe)]
+
+
+def _read(run: RunDir, rank: int) -> list[_Step]:
+    path = run.path / "trace" / f"rank{rank}.jsonl"
+    if not path.is_file():
+        raise RunDirError(f"{run.path}: the trace of rank {rank} is missing")
+    return [_step(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _step(line: dict[str, Any]) -> _Step:
+    """Parts of an op (`3F0 blocks.1.mlp`) are put together; what lies between them is the op's."""
+    ops: dict[Op, tuple[float, float]] = {}
+    for what, start, end, _ in line["spans"]:
+        op = Op.parse(what.split()[0])
+        ops[op] = (ops[op][0] if op in ops else start, end)
+    return _Step(line["step"], line["origin"], ops)
+
+
+def _costs(schedule: Schedule, steps: Iterable[_Step]) -> Costs:
+    """Median time of every stage's ops, by kind."""
+    times: dict[tuple[int, str], list[float]] = {}
+    for step in steps:
+        for op, (start, end) in step.ops.items():
+            times.setdefault((op.stage, op.kind), []).append(end - start)
+
+    def of(kind: str) -> tuple[float, ...]:
+        return tuple(median(times.get((s, kind), [0.0])) for s in range(schedule.stages))
+
+    shares = [1 / len(schedule.stages_of[schedule.placement[s]]) for s in range(schedule.stages)]
+    return Costs(forward=of("F"), input_grad=of("I"), weight_grad=of("W"), backward=of("B"), activation=tuple(shares))

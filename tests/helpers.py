@@ -1,0 +1,62 @@
+"""Runs of training inside tests: small models, ranks as forked processes, metrics as the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fourfold.config import Config
+from fourfold.plan import Plan
+from fourfold.testing.ranks import run_ranks
+from fourfold.train.rundir import RunDir, read_metrics
+from fourfold.train.worker import fit
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "seq_len": 16},
+    "llama": {
+        "family": "llama",
+        "layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 12,
+        "seq_len": 16,
+        "qkv_bias": True,
+        "qk_norm": True,
+    },
+    "bert": {"family": "bert", "layers": 2, "hidden": 32, "heads": 4, "seq_len": 16},
+}
+
+
+def make_config(run_dir: Path, model: str | dict[str, Any] = "gpt", **sections: dict[str, Any]) -> Config:
+    """A small config; `train={"steps": 3}` and the like override its sections."""
+    text = run_dir.parent / "corpus.txt"
+    if not text.exists():
+        text.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(2000)))
+    data: dict[str, dict[str, Any]] = {
+        "model": dict(MODELS[model] if isinstance(model, str) else model),
+        "data": {"source": str(text)},
+        "optim": {"lr": 1e-2, "warmup": 2},
+        "train": {"steps": 4, "global_batch": 12, "run_dir": str(run_dir), "device": "cpu"},
+    }
+    for name, fields in sections.items():
+        data[name] = data.get(name, {}) | fields
+    return Config.from_dict(data)
+
+
+def run_training(config: Config, plan: dict[str, Any], ranks: int, *, resume: bool = False) -> list[dict[str, Any]]:
+    """Train in `ranks` forked processes; returns the lines of metrics.jsonl."""
+    run_ranks(_train, ranks, config, plan, resume)
+    return list(read_metrics(RunDir(config.train.run_dir)))
+
+
+def _train(rank: int, ranks: int, config: Config, plan: dict[str, Any], resume: bool) -> None:
+    import sys
+
+    with open("/dev/null", "w") as nowhere:
+        sys.stdout = nowhere
+        fit(config, Plan.from_dict(plan), resume=resume)
+
+
+def series(metrics: list[dict[str, Any]], key: str) -> list[float]:
+    return [m[key] for m in metrics if key in m]

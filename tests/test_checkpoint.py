@@ -1,0 +1,346 @@
+"""Checkpoints: exact under any number of ranks, whole or not there, and never a way to run code."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fourfold.errors import CheckpointError, RankFailure
+from fourfold.piece import Piece
+from fourfold.shard.layout import lay_out
+from fourfold.testing.ranks import run_ranks
+from fourfold.train import checkpoint
+from fourfold.train.checkpoint import Checkpointer, Holding, holding_of
+from fourfold.train.export import load_model
+from fourfold.train.rundir import RunDir, read_metrics
+from tests.helpers import make_config, run_training, series
+
+
+def state_digest(run: Path, step: int) -> str:
+    """Hash of every tensor (weights and moments) of a checkpoint, opened whole."""
+    directory = run / "checkpoints" / f"step-{step:06d}"
+    tensors = {n: torch.empty(s, dtype=d) for n, (s, d) in checkpoint.tensor_types(directory).items()}
+    checkpoint.load(directory, [holding_of(n, t) for n, t in tensors.items()])
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- exact ----
+
+
+def test_saved_on_n_opened_on_m(tmp_path: Path) -> None:
+    """All ordered pairs of 1 to 4 ranks: a run resumed without a step to do saves again exactly what it opened."""
+    for n in (1, 2, 3, 4):
+        config = make_config(tmp_path / f"{n}", train={"steps": 2})
+        run_training(config, {"mesh": {"data": n}}, n)
+        expected = state_digest(tmp_path / f"{n}", 2)
+        for m in (1, 2, 3, 4):
+            copy = tmp_path / f"{n}-{m}"
+            shutil.copytree(tmp_path / f"{n}", copy)
+            run_ranks(_reopen_and_save, m, copy)
+            assert state_digest(copy, 2) == expected, (n, m)
+            files = (copy / "checkpoints" / "step-000002").glob("*.distcp")
+            assert [p.stat().st_size > 1000 for p in files] == [True] * m  # replicas share the writing
+
+
+def _reopen_and_save(rank: int, ranks: int, path: Path) -> None:
+    from fourfold.launch.place import current_place
+    from fourfold.plan import Plan
+    from fourfold.train.worker import assemble
+
+    config, _ = RunDir(path).read()
+    plan = Plan.from_dict({"mesh": {"data": ranks}})
+    loop, done = assemble(current_place(), torch.device("cpu"), 20.0, config, plan, RunDir(path), (), None)
+    assert done == 2
+    loop.saved_step = -1
+    loop.save(2)
+    loop.checkpointer.wait()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, mode: str, compute: str) -> None:
+    saving = {"every": 3, "mode": mode}
+    plan = {"mesh": {"data": 2}, "precision": {"compute": compute}}
+    whole = make_config(tmp_path / "whole", "llama", train={"steps": 6}, checkpoint=saving)
+    reference = run_training(whole, plan, 2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000006")
+    cut = make_config(tmp_path / "cut", "llama", train={"steps": 6}, checkpoint=saving)
+    resumed = run_training(cut, plan, 2, resume=True)
+    for key in ("step", "loss", "grad_norm", "lr"):
+        assert series(reference, key) == series(resumed, key)
+    assert state_digest(tmp_path / "whole", 6) == state_digest(tmp_path / "cut", 6)
+
+
+def test_resume_under_another_plan_obeys_the_contract(tmp_path: Path) -> None:
+    reference = make_config(tmp_path / "whole", train={"steps": 20}, checkpoint={"every": 10})
+    expected = run_training(reference, {"mesh": {"data": 1}, "precision": {"compute": "fp64"}}, 1)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000020")
+    config = make_config(tmp_path / "cut", train={"steps": 20})
+    plan = {"mesh": {"data": 3}, "batch": {"micro_batches": 2}, "precision": {"compute": "fp64"}}
+    found = run_training(config, plan, 3, resume=True)
+    for a, b in zip(expected, found, strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-9 * a["loss"]
+        assert abs(a["grad_norm"] - b["grad_norm"]) <= 1e-9 * a["grad_norm"]
+
+
+def test_a_save_in_the_background_holds_the_values_of_its_step(tmp_path: Path) -> None:
+    x = torch.zeros(1000, 1000)
+    saver = Checkpointer(tmp_path, keep=3, background=True)
+    for step in range(1, 4):
+        x.fill_(step)
+        saver.save(step, [holding_of("x", x)], {"step": step})
+        x.fill_(-1)  # training goes on at once
+    saver.wait()
+    assert [p.name for p in saver.finished()] == ["step-000001", "step-000002", "step-000003"]
+    for step in range(1, 4):
+        checkpoint.load(tmp_path / f"step-{step:06d}", [holding_of("x", x)])
+        assert (x == step).all()
+
+
+def _shards(rank: int, ranks: int, path: Path) -> bool:
+    """A fused, padded, flat-sharded local parameter: three row blocks of a serial matrix, cut over the ranks."""
+    serial = torch.arange(30 * 7, dtype=torch.float64).view(30, 7)
+    local = torch.full((13, 7), -1.0, dtype=torch.float64)  # the last row is padding
+    pieces = []
+    for part in range(3):
+        local[4 * part : 4 * part + 4] = serial[10 * part + 2 : 10 * part + 6]
+        pieces.append(Piece("w", (30, 7), ((10 * part + 2, 10 * part + 6), (0, 7)), ((4 * part, 4 * part + 4), (0, 7))))
+    rest = [
+        Piece("w", (30, 7), ((10 * part + a, 10 * part + b), (0, 7)), ((c, c + b - a), (0, 7)))
+        for part in range(3)
+        for a, b, c in ((0, 2, 6 * part), (6, 10, 6 * part + 2))
+    ]
+    other = torch.cat([serial[10 * part + a : 10 * part + b] for part in range(3) for a, b in ((0, 2), (6, 10))])
+    layout = lay_out({"w": (13, 7), "rest": (18, 7)}, ranks)
+    flat = torch.full((layout.total,), -2.0, dtype=torch.float64)
+    for slot, value in zip(layout.slots, (local, other), strict=True):
+        flat[slot.start : slot.stop] = value.flatten()
+    low, high = layout.shard_range(rank)
+    holding = Holding("", flat[low:high].clone(), low, layout, {"w": tuple(pieces), "rest": tuple(rest)})
+    saver = Checkpointer(path, group=dist.group.WORLD)
+    saver.save(1, [holding], {"step": 1})
+    back = torch.zeros_like(serial)
+    checkpoint.load(path / "step-000001", [holding_of("w", back)], group=dist.group.WORLD)
+    mine = Holding("", torch.full_like(holding.flat, -3), low, layout, holding.pieces)
+    checkpoint.load(path / "step-000001", [mine], group=dist.group.WORLD)
+    covered = mine.flat != -3
+    return torch.equal(back, serial) and torch.equal(mine.flat[covered], holding.flat[covered])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_fused_padded_and_sharded_parameters(tmp_path: Path, ranks: int) -> None:
+    assert all(run_ranks(_shards, ranks, tmp_path))
+
+
+# ---- whole, or not there ----
+
+
+def _save_for_ever(path: Path, background: bool) -> None:
+    x = torch.zeros(200_000)
+    saver = Checkpointer(path, background=background)
+    for step in range(1, 10**6):
+        x.fill_(step)
+        saver.save(step, [holding_of("x", x)], {"step": step})
+
+
+def test_killed_at_any_moment_the_newest_complete_checkpoint_is_whole(tmp_path: Path) -> None:
+    """SIGKILL at 30 random instants of a process that does nothing but save."""
+    chance = random.Random(0)
+    found = []
+    for trial in range(30):
+        path = tmp_path / str(trial)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _save_for_ever(path, background=trial % 2 == 1)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 30
+        while checkpoint.newest(path) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.06))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        last = checkpoint.newest(path)
+        assert last is not None
+        x = torch.zeros(200_000)
+        state = checkpoint.load(last, [holding_of("x", x)])
+        assert (x == state["step"]).all()
+        complete = len(list(path.glob("step-*/complete.json")))
+        found.append((complete, len(list(path.glob("step-*")))))
+        assert complete <= 3  # two, or a third that had not been pruned yet
+        shutil.rmtree(path)
+    assert any(there > complete for complete, there in found), "no kill fell into a save; the test shows nothing"
+
+
+def test_old_ones_are_pruned_and_leftovers_removed(tmp_path: Path) -> None:
+    x = torch.zeros(3)
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / "__0_0.distcp").write_bytes(b"half")
+    saver = Checkpointer(tmp_path, keep=2)
+    for step in (2, 4, 6):
+        saver.save(step, [holding_of("x", x)], {"step": step})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006"]
+    (tmp_path / "step-000008").mkdir()
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-000006"
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        checkpoint.read_state(tmp_path / "step-000008")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
+def test_a_flipped_byte_is_named(tmp_path: Path, name: str) -> None:
+    x = torch.randn(1000)
+    Checkpointer(tmp_path).save(1, [holding_of("x", x)], {"step": 1})
+    path = tmp_path / "step-000001" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged|not valid JSON"):
+        checkpoint.load(tmp_path / "step-000001", [holding_of("x", x)])
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing|state.json: no such file"):
+        checkpoint.load(tmp_path / "step-000001", [holding_of("x", x)])
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save(1, [holding_of("head.weight", torch.zeros(3))], {"step": 1})
+    with pytest.raises(CheckpointError, match="no tensor 'head.weigth'; did you mean 'head.weight'"):
+        checkpoint.load(tmp_path / "step-000001", [holding_of("head.weigth", torch.zeros(3))])
+    with pytest.raises(CheckpointError, match=r"'head.weight' is \[3\] in the checkpoint and \[4\] in the model"):
+        checkpoint.load(tmp_path / "step-000001", [holding_of("head.weight", torch.zeros(4))])
+
+
+# ---- never code ----
+
+
+class Payload:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (f"touch {self.marker}",))
+
+
+def test_a_pickle_in_any_file_does_not_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", train={"steps": 2})
+    run_training(config, {}, 1)
+    marker = tmp_path / "it-ran"
+    payload = pickle.dumps(Payload(marker))
+    pickle.loads(payload)
+    assert marker.exists()  # the payload is real
+    marker.unlink()
+    folder = tmp_path / "run" / "checkpoints" / "step-000002"
+    files = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"]
+    assert len(files) > 8
+    for path in files:
+        before, listed = path.read_bytes(), (folder / "complete.json").read_bytes()
+        path.write_bytes(payload)
+        if path.parent == folder and path.name != "complete.json":  # an attacker would mend the checksum too
+            entries = json.loads(listed)
+            entries["files"][path.name] = {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+            (folder / "complete.json").write_text(json.dumps(entries))
+        for attempt in (
+            lambda: load_model(RunDir(tmp_path / "run")),
+            lambda: list(read_metrics(RunDir(tmp_path / "run"))),
+        ):
+            with contextlib.suppress(Exception):
+                attempt()
+        assert not marker.exists(), path
+        path.write_bytes(before)
+        (folder / "complete.json").write_bytes(listed)
+    load_model(RunDir(tmp_path / "run"))
+
+
+def test_an_index_cannot_point_outside_its_directory(tmp_path: Path) -> None:
+    x = torch.zeros(3)
+    Checkpointer(tmp_path).save(1, [holding_of("x", x)], {"step": 1})
+    path = tmp_path / "step-000001" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../secret"
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="names the file '../../secret'; refused"):
+        checkpoint.load(tmp_path / "step-000001", [holding_of("x", x)], check=False)
+
+
+# ---- disks ----
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_full_disk_gives_one_error_and_loses_nothing(small_disk: Path, background: bool) -> None:
+    small, large = torch.ones(100_000), torch.ones(1_000_000)
+    saver = Checkpointer(small_disk / "c", background=background)
+    saver.save(1, [holding_of("x", small)], {"step": 1})
+    with pytest.raises(
+        CheckpointError, match=r"cannot be saved: .*; the last complete checkpoint is .*step-000001"
+    ) as e:
+        saver.save(2, [holding_of("x", large)], {"step": 2})
+        saver.wait()
+    assert "No space left" in str(e.value) or "write failed" in str(e.value) or "unexpected pos" in str(e.value)
+    assert checkpoint.newest(small_disk / "c") == small_disk / "c" / "step-000001"
+    assert not (small_disk / "c" / "step-000002").exists()
+    small.zero_()
+    checkpoint.load(small_disk / "c" / "step-000001", [holding_of("x", small)])
+    assert (small == 1).all()
+    saver.save(3, [holding_of("x", small)], {"step": 3})  # and goes on when there is room
+    saver.wait()
+
+
+def test_read_only_disk(small_disk: Path) -> None:
+    saver = Checkpointer(small_disk / "c")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError, match="cannot be saved: Read-only file system"):
+        saver.save(1, [holding_of("x", torch.ones(3))], {"step": 1})
+
+
+def test_one_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"cannot be saved: no paper \(rank 1\)"):
+        run_ranks(_broken_on_rank_1, 3, tmp_path)
+
+
+def _broken_on_rank_1(rank: int, ranks: int, path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    if rank == 1:
+
+        def fail(self: object, *args: object) -> None:
+            raise OSError("no paper")
+
+        dcp.FileSystemWriter.write_data = fail  # type: ignore[method-assign,assignment]
+    layout = lay_out({"x": (64 * ranks,)}, ranks)
+    pieces = {"x": (Piece("x", (64 * ranks,), ((0, 64 * ranks),), ((0, 64 * ranks),)),)}
+    holding = Holding("", torch.ones(64), 64 * rank, layout, pieces)
+    Checkpointer(path, group=dist.group.WORLD).save(1, [holding], {"step": 1})

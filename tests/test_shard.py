@@ -1,0 +1,196 @@
+"""Units: parameters as views of one buffer, accumulation in order, a tied weight with two accumulators."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.config import ModelConfig, OptimConfig
+from fourfold.model.build import build_model, fill_initial
+from fourfold.model.transformer import Transformer
+from fourfold.piece import whole
+from fourfold.runtime.stage import Link, Stage
+from fourfold.shard.layout import ALIGN, lay_out
+from fourfold.shard.replicas import unequal_replicas
+from fourfold.shard.unit import Unit
+from fourfold.testing.ranks import run_ranks
+from fourfold.train.optim import AdamW, round_half_up
+
+CONFIG = ModelConfig(family="gpt", layers=2, hidden=32, heads=4, seq_len=8, vocab=50).resolve()
+
+
+def make(
+    compute: torch.dtype = torch.float64, reduce: torch.dtype = torch.float64
+) -> tuple[Transformer, dict[str, Unit]]:
+    model = build_model(CONFIG).to(compute)
+    units: dict[str, Unit] = {}
+    for name, module in model.units().items():
+        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        units[name] = Unit.of(
+            name,
+            module,
+            pieces={n: (whole(f"{name}.{n}", s),) for n, s in found.items()},
+            device=torch.device("cpu"),
+            compute=compute,
+            reduce=reduce,
+            borrow={"proj.weight": (units["embed"], "tokens.weight")} if name == "head" else None,
+        )
+        for n, p in units[name].params.items():
+            fill_initial(p, units[name].pieces[n][0], CONFIG, 0)
+    return model, units
+
+
+@given(st.dictionaries(st.text(min_size=1), st.lists(st.integers(1, 9), max_size=3).map(tuple)), st.integers(1, 5))
+def test_layout_aligns_and_does_not_overlap(shapes: dict[str, tuple[int, ...]], shards: int) -> None:
+    layout = lay_out(shapes, shards)
+    assert layout.total % (ALIGN * shards) == 0
+    ends = 0
+    for slot in layout.slots:
+        assert slot.start % ALIGN == 0
+        assert slot.start >= ends
+        ends = slot.stop
+    assert layout.total >= ends
+    ranges = [layout.shard_range(i) for i in range(shards)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == layout.total
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+
+
+def test_parameters_are_views_of_the_buffer() -> None:
+    model, units = make()
+    for unit in units.values():
+        low, high = unit.full.data_ptr(), unit.full.data_ptr() + unit.full.nbytes
+        for p in unit.params.values():
+            assert low <= p.data_ptr() < high
+            assert p.data_ptr() % 64 == unit.full.data_ptr() % 64
+    assert model.head.proj.weight is model.embed.tokens.weight
+    assert sum(len(u.params) for u in units.values()) == len(dict(model.named_parameters()))
+
+
+def serial_gradients(tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    model, _ = make()
+    model(tokens, targets).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_stage_gradients_equal_autograd() -> None:
+    tokens, targets = torch.randint(0, 50, (2, 4, 8))
+    expected = serial_gradients(tokens, targets)
+    for recompute in ("none", "selective", "full"):
+        model, units = make()
+        stage = Stage([Link(n, units[n], module, recompute) for n, module in model.units().items()])  # type: ignore[arg-type]
+        for m in range(2):  # two micro-batches, both in flight before the first backward
+            stage.forward(m, tokens[2 * m : 2 * m + 2], extra=(targets[2 * m : 2 * m + 2],))
+        for m in range(2):
+            stage.backward(m, torch.tensor(1.0, dtype=torch.float64))
+        for unit in units.values():
+            unit.reduce()
+        for name, unit in units.items():
+            for n in unit.params:
+                assert torch.allclose(unit.main_grad(n), expected[f"{name}.{n}"], rtol=0, atol=1e-13), (name, n)
+
+
+def test_tied_weight_is_summed_once_in_a_fixed_order() -> None:
+    _, units = make()
+    a, b = torch.randn(2, 50, 32, dtype=torch.float64)
+    embed, head = units["embed"], units["head"]
+    names = [*head.params, "proj.weight"]
+    head.accumulate([a if n == "proj.weight" else None for n in names])
+    embed.accumulate([b if n == "tokens.weight" else None for n in embed.params])
+    head.reduce()
+    embed.reduce()
+    assert torch.equal(embed.main_grad("tokens.weight"), b + a)
+
+
+def test_bf16_gradients_accumulate_in_fp32() -> None:
+    _, units = make(torch.bfloat16, torch.float32)
+    unit = units["blocks.0.mlp"]
+    small = [torch.full_like(p, 2.0**-10) for p in unit.params.values()]
+    unit.accumulate([torch.ones_like(p) for p in unit.params.values()])
+    for _ in range(4):
+        unit.accumulate(small)
+    assert unit.grad is not None
+    assert unit.grad.dtype == torch.float32
+    assert (unit.main_grad("up.weight") == 1 + 4 * 2.0**-10).all()  # bf16 would have lost every one of them
+
+
+def test_adamw_equals_torch_bit_for_bit() -> None:
+    for compute, reduce in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+        _, units = make(compute, reduce)
+        config = OptimConfig(clip=1.0, weight_decay=0.1)
+        ours = AdamW(list(units.values()), config)
+        masters = {
+            (u, s.name): ours.master[u][s.start : s.stop].clone().view(s.shape)
+            for u in units
+            for s in units[u].layout.slots
+        }
+        groups = [
+            {"params": [p for p in masters.values() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in masters.values() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        for _ in range(5):
+            grads = {key: torch.randn_like(p) for key, p in masters.items()}
+            norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
+            for (u, n), g in grads.items():
+                units[u].main_grad(n).copy_(g)
+                masters[u, n].grad = g * (1.0 / (norm + 1e-6)).clamp(max=1).float()
+            ours.step(1e-3, norm, torch.zeros(()))
+            theirs.step()
+            for unit in units.values():
+                unit.zero_grad()
+        for (u, n), p in masters.items():
+            expected = p.detach() if compute == torch.float32 else round_half_up(p.detach())
+            assert torch.equal(units[u].params[n].detach(), expected)
+
+
+def test_skipped_step_changes_nothing() -> None:
+    _, units = make(torch.float32, torch.float32)
+    optimizer = AdamW(list(units.values()), OptimConfig())
+    before = {u: units[u].full.clone() for u in units}
+    for unit in units.values():
+        unit.main_grad(next(iter(unit.params))).fill_(float("nan"))
+    optimizer.step(1e-3, torch.tensor(float("nan"), dtype=torch.float64), torch.ones(()))
+    assert all(torch.equal(before[u], units[u].full) for u in units)
+    assert all((optimizer.exp_avg[u] == 0).all() for u in units)
+    assert optimizer.updates == 0
+
+
+def test_rounding_half_up_keeps_the_master_restorable() -> None:
+    x = torch.randn(4096)
+    ties = (x.view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
+    for values in (x, ties, torch.tensor([float("inf"), float("-inf"), 0.0, -0.0])):
+        rounded = round_half_up(values)
+        low = values.view(torch.int32) - (rounded.view(torch.int16).to(torch.int32) << 16)
+        assert ((low >= -0x8000) & (low < 0x8000)).all()  # 16 bits are enough to come back
+    assert round_half_up(torch.tensor([float("nan")])).isnan().all()
+
+
+def _reduced(rank: int, ranks: int) -> tuple[bool, list[str], list[str]]:
+    _, units = make()
+    for unit in units.values():
+        unit.group = dist.group.WORLD
+        for n in unit.params:
+            unit.main_grad(n).fill_(rank + 1)
+        unit.reduce()
+    right = True
+    for unit in units.values():
+        unit.finish()
+        right &= all(bool((unit.main_grad(n) == 6).all()) for n in unit.params)
+    equal = unequal_replicas(units.values(), dist.group.WORLD)
+    if rank == 1:
+        units["blocks.1.mlp"].params["up.weight"].data[3, 3] += 1e-12
+    return right, equal, unequal_replicas(units.values(), dist.group.WORLD)
+
+
+def test_reduction_sums_over_ranks_and_unequal_replicas_are_named() -> None:
+    for right, equal, broken in run_ranks(_reduced, 3):
+        assert right
+        assert equal == []
+        assert len(broken) == 1
+        assert broken[0].startswith("blocks.1.mlp.up.weight")
+        assert "ranks [1] differ from rank 0" in broken[0]
