@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
@@ -222,12 +223,15 @@ def _error(case: str, what: str, predicted: Any, measured: float) -> Row:
     return Row(case, what, "speed-up", float(predicted), measured, measured / float(predicted))
 
 
+@cache
 def _time(ranks: int, waves: int, message: Fraction) -> Any:
-    return simulate(build("wave", ranks, ranks, waves=waves), Costs(message=message)).makespan
+    """Of `waves` waves; 0: of GPipe."""
+    schedule = build("wave", ranks, ranks, waves=waves) if waves else build("gpipe", ranks, ranks)
+    return simulate(schedule, Costs(message=message)).makespan
 
 
 def _speedup(ranks: int, waves: int, message: Fraction) -> Any:
-    return simulate(build("gpipe", ranks, ranks), Costs(message=message)).makespan / _time(ranks, waves, message)
+    return _time(ranks, 0, message) / _time(ranks, waves, message)
 
 
 def _misfit(ranks: int, gpipe: float, bars: dict[int, float], message: Fraction) -> float:

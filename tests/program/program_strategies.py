@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from fourfold.program import Bucket, Costs, Programs, Schedule, Unit, build, lower, split
+
+few = settings(deadline=None, max_examples=40)
+"""For properties whose examples take milliseconds."""
 
 MODES = st.sampled_from(["replicate", "zero2", "zero3", "keep"])
 

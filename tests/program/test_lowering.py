@@ -4,9 +4,9 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from program_strategies import programs, schedules
+from program_strategies import few, programs, schedules
 
 from fourfold.program import (
     Bucket,
@@ -117,7 +117,7 @@ def test_gathers_of_1f1b(mode, rank, gathers):
     assert count[Gather(f"{rank}.a")] == gathers
 
 
-@settings(deadline=None)
+@few
 @given(schedules())
 def test_messages_are_exactly_the_hops_between_ranks(schedule):
     place = schedule.placement
@@ -186,7 +186,7 @@ def test_evaluation_programs():
     assert count == Counter(i.unit for i in instructions if isinstance(i, Release))
 
 
-@settings(deadline=None)
+@few
 @given(programs(), st.booleans())
 def test_text_and_json_round_trips(lowered, as_text):
     if as_text:

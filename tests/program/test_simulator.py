@@ -5,8 +5,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from program_strategies import costs, programs, schedules
+from hypothesis import given
+from program_strategies import costs, few, programs, schedules
 
 from fourfold.program import (
     Bucket,
@@ -113,7 +113,7 @@ def test_deadlock_is_an_error():
         simulate(Schedule.from_csv("0F0,0B0\n1F0\n"))
 
 
-@settings(deadline=None)
+@few
 @given(schedules(), costs())
 def test_nothing_beats_the_lower_bound(schedule, prices):
     timeline = simulate(schedule, prices)
@@ -126,7 +126,7 @@ def test_nothing_beats_the_lower_bound(schedule, prices):
     assert all(a.end == b.start for a, b in pairwise(path))
 
 
-@settings(deadline=None)
+@few
 @given(schedules(), costs())
 def test_programs_take_the_time_of_their_schedule(schedule, prices):
     """Receives are posted in time, whatever messages cost, also when links are shared."""
@@ -137,7 +137,7 @@ def test_programs_take_the_time_of_their_schedule(schedule, prices):
     assert spans(a) == spans(b)
 
 
-@settings(deadline=None)
+@few
 @given(programs(), costs())
 def test_timelines_of_programs(lowered, prices):
     timeline = simulate(lowered, prices)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program_strategies import costs
+from program_strategies import costs, few
 
 from fourfold.program import (
     Costs,
@@ -168,7 +168,7 @@ def test_bad_input(call, says):
 # ---- its parts ----
 
 
-@settings(deadline=None)
+@few
 @given(st.data(), costs())
 def test_list_schedules_never_lock_up_nor_exceed_the_cap(data, prices):
     """Any keys, any reserves of at least one micro-batch a stage, any cap of at least one micro-batch."""
@@ -219,11 +219,11 @@ def test_greedy_without_reserves_would_lock_up():
         list_schedule(problem, Policy(**{**vars(policy), "reserve": (0,) * 16}))
 
 
-@settings(deadline=None)
-@given(st.integers(0, 50), st.integers(1, 4), st.booleans(), costs())
-def test_modulo_schedules_are_complete(seed, unroll, split, prices):
+@few
+@given(st.integers(0, 50), st.integers(1, 4), st.sampled_from([0, 0.1, 0.4]), st.booleans(), costs())
+def test_modulo_schedules_are_complete(seed, unroll, delay, split, prices):
     problem = Problem.in_integers(zigzag(3, 2), 3, 7, prices)
-    order = modulo_schedule(problem, random.Random(seed), unroll=unroll, split=split)
+    order = modulo_schedule(problem, random.Random(seed), unroll=unroll, delay=delay, split=split)
     if order is not None:
         validate(Schedule(tuple(tuple(map(Op._make, ops)) for ops in order), problem.placement, 7))
 
@@ -232,7 +232,7 @@ def test_modulo_schedules_take_micro_batches_in_order():
     """Also where, with several of them in a period, one overtook another."""
     problem = Problem.in_integers(zigzag(3, 2), 3, 9, Costs(forward=1, input_grad=3, weight_grad=2))
     for seed in range(60):
-        order = modulo_schedule(problem, random.Random(seed), unroll=3)
+        order = modulo_schedule(problem, random.Random(seed), unroll=3, delay=0.3)
         for ops in order or []:
             for key in {op[:2] for op in ops}:
                 assert [m for *other, m in ops if tuple(other) == key] == list(range(9))
@@ -240,13 +240,13 @@ def test_modulo_schedules_take_micro_batches_in_order():
 
 def test_modulo_scheduling_needs_little_memory():
     problem = Problem.in_integers(zigzag(4, 2), 4, 16, Costs())
-    rng = random.Random(0)
-    found = [modulo_schedule(problem, rng, unroll=1) for _ in range(30)]
-    fitting = [run(problem, o).makespan for o in found if o and max(peaks(problem, o)) <= 4]
-    assert min(fitting) == 107  # ticks of 1/2: the 53.5 of half the memory
+    order = modulo_schedule(problem, random.Random(0), unroll=1)
+    assert order is not None
+    assert max(peaks(problem, order)) == 4
+    assert run(problem, order).makespan == 107  # ticks of 1/2: the 53.5 of half the memory
 
 
-@settings(deadline=None)
+@few
 @given(st.integers(1, 4), st.integers(1, 8), costs(), st.integers(0, 9))
 def test_improved_orders_are_valid(ranks, micro_batches, prices, seed):
     schedule = build("zb-v", ranks, micro_batches)
@@ -308,7 +308,7 @@ def test_no_body_where_micro_batches_are_out_of_order():
     assert find_body(problem, rows) is None
 
 
-@settings(deadline=None)
+@few
 @given(st.lists(st.integers(0, 9), min_size=8, max_size=16), st.sampled_from([loop, zigzag]))
 def test_partition_is_at_least_as_good_as_even(work, place):
     placement = place(4, 2)

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from program_strategies import programs, schedules
+from program_strategies import few, programs, schedules
 
 from fourfold.program import (
     Costs,
@@ -36,7 +36,7 @@ def ops(text):
 # ---- schedules ----
 
 
-@settings(deadline=None)
+@few
 @given(schedules(), st.data())
 def test_a_dropped_op_is_refused(schedule, data):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -48,7 +48,7 @@ def test_a_dropped_op_is_refused(schedule, data):
         validate(broken)
 
 
-@settings(deadline=None)
+@few
 @given(schedules(), st.data())
 def test_a_repeated_op_is_refused(schedule, data):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -57,7 +57,7 @@ def test_a_repeated_op_is_refused(schedule, data):
         validate(_with_row(schedule, rank, (*schedule.order[rank], schedule.order[rank][at])))
 
 
-@settings(deadline=None)
+@few
 @given(schedules(), st.data())
 def test_swapped_dependent_ops_are_refused(schedule, data):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -74,7 +74,7 @@ def test_swapped_dependent_ops_are_refused(schedule, data):
         validate(_with_row(schedule, rank, row))
 
 
-@settings(deadline=None)
+@few
 @given(schedules(least_ranks=2), st.data())
 def test_an_op_on_a_foreign_rank_is_refused(schedule, data):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -153,19 +153,19 @@ def test_what_w_still_needs_is_counted():
 # ---- programs ----
 
 
-@settings(deadline=None)
+@few
 @given(programs())
 def test_lowered_programs_validate(lowered):
     validate(lowered)
 
 
-@settings(deadline=None)
+@few
 @given(programs(replicas=2))
 def test_lowered_programs_with_replicas_validate(lowered):
     validate(lowered)
 
 
-@settings(deadline=None)
+@few
 @given(programs(), st.data())
 def test_a_dropped_instruction_is_refused(lowered, data):
     row = data.draw(st.integers(0, len(lowered.programs) - 1))
@@ -177,7 +177,7 @@ def test_a_dropped_instruction_is_refused(lowered, data):
         validate(_changed(lowered, row, left))
 
 
-@settings(deadline=None)
+@few
 @given(programs(), st.data())
 def test_a_repeated_instruction_is_refused(lowered, data):
     row = data.draw(st.integers(0, len(lowered.programs) - 1))
@@ -187,7 +187,7 @@ def test_a_repeated_instruction_is_refused(lowered, data):
         validate(_changed(lowered, row, (*instructions[: at + 1], *instructions[at:])))
 
 
-@settings(deadline=None)
+@few
 @given(programs(least_ranks=2), st.data(), st.sampled_from([Send, Recv]))
 def test_two_swapped_messages_of_an_edge_are_refused(lowered, data, verb):
     edges = {}
@@ -203,7 +203,7 @@ def test_two_swapped_messages_of_an_edge_are_refused(lowered, data, verb):
         validate(_swapped(lowered, row, i, j))
 
 
-@settings(deadline=None)
+@few
 @given(programs(replicas=2), st.data())
 def test_a_collective_reordered_on_one_rank_is_refused(lowered, data):
     row = data.draw(st.integers(0, len(lowered.programs) - 1))
@@ -215,7 +215,7 @@ def test_a_collective_reordered_on_one_rank_is_refused(lowered, data):
         validate(_swapped(lowered, row, *data.draw(st.sampled_from(pairs))))
 
 
-@settings(deadline=None)
+@few
 @given(programs(), st.data())
 def test_an_instruction_before_what_it_needs_is_refused(lowered, data):
     """A SEND before its op, a use before its GATHER, a REDUCE before the last gradient, a STREAM before its REDUCE."""

@@ -18,15 +18,17 @@ __all__ = ["modulo_schedule"]
 
 
 def modulo_schedule(
-    problem: Problem, rng: random.Random, *, unroll: int, split: bool = True
+    problem: Problem, rng: random.Random, *, unroll: int, delay: float = 0, split: bool = True
 ) -> list[list[tuple[int, str, int]]] | None:
-    """An order that repeats every `unroll` micro-batches; None when the ops found no room (they need not)."""
+    """An order that repeats every `unroll` micro-batches; None when the ops found no room (they need not).
+
+    Every op is put off a little with probability `delay`: one that makes room for others may pay.
+    """
     c = problem.costs
     length = problem.period * unroll
     busy = [_Circle(length) for _ in range(problem.ranks)]
     spacing = rng.randrange(1, int(problem.period) + 1) if unroll > 1 else 0
     in_turn = rng.random() < 0.5
-    delay = rng.choice((0.0, 0.0, 0.05, 0.1, 0.2, 0.4))
     step = max(1, problem.period // (3 * max(map(len, problem.stages_of))))
 
     def place(stage: int, ready: Any, takes: Any) -> Any:

@@ -154,6 +154,8 @@ class Portfolio:
             self._try_hand_written(arena)
             for policy in self._starters(arena):
                 self._try_policy(arena, policy, "true")
+            for variant in ("true", "even"):
+                self._try_modulo(arena, variant, unroll=1, delay=0, split=self.setting.split_backward is not False)
         self._evolve(int(self.budget * 0.75))
         if self.choose_split:
             winner = self._winner()
@@ -215,6 +217,13 @@ class Portfolio:
     def _try_policy(self, arena: Arena, policy: Policy, variant: str) -> None:
         self._consider(arena, list_schedule(arena.variants[variant], policy), "greedy", policy, variant)
 
+    def _try_modulo(self, arena: Arena, variant: str, unroll: int, delay: float, split: bool) -> None:
+        order = modulo_schedule(arena.variants[variant], self.rng, unroll=unroll, delay=delay, split=split)
+        if order is None:
+            self.timed += 1
+        else:
+            self._consider(arena, order, "modulo")
+
     def _starters(self, arena: Arena) -> Iterator[Policy]:
         """Policies that are often best: earliest first or deepest first, with full reserves."""
         for whole in self._ways(arena.problem.micro_batches):
@@ -249,13 +258,9 @@ class Portfolio:
             variant = rng.choice(list(arena.variants))
             draw = rng.random()
             if draw < 0.12:
-                unroll = rng.choice((1, 1, 2, 2, 3, 4))
-                problem = arena.variants[variant if rng.random() < 0.5 else "even"]
-                order = modulo_schedule(problem, rng, unroll=unroll, split="I" in parent.kinds)
-                if order is None:
-                    self.timed += 1
-                else:
-                    self._consider(arena, order, "modulo")
+                kind = variant if rng.random() < 0.5 else "even"
+                unroll, delay = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((0, 0, 0.05, 0.1, 0.2, 0.4))
+                self._try_modulo(arena, kind, unroll, delay, split="I" in parent.kinds)
             elif draw < 0.45 or parent.policy is None:
                 self._try_policy(arena, self._random_policy(arena.problem), variant)
             else:
