@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fourfold.errors import ConfigError as ConfigError
     from fourfold.errors import FourfoldError as FourfoldError
     from fourfold.errors import PlanError as PlanError
+    from fourfold.offload.adamw import StreamedAdamW as StreamedAdamW
     from fourfold.plan import Plan as Plan
     from fourfold.train.callbacks import Callback as Callback
     from fourfold.train.worker import fit as fit
@@ -27,10 +28,11 @@ _HOMES = {
     "FourfoldError": "fourfold.errors",
     "Plan": "fourfold.plan",
     "PlanError": "fourfold.errors",
+    "StreamedAdamW": "fourfold.offload.adamw",
     "fit": "fourfold.train.worker",
 }
 
-__all__ = ["Callback", "Config", "ConfigError", "FourfoldError", "Plan", "PlanError", "fit"]
+__all__ = ["Callback", "Config", "ConfigError", "FourfoldError", "Plan", "PlanError", "StreamedAdamW", "fit"]
 
 
 def __getattr__(name: str) -> Any:
