@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
 from fourfold.program import Costs, Programs, Schedule, Unit, build, lower, search, simulate
@@ -204,10 +204,21 @@ class ChunkUnit:
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None: ...
 
 
+class Empty(nn.Module):
+    """One product: as little work as a stage with a parameter can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 def our_executor(
-    rank: int, schedule: Schedule, times: Callable[[int], Any], offset: int = 0
+    rank: int, schedule: Schedule, times: Callable[[int], Any] | None, offset: int = 0
 ) -> tuple[Executor, Programs]:
-    """An executor whose stage s takes times(s)."""
+    """An executor whose stage s takes times(s); None: no time."""
     programs = lower(schedule, [[Unit(f"s{s}")] for s in range(schedule.stages)])
 
     def new_group(members: list[int]) -> dist.ProcessGroup:
@@ -221,11 +232,12 @@ def our_executor(
     stages, units = {}, {}
     for number, where in enumerate(place):
         if where == rank:
-            chunk = Chunk(times(number))
-            units[f"s{number}"] = ChunkUnit(chunk)
-            stage = Stage([Link(f"s{number}", units[f"s{number}"], chunk)], split=schedule.split, reseed=_tell(chunk))
-            chunk.queue, chunk.sink = stage.queue, _nowhere
-            stages[number] = stage
+            chunk: Any = Chunk(times(number)) if times else Empty()
+            unit = units[f"s{number}"] = ChunkUnit(chunk)
+            reseed = _tell(chunk) if times else None
+            stage = stages[number] = Stage([Link(f"s{number}", unit, chunk)], split=schedule.split, reseed=reseed)
+            if times:
+                chunk.queue, chunk.sink = stage.queue, _nowhere
     return Executor(place, rank, stages, units, transport), programs
 
 
@@ -251,26 +263,26 @@ def our_step(rank: int, schedule: Schedule, share: float = 1.0, offset: int = 0)
 # ---- torch's runtime on the same chunks ----
 
 
-def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: int, times: Times | None = None) -> Step:
+def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: int) -> Step:
     import torch.distributed.pipelining as pipelining
 
     zigzag = kind == "ScheduleZBVZeroBubble"
     mine = [rank, 2 * ranks - 1 - rank] if zigzag else [rank + i * ranks for i in range(per_rank)]
     share = FORWARD / per_rank
-    chunks = [Chunk(times or Times(share, share, share)) for _ in mine]
+    chunks = [Chunk(Times(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, ranks * per_rank, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     make = getattr(pipelining.schedules, kind)
     schedule = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=_loss)
     return _torch_run(schedule, mine, ranks * per_rank, micro_batches)
 
 
-def torch_replay(rank: int, schedule: Schedule, times: Times | None = None) -> Step:
+def torch_replay(rank: int, schedule: Schedule, empty: bool = False) -> Step:
     """One of our schedules in torch's runtime."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     mine = list(schedule.stages_of[rank])
     share = FORWARD / len(mine)
-    chunks = [Chunk(times or Times(share, share, share)) for _ in mine]
+    chunks: list[Any] = [Empty() if empty else Chunk(Times(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, schedule.stages, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     runtime = _PipelineScheduleRuntime(stages, schedule.micro_batches, loss_fn=_loss)
     with tempfile.TemporaryDirectory() as folder:
@@ -312,9 +324,9 @@ def overhead(quick: bool) -> Iterator[Row]:
 
 def _overhead(rank: int, ranks: int, repeats: int) -> tuple[list[float], list[float]]:
     schedule = build("1f1b", ranks, 16)
-    executor, programs = our_executor(rank, schedule, lambda s: Times())
-    program, feed = programs.of(rank), Ones((1, 8))
-    theirs = torch_replay(rank, schedule, Times())
+    executor, programs = our_executor(rank, schedule, None)
+    program, feed = programs.of(rank), Ones()
+    theirs = torch_replay(rank, schedule, empty=True)
     times: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats + 2):
         for which, step in enumerate((lambda: executor.run(program, feed), theirs)):

@@ -1,12 +1,13 @@
 """What goes over a wire: a header with name and shapes, the bytes of a tree of tensors, and how they leave and reach a device.
 
-A message is two transfers. The header is HEADER_BYTES: name and generation as four numbers, then JSON of structure, dtypes
-and shapes; so a receiver needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a
-multiple of 64.
+A message starts with a header of HEADER_BYTES: name and generation as four numbers, then JSON of structure, dtypes and
+shapes; so a receiver needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a
+multiple of 64. Up to INLINE bytes of host memory follow the header in the same transfer (copied: cheaper than a second
+wake-up); more are a transfer of their own.
 
 [Note: generations]
 A receive can be posted before its message is there because gloo takes a shorter message into a longer buffer. The buffer must
-be long enough: both sides know the longest message so far. When a longer one comes, the sender starts a new generation, whose
+be long enough: both sides know the length of the generation. When a longer message comes, the sender starts a new one, whose
 number is the tag of the transfer; receives that were posted for the old one never match, and are left behind. Receives of a
 generation match in the order in which they were posted, so they are posted for all messages or for none.
 """
@@ -20,12 +21,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
     "HEADER_BYTES",
+    "INLINE",
     "DevicePort",
     "Form",
     "Headers",
@@ -36,9 +39,14 @@ __all__ = [
     "StagedPort",
     "flatten",
     "join_bytes",
+    "joined_size",
+    "room_for",
+    "write_bytes",
 ]
 
 HEADER_BYTES = 1024
+INLINE = 128 << 10
+FREE = 16  # buffers kept for use again; older ones, of lengths gone by, are dropped
 Kind = Literal["activation", "gradient"]
 
 
@@ -89,20 +97,40 @@ def _unflatten(structure: Any, tensors: deque[Tensor]) -> Any:
             return tensors.popleft()
 
 
+def joined_size(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors one after another."""
+    return tensors[0].nbytes if len(tensors) == 1 else sum(_padded(t.nbytes) for t in tensors)
+
+
+def write_bytes(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Copy the tensors into a run of bytes."""
+    at = 0
+    for t in tensors:
+        out[at : at + t.nbytes].copy_(_bytes(t))
+        at += _padded(t.nbytes)
+
+
 def join_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors as one run of bytes; a single contiguous tensor is not copied."""
     if len(tensors) == 1:
-        return tensors[0].detach().contiguous().view(-1).view(torch.uint8)
-    out = torch.empty(sum(_padded(t.nbytes) for t in tensors), dtype=torch.uint8, device=tensors[0].device)
-    at = 0
-    for t in tensors:
-        out[at : at + t.nbytes] = t.detach().contiguous().view(-1).view(torch.uint8)
-        at += _padded(t.nbytes)
+        return _bytes(tensors[0])
+    out = torch.empty(joined_size(tensors), dtype=torch.uint8, device=tensors[0].device)
+    write_bytes(tensors, out)
     return out
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _padded(count: int) -> int:
     return -(-count // 64) * 64
+
+
+def room_for(size: int) -> int:
+    """Length of the buffers of a generation whose first message has `size` bytes: the next of 8 steps per doubling."""
+    step = max(64, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
 
 
 _FIXED = struct.Struct("<4q")  # stage, kind, micro-batch, generation
@@ -139,7 +167,8 @@ class Headers:
         self._texts: dict[Any, bytes] = {}
         self._forms: dict[bytes, Form] = {}
 
-    def encode(self, name: Name, generation: int, structure: Any, tensors: Sequence[Tensor]) -> Tensor:
+    def write(self, out: Tensor, name: Name, generation: int, structure: Any, tensors: Sequence[Tensor]) -> None:
+        """Write a header to the beginning of `out`."""
         key = (repr(structure), *((t.dtype, t.shape) for t in tensors))
         text = self._texts.get(key)
         if text is None:
@@ -148,10 +177,11 @@ class Headers:
         if len(text) > HEADER_BYTES - _FIXED.size:
             raise ValueError(f"{name}: {len(tensors)} tensors are too many for one message")
         fixed = _FIXED.pack(name.stage, _KINDS.index(name.kind), name.micro_batch, generation)
-        return torch.frombuffer(bytearray((fixed + text).ljust(HEADER_BYTES)), dtype=torch.uint8)
+        out.numpy()[:HEADER_BYTES] = np.frombuffer((fixed + text).ljust(HEADER_BYTES), dtype=np.uint8)
 
-    def decode(self, header: Tensor) -> tuple[Name, int, Form]:
-        data = header.numpy().tobytes()
+    def read(self, header: Tensor) -> tuple[Name, int, Form]:
+        """Name, generation and form of the message whose header `header` begins with."""
+        data = header.numpy()[:HEADER_BYTES].tobytes()
         stage, kind, micro_batch, generation = _FIXED.unpack_from(data)
         text = data[_FIXED.size :].rstrip()
         form = self._forms.get(text)
@@ -179,6 +209,11 @@ class Pool:
             self._loans[buffer.data_ptr()] = buffer, 1
         return buffer
 
+    @property
+    def buffers(self) -> int:
+        """Buffers there are, lent or free."""
+        return len(self._free) + len(self._loans)
+
     def borrow(self, tensors: Sequence[Tensor]) -> None:
         """One more user of those that lie in a buffer of ours (a stage may hand on what it was given)."""
         self._count(tensors, 1)
@@ -196,6 +231,7 @@ class Pool:
                         self._loans[address] = buffer, users + change
                     else:
                         self._free.append(buffer)
+                        del self._free[:-FREE]
 
 
 # ---- how bytes leave a device and reach it ----
@@ -204,11 +240,12 @@ class Pool:
 class HostPort:
     """CPU tensors over gloo. Receives are posted ahead: [Note: generations].
 
-    `sends_at_once`: `send` does not block, so the thread that computes may call it.
+    `sends_at_once`: `send` does not block, so the thread that computes may call it. `inline`: bytes that may follow the header.
     """
 
     posts_ahead = True
     sends_at_once = True
+    inline = INLINE
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -240,6 +277,7 @@ class StagedPort(HostPort):
     """CUDA tensors over gloo, through pinned host memory, on side streams: for ranks that share a GPU."""
 
     sends_at_once = False
+    inline = 0
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -274,6 +312,7 @@ class DevicePort(HostPort):
 
     posts_ahead = False
     sends_at_once = False
+    inline = 0
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
