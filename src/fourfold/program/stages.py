@@ -15,7 +15,7 @@ from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.spec import unit_flops
 from fourfold.plan import Plan
 from fourfold.program.from_plan import schedule_of_plan
-from fourfold.program.instructions import Programs, Unit
+from fourfold.program.instructions import Bucket, Programs, Unit
 from fourfold.program.lowering import lower
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
@@ -46,8 +46,11 @@ class PipelineLayout:
         return {*steps, *((b, a) for a, b in steps)}
 
 
-def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int) -> PipelineLayout:
-    """The stages and programs of a plan; raises PlanError where they cannot be made."""
+def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early: bool = False) -> PipelineLayout:
+    """The stages and programs of a plan; raises PlanError where they cannot be made.
+
+    Where optimizer state is not on the device, every unit is a bucket; `early`: updates need not wait for the norm.
+    """
     micro_batches = plan.micro_batches(global_batch)
     layers = _layers(model)
     try:
@@ -63,7 +66,10 @@ def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int) -> Pipel
     flops = unit_flops(model)
     described = [[_describe(name, plan, flops[name]) for name in names] for names in units]
     evaluation = forward_only(schedule.placement, micro_batches)
-    return PipelineLayout(schedule, units, lower(schedule, described), lower(evaluation, described))
+    streamed = plan.memory.optimizer != "device"
+    buckets = [Bucket(name, (name,)) for names in units for name in names] if streamed else []
+    programs = lower(schedule, described, buckets, stream="early" if early else "last")
+    return PipelineLayout(schedule, units, programs, lower(evaluation, described))
 
 
 def _layers(model: ModelConfig) -> list[list[str]]:

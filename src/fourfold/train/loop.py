@@ -30,6 +30,7 @@ from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
 from fourfold.train.optim import AdamW
+from fourfold.train.streamed import StreamedUnits
 from fourfold.train.trace import TraceFile
 
 __all__ = ["Loop"]
@@ -60,7 +61,7 @@ class Loop:
         ties: Sequence[TiedOwner | TiedCopy],
         trace: TraceFile | None,
         units: Sequence[Unit],
-        optimizer: AdamW,
+        optimizer: AdamW | StreamedUnits,
         train_samples: Samples,
         eval_samples: Samples | None,
         checkpointer: Checkpointer,
@@ -122,6 +123,8 @@ class Loop:
     def step(self, index: int) -> _Result:
         """Step `index`, counted from 0."""
         self.guard.begin(index + 1)
+        lr = self.config.optim.lr_at(index, self.config.train.steps)
+        self.optimizer.begin(lr)
         batches = list(self._micro_batches(self.train_samples, index))
         count = self._count(self.train_samples, batches)
         losses = self.runner.step(index, _Feed(batches, count.reciprocal().to(self.loss_dtype)))
@@ -134,10 +137,10 @@ class Loop:
             self.trace.hold(index + 1, self.runner.spans)
         gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.guard.stop_requested())
         norm = gathered[:, 1].sum().sqrt()
-        skip = 1 - (norm + gathered[:, 0].sum()).isfinite().float()
-        lr = self.config.optim.lr_at(index, self.config.train.steps)
-        self.optimizer.step(lr, norm, skip)
+        finite = (norm + gathered[:, 0].sum()).isfinite().float()
+        self.optimizer.step(lr, norm, 1 - finite if self.config.train.guard else None)
         for tie in self.ties:
+            self.optimizer.wait(tie.unit)
             tie.publish()
         for unit in self.units:
             unit.zero_grad()

@@ -20,7 +20,7 @@ from fourfold.model.transformer import Transformer
 from fourfold.piece import whole
 from fourfold.plan import Plan
 from fourfold.program.stages import PipelineLayout
-from fourfold.runtime.executor import Executor, Verbs
+from fourfold.runtime.executor import Executor, StreamVerbs, Verbs
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
 from fourfold.runtime.stage import Link, Stage
@@ -35,11 +35,12 @@ __all__ = ["Held", "make_runner", "make_stages", "make_transport", "make_units"]
 
 @dataclass
 class Held:
-    """The units of a rank: by name; as the program's verbs; and its end of a weight tied across ranks."""
+    """The units of a rank: by name; as the program's verbs; its end of a weight tied across ranks; its buckets."""
 
     units: dict[str, Unit] = field(default_factory=dict)
     verbs: dict[str, Verbs] = field(default_factory=dict)
     ties: list[TiedOwner | TiedCopy] = field(default_factory=list)
+    buckets: dict[str, StreamVerbs] = field(default_factory=dict)
 
 
 def make_units(
@@ -155,5 +156,6 @@ def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: Pipeline
     if plan.pipeline.executor == "message-driven":
         place = layout.schedule.placement
         mine = {u: tuple(s for s in at if place[s] == here) for u, at in layout.programs.stages_with.items()}
-        freedom = drive(program, mine, plan.pipeline.slack)
+        buckets = {bucket.name: bucket.units for bucket in layout.programs.buckets}
+        freedom = drive(program, mine, plan.pipeline.slack, buckets)
     return Runner(executor, program, evaluation, drive=freedom)
