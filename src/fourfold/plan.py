@@ -304,8 +304,6 @@ class Plan:
                     raise NotYetError(f"unit '{rule.match}': {what} = {value!r}: not yet; use {what} = {only!r}")
             if rule.recompute == "per-slice":
                 raise NotYetError(f"unit '{rule.match}': recompute = 'per-slice': not yet; use 'full' or 'selective'")
-        if self.memory.activations != "device":
-            raise NotYetError(f"memory.activations = '{self.memory.activations}': not yet; use 'device'")
 
 
 def _patterns(units: list[str]) -> list[str]:

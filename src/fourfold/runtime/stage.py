@@ -20,7 +20,8 @@ whether a link runs twice, change nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -32,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
-__all__ = ["Link", "Stage", "UnitVerbs"]
+__all__ = ["Keeper", "Link", "Stage", "UnitVerbs"]
 
 
 class UnitVerbs(Protocol):
@@ -42,6 +43,14 @@ class UnitVerbs(Protocol):
     def parameters(self) -> Sequence[Tensor]: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
+
+
+class Keeper(Protocol):
+    """Keeps what a forward saves for its backward somewhere else (offload/activations.py)."""
+
+    def saving(self, keep: Iterable[Tensor], key: Any) -> AbstractContextManager[None]: ...
+    def put(self, t: Tensor, key: Any) -> Any: ...
+    def get(self, packed: Any) -> Tensor: ...
 
 
 @dataclass
@@ -61,6 +70,7 @@ class _Kept:
 
     args: tuple[Any, ...]
     edges: list[GradientEdge] | None  # where the outputs lie in the graph; None: recompute
+    inputs: list[GradientEdge] | None = None  # where differentiable inputs do; None: `args` are leaves
 
 
 class Stage:
@@ -75,8 +85,9 @@ class Stage:
         *,
         split: bool = False,
         reseed: Callable[[int, int, int], None] | None = None,
+        keeper: Keeper | None = None,
     ):
-        self.links, self.step = list(links), 0
+        self.links, self.step, self.keeper = list(links), 0, keeper
         self.queue = WeightGradQueue() if split else None
         if self.queue is not None:
             for link in self.links:
@@ -99,10 +110,21 @@ class Stage:
         assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
         link, args = self.links[index], self._args(index, value, extra)
         link.unit.need()
+        stack = id(self), micro_batch
+        keeper = None if extra and index == len(self.links) - 1 else self.keeper  # the loss: its backward is next
         if link.recompute == "full":
             with torch.no_grad():
                 value = self._run(micro_batch, index, args)
+            if keeper is not None:
+                args = tuple(keeper.put(a.detach(), stack) if _differentiable(a) else a for a in args)
             kept.append(_Kept(args, None))
+        elif keeper is not None:
+            stays = [*link.unit.parameters(), *link.module.buffers()]
+            with torch.enable_grad(), keeper.saving(stays, stack):
+                args = tuple(_anchored(a) if _differentiable(a) else a for a in args)
+                inputs = [get_gradient_edge(a) for a in args if _differentiable(a)]
+                value = self._run(micro_batch, index, args)
+            kept.append(_Kept((), _edges(value), inputs))
         else:
             with torch.enable_grad():
                 value = self._run(micro_batch, index, args)
@@ -187,14 +209,40 @@ class Stage:
     def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
         link, edges = self.links[index], kept.edges
         link.unit.need()
+        args = kept.args
         if edges is None:
+            if self.keeper is not None:
+                args = tuple(self.keeper.get(a) for a in args)
+                args = tuple(
+                    a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args
+                )
             with torch.enable_grad():
-                edges = _edges(self._run(micro_batch, index, kept.args))
-        wanted = [a for a in kept.args if isinstance(a, Tensor) and a.requires_grad]
+                edges = _edges(self._run(micro_batch, index, args))
+        wanted = kept.inputs if kept.inputs is not None else [a for a in args if _differentiable(a)]
         inputs = [*wanted, *link.unit.parameters()]
         grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
         link.unit.accumulate(grads[len(wanted) :])
         return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
+
+
+def _differentiable(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.requires_grad
+
+
+class _Anchor(torch.autograd.Function):
+    """Its output is its input, differentiable, and held by nobody: a leaf would be held by the graph until the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _anchored(a: Tensor) -> Tensor:
+    return _Anchor.apply(a.detach(), torch.empty(0, dtype=a.dtype, device=a.device, requires_grad=True))
 
 
 def _make_run(link: Link, split: bool) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor, StreamVerbs, Verbs
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import Keeper, Link, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.shard.tied import TiedCopy, TiedOwner
@@ -101,7 +101,13 @@ def make_units(
 
 
 def make_stages(
-    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, model: Transformer, units: dict[str, Unit]
+    config: Config,
+    plan: Plan,
+    mesh: RankMesh,
+    layout: PipelineLayout,
+    model: Transformer,
+    units: dict[str, Unit],
+    keeper: Keeper | None = None,
 ) -> dict[int, Stage]:
     """This rank's stages by number, each a chain of its units' modules."""
     modules = model.units()
@@ -112,7 +118,7 @@ def make_stages(
             recompute: Any = {name: plan.rule_for(name).recompute for name in names}
             links = [Link(n, units[n], modules[n], recompute[n], plan.precision.compile) for n in names]
             reseed = _reseeder(config, mesh, before[number]) if config.model.dropout else None
-            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed)
+            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper)
     return stages
 
 

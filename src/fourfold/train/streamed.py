@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.config import Config, OptimConfig
+from fourfold.offload.activations import ActivationOffload
 from fourfold.offload.adamw import room_on_device
 from fourfold.offload.buckets import Block
 from fourfold.offload.host import available_bytes
@@ -29,11 +30,13 @@ from fourfold.schema import parse_bytes
 from fourfold.shard.unit import Unit
 from fourfold.train.optim import AdamW
 
-__all__ = ["StreamedUnits", "make_optimizer", "streams_early"]
+__all__ = ["StreamedUnits", "make_keeper", "make_optimizer", "streams_early"]
 
 V = TypeVar("V")
 BUCKET = 1 << 24
 """Elements updated at once."""
+LEAST = 1 << 20
+"""Bytes: activations smaller than this stay on the device."""
 
 
 def streams_early(config: Config, plan: Plan) -> bool:
@@ -46,6 +49,13 @@ def make_optimizer(config: Config, plan: Plan, units: Sequence[Unit], ranks_here
     if plan.memory.optimizer == "device" and plan.memory.moments == "fp32":
         return AdamW(units, config.optim)
     return StreamedUnits(units, config.optim, plan.memory, early=streams_early(config, plan), ranks_here=ranks_here)
+
+
+def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> ActivationOffload | None:
+    """What keeps a rank's activations on the host, if the plan wants it: in at most half of the memory that is free there."""
+    if plan.memory.activations == "device":
+        return None
+    return ActivationOffload(device, budget=available_bytes() // (2 * ranks_here), least=LEAST)
 
 
 class StreamedUnits:

@@ -38,7 +38,7 @@ from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
 from fourfold.train.parts import make_runner, make_stages, make_transport, make_units
 from fourfold.train.rundir import RunDir
-from fourfold.train.streamed import StreamedUnits, make_optimizer, streams_early
+from fourfold.train.streamed import StreamedUnits, make_keeper, make_optimizer, streams_early
 from fourfold.train.trace import TraceFile, device_mark
 from fourfold.view.console import Progress
 
@@ -187,7 +187,7 @@ def assemble(
     executor = Executor(
         layout.schedule.placement,
         mesh.coordinates["pipe"],
-        make_stages(config, plan, mesh, layout, model, held.units),
+        make_stages(config, plan, mesh, layout, model, held.units, make_keeper(plan, device, place.local_ranks)),
         held.verbs,
         make_transport(mesh, layout, device, timeout),
         buckets=held.buckets,
