@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,23 @@ from fourfold.runtime.stage import Link, Stage
 from fourfold.testing.budget import Budget
 from fourfold.train import streamed
 from tests.helpers import MODELS, make_config, run_training, series
-from tests.offload.threads import thread_lanes
+from tests.offload.threads import slow_lanes
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("FOURFOLD_TEST_DEVICE", "cpu"))
 
 
 def make_offload(**options: Any) -> ActivationOffload:
-    return ActivationOffload(CPU, **{"budget": 1 << 24, "least": 256, "stash": 0, "ahead": 1 << 12} | options)
+    return ActivationOffload(DEVICE, **{"budget": 1 << 24, "least": 256, "stash": 0, "ahead": 1 << 12} | options)
 
 
 def make_net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)) for _ in range(4)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)) for _ in range(4))).to(DEVICE)
 
 
 def grads(offload: ActivationOffload | None, seed: int = 0) -> list[Tensor]:
-    net, x = make_net(), torch.randn(9, 24, generator=torch.Generator().manual_seed(seed))
+    net, x = make_net(), torch.randn(9, 24, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     if offload is None:
         net(x).square().sum().backward()
     else:
@@ -51,18 +52,18 @@ def test_no_bit_changes(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_time_changes_nothing(seed: int) -> None:
-    offload = make_offload(lanes=thread_lanes(seed), stash=3000 * seed)
+    offload = make_offload(lanes=slow_lanes(seed, DEVICE), stash=3000 * seed)
     for step in range(3):
         assert all(map(torch.equal, grads(None, step), grads(offload, step)))
 
 
 def test_a_lane_that_does_not_wait_is_noticed() -> None:
-    offload = make_offload(lanes=thread_lanes(1, 5e-3, careless="here"))
+    offload = make_offload(lanes=slow_lanes(1, DEVICE, 5e-3, careless="here"))
     assert not all(all(map(torch.equal, grads(None, s), grads(offload, s))) for s in range(3))
 
 
 def test_what_is_saved_leaves_the_device_and_parameters_stay() -> None:
-    offload, weight = make_offload(), torch.randn(64, 64, requires_grad=True)
+    offload, weight = make_offload(), torch.randn(64, 64, requires_grad=True, device=DEVICE)
     held: list[Any] = []
     pack = offload.put
 
@@ -72,7 +73,7 @@ def test_what_is_saved_leaves_the_device_and_parameters_stay() -> None:
 
     offload.put = watch  # type: ignore[method-assign]
     with offload.saving([weight]):
-        y = (torch.randn(64, 64) @ weight).sigmoid().sum()
+        y = (torch.randn(64, 64, device=DEVICE) @ weight).sigmoid().sum()
     assert [type(h) for h in held] == [Parcel, Parcel]  # the left factor, the sigmoid's result
     assert all(h.value is None for h in held)
     y.backward()
@@ -81,7 +82,7 @@ def test_what_is_saved_leaves_the_device_and_parameters_stay() -> None:
 
 def test_the_same_tensor_goes_once_and_gaps_do_not_go() -> None:
     offload = make_offload(stash=1 << 20)
-    x = torch.randn(32, 64)
+    x = torch.randn(32, 64, device=DEVICE)
     assert offload.put(x) is offload.put(x)
     half = offload.put(x[:, :32])
     assert isinstance(half, Parcel)
@@ -98,7 +99,7 @@ def test_host_buffers_are_used_again() -> None:
     assert offload.taken == taken
     assert offload.moved == 2 * moved
     with pytest.raises(HostMemoryError, match="the budget for activations"):
-        ActivationOffload(CPU, budget=1 << 60)
+        ActivationOffload(DEVICE, budget=1 << 60)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -140,7 +141,7 @@ def test_a_stage_holds_nothing_on_the_device(recompute: Any) -> None:
     for offload in (None, make_offload()):
         links = [Link(f"{i}", PlainUnit(m), m, recompute) for i, m in enumerate(make_net())]
         stage = Stage(links, keeper=offload)
-        x = torch.randn(9, 24, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(9, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         with Budget() as budget:
             y = stage.forward(0, x)
         del x

@@ -1,7 +1,8 @@
-"""StreamedAdamW is torch's fused AdamW on an fp32 master, bit for bit."""
+"""StreamedAdamW is torch's fused AdamW on an fp32 master, bit for bit. FOURFOLD_TEST_DEVICE=cuda runs it there."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -18,9 +19,10 @@ from fourfold.offload import host
 from fourfold.offload.lanes import Lanes, make_lanes
 from fourfold.offload.split import join, split
 from fourfold.train.optim import round_half_up
-from tests.offload.threads import thread_lanes
+from tests.offload.threads import slow_lanes
 
 torch.set_num_threads(1)
+DEVICE = torch.device(os.environ.get("FOURFOLD_TEST_DEVICE", "cpu"))
 
 
 class Net(nn.Module):
@@ -49,7 +51,7 @@ class Net(nn.Module):
 
 def make_net(dtype: torch.dtype) -> Net:
     torch.manual_seed(0)
-    return Net().to(dtype)
+    return Net().to(DEVICE, dtype)
 
 
 def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
@@ -63,7 +65,7 @@ def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
 def batches(steps: int, seed: int = 1) -> Iterator[Tensor]:
     made = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        yield torch.randint(0, 29, (4, 6), generator=made)
+        yield torch.randint(0, 29, (4, 6), generator=made).to(DEVICE)
 
 
 class Reference:
@@ -91,12 +93,12 @@ def assert_same(reference: Reference, optimizer: StreamedAdamW) -> None:
     for p, q in reference.master.items():
         if not p.requires_grad:
             continue
-        assert torch.equal(optimizer.master(p), q)
+        assert torch.equal(optimizer.master(p).to(DEVICE), q)
         if p.dtype == torch.bfloat16:
             assert torch.equal(p.detach(), round_half_up(q.detach()))
         if q in reference.optimizer.state:
             for kind in ("step", "exp_avg", "exp_avg_sq"):
-                assert torch.equal(optimizer.state[p][kind], reference.optimizer.state[q][kind]), kind
+                assert torch.equal(optimizer.state[p][kind].to(DEVICE), reference.optimizer.state[q][kind]), kind
 
 
 def train(
@@ -171,8 +173,8 @@ def test_every_way_of_running_it(options: dict[str, Any], early: bool) -> None:
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("seed", range(3))
 def test_time_changes_nothing(clip: float, early: bool, seed: int) -> None:
-    """Each lane is a thread with random delays."""
-    train(clip=clip, early=early, lanes=thread_lanes(seed), steps=8, check=8, staging=seed * 60000)
+    """Each lane takes random times."""
+    train(clip=clip, early=early, lanes=slow_lanes(seed, DEVICE), steps=8, check=8, staging=seed * 60000)
 
 
 @pytest.mark.parametrize("lane", ["incoming", "updating", "outgoing", "here"])
@@ -180,7 +182,7 @@ def test_a_lane_that_does_not_wait_is_noticed(lane: str) -> None:
     """The test above can fail: without the waits of any one lane the bits differ."""
     with pytest.raises((AssertionError, RuntimeError)):  # autograd, too, notices weights that change under it
         for seed in range(5):
-            train(clip=0.05, lanes=thread_lanes(seed, 3e-3, careless=lane), steps=8, check=8)
+            train(clip=0.05, lanes=slow_lanes(seed, DEVICE, 3e-3, careless=lane), steps=8, check=8)
 
 
 def test_updates_start_in_the_backward() -> None:
@@ -209,7 +211,7 @@ def test_layers_wait_for_their_own_weights_only() -> None:
     waiting = {p for p, block in optimizer._blocks.items() if any(b.pending for b in block.buckets)}
     assert net.layers[1][0].weight in waiting
     assert net.embed.weight in waiting
-    net.embed(torch.zeros(1, dtype=torch.long))
+    net.embed(torch.zeros(1, dtype=torch.long, device=DEVICE))
     waiting = {p for p, block in optimizer._blocks.items() if any(b.pending for b in block.buckets)}
     assert net.layers[1][0].weight in waiting
     assert net.embed.weight not in waiting
@@ -322,7 +324,9 @@ def test_dcp_state_dict_both_ways(dtype: torch.dtype) -> None:
     plain_net = make_net(torch.float32)
     plain = torch.optim.AdamW(groups_of(list(plain_net.parameters())), lr=5e-3, fused=True)
     set_optimizer_state_dict(plain_net, plain, saved)
-    assert torch.equal(plain.state[plain_net.norm.weight]["exp_avg"], saved["state"]["norm.weight"]["exp_avg"].float())
+    assert torch.equal(
+        plain.state[plain_net.norm.weight]["exp_avg"].cpu(), saved["state"]["norm.weight"]["exp_avg"].float()
+    )
 
 
 def test_bf16_moments_stay_near() -> None:
@@ -369,7 +373,7 @@ def test_groups_can_be_added() -> None:
 
 def test_zeroed_gradients_are_zeroed_after_the_update() -> None:
     net = make_net(torch.bfloat16)
-    lanes = thread_lanes(0)
+    lanes = slow_lanes(0, DEVICE)
     optimizer = StreamedAdamW(groups_of(list(net.parameters())), lr=5e-3, overlap=net, bucket=2048, lanes=lanes)
     reference = Reference(net, 0.0)
     for ids in batches(5):
@@ -390,7 +394,7 @@ def test_zeroed_gradients_are_zeroed_after_the_update() -> None:
 def test_bytes_are_those_of_the_formula() -> None:
     """AxoNN: 20 bytes a parameter become 4 and a few buckets. Ours: 10 on the host, (10 r + 8) a bucket element here."""
     n, bucket, ring = 64 * 1000, 6400, 3
-    weight = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16))
+    weight = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=DEVICE))
     streamer = StreamedAdamW([weight], bucket=bucket, ring=ring).streamer
     assert streamer.host_bytes == 10 * n
     assert streamer.device_bytes == (10 * ring + 8) * bucket
@@ -446,7 +450,7 @@ def test_split_masters_lose_nothing() -> None:
     special = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x18000, 0x7F8000, 0x7FFFFF])
     mantissas = torch.cat([special, torch.randint(0, 1 << 23, (500,), generator=torch.Generator().manual_seed(0))])
     bits = (torch.arange(512)[:, None] << 23 | mantissas).flatten().to(torch.int64)
-    master = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+    master = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32).to(DEVICE)
     weight, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     split(master.clone(), weight, low)
     back = torch.empty_like(master)
@@ -478,11 +482,11 @@ def test_wrong_parameters() -> None:
 
 
 def test_parameters_in_another_order_of_memory() -> None:
-    weight = nn.Parameter(torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last))
+    weight = nn.Parameter(torch.randn(8, 3, 5, 5, device=DEVICE).to(memory_format=torch.channels_last))
     twin = nn.Parameter(weight.detach().clone())
     ours, theirs = StreamedAdamW([weight], bucket=64), torch.optim.AdamW([twin], fused=True)
     for _ in range(3):
-        weight.grad = torch.randn(8, 3, 5, 5)
+        weight.grad = torch.randn(8, 3, 5, 5, device=DEVICE)
         twin.grad = weight.grad.clone(memory_format=torch.channels_last)
         ours.step()
         theirs.step()

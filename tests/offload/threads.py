@@ -1,4 +1,4 @@
-"""Lanes that are threads and take random times: what does not wait for what it needs shows on the CPU."""
+"""Lanes that take random times: what does not wait for what it needs shows. On the CPU they are threads, on CUDA streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fourfold.offload.lanes import Lanes
+import torch
+
+from fourfold.offload.lanes import Lane, Lanes, make_lanes
 
 
 class ThreadLane:
@@ -75,6 +77,34 @@ class Here:
 
     def finish(self) -> None:
         pass
+
+
+class SleepyLane:
+    """A CUDA stream that sleeps a random time before each piece of work."""
+
+    def __init__(self, lane: Lane, seed: int, delay: float, careless: bool):
+        self.lane, self.random, self.delay, self.careless = lane, random.Random(seed), delay, careless
+        self.mark, self.finish = lane.mark, lane.finish
+
+    def do(self, work: Callable[[], object]) -> None:
+        self.lane.do(lambda: torch.cuda._sleep(int(1e9 * self.random.random() * self.delay)))
+        self.lane.do(work)
+
+    def wait(self, mark: Any) -> None:
+        if not self.careless:
+            self.lane.wait(mark)
+
+
+def slow_lanes(seed: int, device: torch.device, delay: float = 1e-3, careless: str = "") -> Lanes:
+    """Lanes of a device that take random times; the one named `careless` waits for nothing."""
+    if device.type == "cpu":
+        return thread_lanes(seed, delay, careless)
+    lanes = make_lanes(device)
+    made = (
+        SleepyLane(getattr(lanes, n), seed + i, delay, careless == n)
+        for i, n in enumerate(("here", "incoming", "updating", "outgoing"))
+    )
+    return Lanes(*made)
 
 
 def thread_lanes(seed: int, delay: float = 1e-3, careless: str = "") -> Lanes:
