@@ -38,12 +38,15 @@ from fourfold.config import ModelConfig
 from fourfold.model.build import serial_model
 from fourfold.offload.activations import ActivationOffload
 from fourfold.offload.host import host_memory
+from fourfold.offload.lanes import make_lanes
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU it runs, but measures nothing
 GIB = 1 << 30
 SHAPE = ModelConfig(family="llama", layers=26, hidden=3072, heads=24, kv_heads=8, ffn=8192, vocab=32000, seq_len=4096)
 SMALL = replace(SHAPE, layers=4, hidden=1024, heads=8, kv_heads=8, ffn=2816)
 SEQUENCES = 4
+if DEVICE.type == "cpu":
+    SMALL, SEQUENCES = replace(SMALL, layers=2, hidden=64, ffn=128, vocab=256, seq_len=16), 2
 
 
 class Model(nn.Module):
@@ -121,12 +124,34 @@ def timed(run: Callable[[], object], steps: int, warm: int = 1) -> float:
     """Seconds of one of `steps` runs, launched one after another as in training: only the ends wait for the GPU."""
     for _ in range(warm):
         run()
-    torch.cuda.current_stream().synchronize()
+    synchronize()
     start = time.perf_counter()
     for _ in range(steps):
         run()
-    torch.cuda.current_stream().synchronize()
+    synchronize()
     return (time.perf_counter() - start) / steps
+
+
+def synchronize() -> None:
+    """Wait for what this thread computes; copies and updates in other streams may go on."""
+    if DEVICE.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+
+
+def peak() -> int:
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 1
+
+
+def clean() -> None:
+    """Give memory back and forget the peak."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def log(text: str) -> None:
@@ -162,21 +187,19 @@ def link_rates(size: int = 2 * GIB) -> dict[str, float]:
     """Bytes per second host to device, device to host, and both at once (in sum), in buckets as the optimizer's."""
     host = [host_memory(size, DEVICE) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    lanes = make_lanes(DEVICE)
 
     def copy(inward: bool, outward: bool) -> None:
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
+        for lane in (lanes.incoming, lanes.outgoing):
+            lane.wait(lanes.here.mark())
         for at in range(0, size, 64 << 20):
             part = slice(at, at + (64 << 20))
             if inward:
-                with torch.cuda.stream(streams[0]):
-                    device[0][part].copy_(host[0][part], non_blocking=True)
+                lanes.incoming.do(lambda part=part: device[0][part].copy_(host[0][part], non_blocking=True))  # type: ignore[misc]
             if outward:
-                with torch.cuda.stream(streams[1]):
-                    host[1][part].copy_(device[1][part], non_blocking=True)
-        for stream in streams:
-            torch.cuda.current_stream().wait_stream(stream)
+                lanes.outgoing.do(lambda part=part: host[1][part].copy_(device[1][part], non_blocking=True))  # type: ignore[misc]
+        for lane in (lanes.incoming, lanes.outgoing):
+            lanes.here.wait(lane.mark())
 
     rates = {
         "in": size / timed(lambda: copy(True, False), 3),
@@ -201,7 +224,7 @@ def optimizer_rows(quick: bool) -> Iterator[Row]:
     micro = timed(lambda: there.run(ids, 1, update=False), 3)
     log(f"{here.size / 1e9:.2f} B parameters; forward {forward:.3f} s, forward and backward {micro:.3f} s")
     fsdp = peer("fsdp_offload", quick)
-    began, base = time.perf_counter(), torch.cuda.memory_allocated()
+    began, base = time.perf_counter(), allocated()
     ours = Ours(here, clip=1.0, guard=True, staging=256 << 20 if quick else 16 * GIB)
     streamer = ours.optimizer.streamer
     log(f"{streamer.host_bytes / GIB:.1f} GiB of host memory made ready in {time.perf_counter() - began:.1f} s")
@@ -212,9 +235,8 @@ def optimizer_rows(quick: bool) -> Iterator[Row]:
     ):
         if prepare is not None:
             prepare(ours)
-        gc.collect()
-        torch.cuda.empty_cache()
-        resident = (torch.cuda.memory_allocated() - base + 4 * here.size) / GIB
+        clean()
+        resident = (allocated() - base + 4 * here.size) / GIB
         yield lower_is_better(case, "16 bytes a parameter", "GiB resident", resident, 16 * here.size / GIB)
         for count in (1, 4):
             rows = list(race(case, count, there, ours, ids, fsdp))
@@ -228,8 +250,7 @@ def optimizer_rows(quick: bool) -> Iterator[Row]:
     yield from update_alone(ours, rates)
     ours.close()
     del ours, streamer
-    gc.collect()
-    torch.cuda.empty_cache()
+    clean()
     half = Ours(here, clip=1.0, guard=True, moments=torch.bfloat16)
     for count in (1, 4):
         yield from race("clipping, 4 buckets, bf16 moments", count, there, half, ids, {})
@@ -333,7 +354,7 @@ def fsdp_offload(quick: bool) -> None:
     fully_shard(model, **options)
     rotary.materialize(DEVICE, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    ids = tokens(SHAPE)
+    ids = tokens(SMALL if quick else SHAPE)
 
     def run(count: int) -> None:
         for i in range(count):
@@ -361,11 +382,10 @@ def largest_rows(quick: bool) -> Iterator[Row]:
 
 def train_large(name: str, shape: ModelConfig, placement: Any, quick: bool) -> float:
     """FLOP/s of 6 N T; the device holds what is left beside weights, gradients and 14 GiB for activations."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    clean()
     model, ids, losses = Model(shape), tokens(shape), []
-    room = torch.cuda.mem_get_info()[0] - 2 * model.size - (1 if quick else 16) * GIB
+    free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 2 * GIB
+    room = free - 2 * model.size - (1 if quick else 16) * GIB
     log(
         f"{name}: {model.size / 1e9:.2f} B, state {10 * model.size / GIB:.0f} GiB, {room / GIB:.0f} GiB of room on the device"
     )
@@ -381,8 +401,8 @@ def train_large(name: str, shape: ModelConfig, placement: Any, quick: bool) -> f
 
     seconds = timed(run, 3, 2)
     ours.close()
-    rate, peak = 6 * model.size * ids.numel() / seconds, torch.cuda.max_memory_allocated() / GIB
-    log(f"{name}: {seconds:.2f} s a step, {rate / 1e12:.0f} TFLOP/s, peak {peak:.1f} GiB")
+    rate, most = 6 * model.size * ids.numel() / seconds, peak() / GIB
+    log(f"{name}: {seconds:.2f} s a step, {rate / 1e12:.0f} TFLOP/s, peak {most:.1f} GiB")
     log(f"losses {[round(float(x), 3) for x in losses]}")
     return rate
 
@@ -392,10 +412,9 @@ def train_large(name: str, shape: ModelConfig, placement: Any, quick: bool) -> f
 
 def activation_rows(quick: bool) -> Iterator[Row]:
     """Peak and time of a step (forward and backward) with activations kept, recomputed, on the host, and both."""
-    for hidden, layers in ((4096, 8), (8192, 4)) if not quick else ((1024, 4),):
+    for hidden, layers in ((4096, 8), (8192, 4)) if not quick else ((2 * SMALL.hidden, 4),):
         found = activations_at(hidden, layers, quick)
-        gc.collect()
-        torch.cuda.empty_cache()
+        clean()
         for name in ("on the host", "on the host, recomputed"):
             for other in ("kept", "recomputed"):
                 case, (mine, theirs) = f"hidden {hidden}, {name}", (found[name], found[other])
@@ -404,7 +423,10 @@ def activation_rows(quick: bool) -> Iterator[Row]:
 
 
 def activations_at(hidden: int, layers: int, quick: bool) -> dict[str, tuple[float, float]]:
-    shape = replace(SHAPE, hidden=hidden, layers=layers, heads=hidden // 128, ffn=hidden * 7 // 2, vocab=8192)
+    base_shape = SMALL if quick else SHAPE
+    shape = replace(
+        base_shape, hidden=hidden, layers=layers, heads=max(8, hidden // 128), ffn=hidden * 7 // 2, vocab=8192
+    )
     model, ids, found = Model(shape), tokens(shape), {}
     offload = ActivationOffload(DEVICE, budget=(1 if quick else 60) * GIB, stash=GIB, ahead=GIB)
     stay = [*model.parameters(), *model.buffers()]
@@ -425,11 +447,11 @@ def activations_at(hidden: int, layers: int, quick: bool) -> dict[str, tuple[flo
         model.recompute = recompute
         run(hosted)
         run(hosted)
-        torch.cuda.synchronize()
-        base = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        synchronize()
+        base = allocated()
+        clean()
         seconds = timed(partial(run, hosted), 3)
-        found[name] = seconds, (torch.cuda.max_memory_allocated() - base) / GIB
+        found[name] = seconds, (peak() - base) / GIB
         log(
             f"hidden {hidden}, {name}: {seconds:.3f} s, peak {found[name][1]:.1f} GiB, {offload.taken / GIB:.1f} on the host"
         )

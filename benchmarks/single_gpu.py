@@ -9,7 +9,6 @@ in bf16 like the loop's. MFU is of 800 TFLOP/s, the rate of a large bf16 product
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Row, arguments, finish, show
-from benchmarks.offload import DEVICE, SEQUENCES, SHAPE, SMALL, Model, OnDevice, log, timed, tokens
+from benchmarks.offload import DEVICE, SEQUENCES, SHAPE, SMALL, Model, OnDevice, clean, log, peak, timed, tokens
 from fourfold import schema
 from fourfold.config import Config
 from fourfold.launch.place import Place
@@ -49,8 +48,7 @@ def main() -> None:
             rows += list(compare(args.quick, recompute, compiled))
         except Exception as e:
             log(f"recompute {recompute}, compiled {compiled}: {type(e).__name__}: {e}")
-        gc.collect()
-        torch.cuda.empty_cache()
+        clean()
         torch._dynamo.reset()
     show("one GPU", rows)
     finish("single_gpu", rows, args.json)
@@ -63,22 +61,20 @@ def compare(quick: bool, recompute: bool, compiled: bool) -> Iterator[Row]:
     ids = tokens(shape)
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
     peaks = {}
-    for _ in range(1 if quick else 2):
+    for _ in range(1 if quick or compiled else 2):
         hand = Hand(Model(shape, recompute), compiled)
-        torch.cuda.reset_peak_memory_stats()
+        clean()
         seconds["theirs"].append(timed(lambda hand=hand: hand.run(ids, 1), 4, 2))  # type: ignore[misc]
-        peaks["theirs"] = torch.cuda.max_memory_allocated()
+        peaks["theirs"] = peak()
         del hand
-        gc.collect()
-        torch.cuda.empty_cache()
+        clean()
         with tempfile.TemporaryDirectory() as folder:
             step = ours(Path(folder), shape, recompute, compiled)
-            torch.cuda.reset_peak_memory_stats()
+            clean()
             seconds["ours"].append(timed(step, 4, 2))
-            peaks["ours"] = torch.cuda.max_memory_allocated()
+            peaks["ours"] = peak()
             del step
-        gc.collect()
-        torch.cuda.empty_cache()
+        clean()
     mine, theirs = min(seconds["ours"]), min(seconds["theirs"])
     spread = max((max(t) - min(t)) / min(t) for t in seconds.values())
     log(f"{case}: ours {flops / mine / RATE:.1%}, by hand {flops / theirs / RATE:.1%} of 800 TFLOP/s")
@@ -98,7 +94,7 @@ def ours(folder: Path, shape: Any, recompute: bool, compiled: bool) -> Any:
                 "steps": 1000,
                 "global_batch": SEQUENCES,
                 "run_dir": str(folder / "run"),
-                "device": "cuda",
+                "device": DEVICE.type,
                 "deterministic": False,
             },
             "log": {"trace": 0},

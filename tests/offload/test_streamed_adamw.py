@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -500,3 +502,11 @@ def test_make_lanes_on_the_cpu_run_at_once() -> None:
     lanes.outgoing.wait(lanes.incoming.mark())
     lanes.finish()
     assert done == [1]
+
+
+def test_the_documentation_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "offload.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, "docs/offload.md", "exec"), {})

@@ -148,11 +148,14 @@ def place(blocks: Sequence[Block], moments: torch.dtype | None, room: int) -> li
 
 
 def allocate(region: Region, device: torch.device) -> None:
-    if region.home == "host":
-        memory = host_memory(region.bytes, device)
-    else:
-        memory = torch.zeros(region.bytes, dtype=torch.uint8, device=device)
-    region.state = region.arrays(memory, region.elements)
+    """Zeroed arrays, each in memory of its own: what is registered with CUDA in one call can be copied in one."""
+    for kind, dtype in region.kinds.items():
+        size = region.elements * dtype.itemsize
+        if region.home == "host":
+            memory = host_memory(size, device)
+        else:
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        region.state[kind] = memory.view(dtype)
 
 
 def cut_region(region: Region, blocks: Sequence[Block], size: int) -> list[Bucket]:

@@ -22,8 +22,6 @@ from fourfold.schema import format_bytes
 
 __all__ = ["available_bytes", "check_available", "host_memory"]
 
-_PIECE = 4 << 30  # bytes registered at once
-
 
 def available_bytes() -> int:
     """Bytes that this host can still give to processes: of the machine, or of the control group where that is less."""
@@ -63,23 +61,17 @@ def host_memory(size: int, device: torch.device) -> Tensor:
     return memory
 
 
-def _register(memory: Tensor, device: torch.device) -> tuple[Any, list[int]]:
+def _register(memory: Tensor, device: torch.device) -> tuple[Any, int]:
     runtime: Any = torch.cuda.cudart()
-    done: list[int] = []
     with torch.cuda.device(device):
-        for start in range(0, memory.numel(), _PIECE):
-            piece = memory[start : start + _PIECE]
-            code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
-            if code != 0:
-                _unregister(runtime, done)
-                raise HostMemoryError(
-                    f"the driver refused to register {format_bytes(memory.numel())} of host memory (CUDA error {code}); "
-                    "raise the limit on locked memory (ulimit -l), or keep more on the device (optimizer = 'auto')"
-                )
-            done.append(piece.data_ptr())
-    return runtime, done
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        raise HostMemoryError(
+            f"the driver refused to register {format_bytes(memory.numel())} of host memory (CUDA error {code}); "
+            "raise the limit on locked memory (ulimit -l), or keep more on the device (optimizer = 'auto')"
+        )
+    return runtime, memory.data_ptr()
 
 
-def _unregister(runtime: Any, addresses: list[int]) -> None:
-    for address in addresses:
-        runtime.cudaHostUnregister(address)
+def _unregister(runtime: Any, address: int) -> None:
+    runtime.cudaHostUnregister(address)

@@ -38,12 +38,20 @@ __all__ = ["Loop"]
 
 @dataclass
 class _Result:
-    """What a step left on the device: `gathered` [ranks, 4] is (loss sum, square sum, peak bytes, stop) of every rank."""
+    """What a step left: `values` are the count of tokens and, [ranks, 4], (loss sum, square sum, peak bytes, stop) of every rank.
+
+    On their way to the host until `ready`, so that reading them waits for that step and not for what was launched since.
+    """
 
     step: int
-    gathered: Tensor
-    count: Tensor
+    values: Tensor
+    ready: torch.cuda.Event | None
     lr: float
+
+    def read(self) -> tuple[float, Tensor]:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return float(self.values[0]), self.values[1:].view(-1, 4)
 
 
 class Loop:
@@ -144,7 +152,14 @@ class Loop:
             tie.publish()
         for unit in self.units:
             unit.zero_grad()
-        return _Result(index + 1, gathered, count, lr)
+        return self._result(index + 1, torch.cat((count.view(1), gathered.view(-1))), lr)
+
+    def _result(self, step: int, values: Tensor, lr: float) -> _Result:
+        if self.device.type != "cuda":
+            return _Result(step, values, None, lr)
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        there.copy_(values, non_blocking=True)
+        return _Result(step, there, torch.cuda.current_stream(self.device).record_event(), lr)
 
     def _micro_batches(self, samples: Samples, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step."""
@@ -153,14 +168,20 @@ class Loop:
         for m in range(self.micro_batches):
             first = index * batch + (m * ways + way) * size
             arrays = samples.batch(range(first, first + size))
-            tokens, targets = (torch.from_numpy(a).to(self.device) for a in arrays)
+            tokens, targets = (self._sent(torch.from_numpy(a)) for a in arrays)
             yield tokens, targets
+
+    def _sent(self, array: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        if self.device.type != "cuda":
+            return array.to(self.device)
+        return array.pin_memory().to(self.device, non_blocking=True)
 
     def _count(self, samples: Samples, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Tokens to predict in the whole step, on all ranks: what the loss is averaged over."""
         if samples.all_valid:
             total = self.config.train.global_batch * self.config.model.seq_len
-            return torch.tensor(float(total), dtype=torch.float64, device=self.device)
+            return torch.full((), float(total), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, targets in batches:
             count += (targets != IGNORE).sum()
@@ -179,7 +200,12 @@ class Loop:
 
     def _gather(self, *values: Tensor | float) -> Tensor:
         """[ranks, len(values)]: every rank's values on every rank, so that all decide alike."""
-        mine = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
+        mine = torch.zeros(len(values), dtype=torch.float64, device=self.device)
+        for i, v in enumerate(values):
+            if isinstance(v, Tensor):
+                mine[i].copy_(v)
+            else:
+                mine[i].fill_(v)  # a number from the host would be waited for
         if self.world is None:
             return mine[None]
         everyone = mine.new_empty(self.info.ranks * len(values))
@@ -192,7 +218,7 @@ class Loop:
         """Read a step's results, tell the callbacks; True when some rank asked to stop."""
         if self.trace is not None:
             self.trace.write()
-        gathered, count = result.gathered.cpu(), float(result.count)
+        count, gathered = result.read()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         tokens = self.config.train.global_batch * self.config.model.seq_len
