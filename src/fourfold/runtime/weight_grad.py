@@ -70,8 +70,16 @@ _numbers = itertools.count()
 _queues: weakref.WeakValueDictionary[int, WeightGradQueue] = weakref.WeakValueDictionary()  # [Note: compiled graphs]
 
 
-def defer(module: nn.Module, queue: WeightGradQueue, accumulate: Callable[[str, Tensor, Tensor], None]) -> None:
-    """Make the linears of `module` queue their weight gradients: W calls accumulate(name of the weight, input, dY)."""
+def defer(
+    module: nn.Module,
+    queue: WeightGradQueue,
+    accumulate: Callable[[str, Tensor, Tensor], None],
+    device: torch.device | None = None,
+) -> None:
+    """Make the linears of `module` queue their weight gradients: W calls accumulate(name of the weight, input, dY).
+
+    `device`: where it computes, if not where its weights are now (a released weight is nowhere).
+    """
     for name, child in module.named_modules():
         if type(child) is nn.Linear:
             weight = f"{name}.weight" if name else "weight"
@@ -79,7 +87,7 @@ def defer(module: nn.Module, queue: WeightGradQueue, accumulate: Callable[[str, 
             child.__class__ = _DeferredLinear
             assert isinstance(child, _DeferredLinear)
             child.queue, child.place = queue.number, len(queue._sinks) - 1
-            child.register_buffer("token", torch.zeros(1, device=child.weight.device), persistent=False)
+            child.register_buffer("token", torch.zeros(1, device=device or child.weight.device), persistent=False)
 
 
 def _sink(
