@@ -45,9 +45,11 @@ class Unit:
         borrowed: Mapping[str, tuple[Unit, str]],
         reduce_dtype: torch.dtype,
         group: dist.ProcessGroup | None,
+        sums: Mapping[str, dist.ProcessGroup] | None = None,
     ):
         self.name, self.layout, self.pieces, self.full = name, layout, dict(pieces), full
         self.params, self.borrowed, self.reduce_dtype, self.group = dict(params), dict(borrowed), reduce_dtype, group
+        self.sums = dict(sums or {})
         self.grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # views of `grad` by name; accumulators of borrowed parameters
         self._borrowers: list[tuple[Unit, str, str]] = []  # unit, its name for the parameter, ours
@@ -68,10 +70,12 @@ class Unit:
         reduce: torch.dtype,
         group: dist.ProcessGroup | None = None,
         borrow: Mapping[str, tuple[Unit, str]] | None = None,
+        sums: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> Unit:
         """Make a unit of `module`'s parameters (still on the meta device); they become views of its flat buffer.
 
-        `pieces` says what each is. Those in `borrow` are another unit's, by that unit and its name for them.
+        `pieces` says what each is. Those in `borrow` are another unit's, by that unit and its name for them. The gradients of
+        those in `sums` are first summed over that group: ranks of a grid that hold copies of them, and matrices that differ.
         """
         borrowed = dict(borrow or {})
         mine = {n: p for n, p in module.named_parameters() if n not in borrowed}
@@ -83,7 +87,7 @@ class Unit:
             _place(module, slot.name, params[slot.name])
         for theirs, (owner, ours) in borrowed.items():
             _place(module, theirs, owner.params[ours])
-        return cls(name, layout, {n: pieces[n] for n in params}, full, params, borrowed, reduce, group)
+        return cls(name, layout, {n: pieces[n] for n in params}, full, params, borrowed, reduce, group, sums)
 
     # ---- parameters ----
 
@@ -127,6 +131,11 @@ class Unit:
         self.main_grad(name).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
 
     @torch.no_grad()
+    def add_grad(self, name: str, grad: Tensor) -> None:
+        """Add a gradient that was computed by itself."""
+        self.main_grad(name).add_(grad)
+
+    @torch.no_grad()
     def reduce(self) -> None:
         """Start summing the gradient over the replica group. A unit without a gradient takes part with zeros."""
         assert self._work is None, f"{self.name} is being reduced"
@@ -135,8 +144,18 @@ class Unit:
         assert self.grad is not None
         for borrower, theirs, ours in self._borrowers:
             self.main_grad(ours).add_(borrower.main_grad(theirs))
+        self._sum_copies()
         if self.group is not None and self.group.size() > 1:
             self._work = all_reduce(self.grad, self.group, f"the sum of {self.name}'s gradients")
+
+    def _sum_copies(self) -> None:
+        """One small all-reduce for all parameters that have the same group in `sums`."""
+        for group in dict.fromkeys(self.sums.values()):
+            parts = [self.main_grad(name) for name, theirs in self.sums.items() if theirs is group]
+            flat = torch.cat([p.flatten() for p in parts])
+            all_reduce(flat, group, f"the sum of copied gradients of {self.name}").wait()
+            for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(total.view_as(part))
 
     def finish(self) -> None:
         """Wait for the reduction: `grad` is final."""
