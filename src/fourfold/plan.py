@@ -225,6 +225,12 @@ class Plan:
             case other:
                 raise PlanError(f"{path}: a plan is saved as .json or .toml; found '{other}'")
 
+    def explain(self) -> str:
+        """Why the planner chose this plan: what binds it, what more memory would buy, what the ranks hold."""
+        from fourfold.planner.explain import explain  # it needs this module
+
+        return explain(self)
+
     def rule_for(self, unit: str) -> UnitRule:
         """The first rule that matches a unit's name, or the defaults."""
         return next((r for r in self.unit if fnmatch.fnmatchcase(unit, r.match)), UnitRule(match=unit))
