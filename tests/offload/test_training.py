@@ -21,6 +21,18 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"batch": {"micro_batches": 2}}),
     "data": (2, {"mesh": {"data": 2}, "batch": {"micro_batches": 2}}),
     "wave": (2, {"mesh": {"pipe": 2}, "batch": {"micro_batches": 3}, "pipeline": {"schedule": "wave"}}),
+    "sharded": (
+        2,
+        {
+            "mesh": {"data": 2},
+            "batch": {"micro_batches": 2},
+            "unit": [
+                {"match": "blocks.*.attn", "mode": "zero3", "reduce": "micro-batch"},
+                {"match": "*", "mode": "zero2"},
+            ],
+        },
+    ),
+    "grid": (4, {"mesh": {"row": 2, "col": 2}, "unit": [{"match": "blocks.0.*", "mode": "keep"}]}),
     "message-driven": (
         3,
         {"mesh": {"pipe": 3}, "batch": {"micro_batches": 4}, "pipeline": {"executor": "message-driven"}},

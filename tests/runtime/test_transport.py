@@ -19,7 +19,7 @@ from fourfold.errors import CommunicationError, RankFailure
 from fourfold.program import build
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.transport import Name, Transport
-from fourfold.runtime.wire import Pool, flatten, room_for
+from fourfold.runtime.wire import HostPort, Pool, StagedPort, flatten, room_for
 from fourfold.testing.ranks import run_ranks
 from tests.runtime.chains import Data, lowered, make_executor, run_rank, serial
 
@@ -220,6 +220,25 @@ def _close(rank: int, ranks: int) -> int:
 
 # ---- whole programs over real messages ----
 
+
+class AsIfStaged(StagedPort):
+    """What ranks on one GPU use, its device being the host."""
+
+    def __init__(self) -> None:
+        HostPort.__init__(self, torch.device("cpu"))
+
+    def computed(self) -> Any:
+        return "mark"
+
+    def to_host(self, data: Tensor, host: Tensor, computed: Any) -> None:
+        assert computed == "mark"
+        time.sleep(0.001)
+        host.copy_(data)
+
+    def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
+        return host.clone(), lambda: None
+
+
 SAMPLE = [
     ("1f1b", {}, False),
     ("wave", {"waves": 2}, False),
@@ -229,11 +248,12 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize(("name", "options", "driven"), SAMPLE, ids=str)
-def test_programs_over_gloo_equal_serial(name: str, options: dict[str, Any], driven: bool) -> None:
+def test_programs_over_gloo_equal_serial(name: str, options: dict[str, Any], driven: bool, staged: bool) -> None:
     schedule = build(name, 3, 5, **options)
     losses, grads = serial(schedule.stages, 5)
-    results = run_ranks(_program, 3, lowered(schedule), driven)
+    results = run_ranks(_program, 3, lowered(schedule), driven, staged)
     found: dict[str, Tensor] = {}
     for mine, gradients in results:
         found |= gradients
@@ -242,8 +262,8 @@ def test_programs_over_gloo_equal_serial(name: str, options: dict[str, Any], dri
     assert all(torch.equal(found[n], g) for n, g in grads.items())
 
 
-def _program(rank: int, ranks: int, programs: Any, driven: bool) -> Any:
-    transport = make(rank, ranks)
+def _program(rank: int, ranks: int, programs: Any, driven: bool, staged: bool) -> Any:
+    transport = make(rank, ranks, port=AsIfStaged() if staged else None)
     for _ in range(2):  # a second step over the same channels
         losses, grads, _, _ = run_rank(rank, transport, programs, driven=driven, slack=1)
     dist.barrier()

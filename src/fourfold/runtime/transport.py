@@ -50,7 +50,7 @@ from fourfold.runtime.wire import (
     join_bytes,
     joined_size,
     room_for,
-    write_bytes,
+    write_light,
 )
 
 __all__ = ["Name", "Transport"]
@@ -219,7 +219,7 @@ class _Sender:
 
     def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup):
         self.transport, self.target, self.group = transport, target, group
-        self.address = transport.address(target)
+        self.peer = dist.get_group_rank(group, transport.address(target))
         self.jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._unsent = 0
@@ -246,9 +246,8 @@ class _Sender:
     def _put_light(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
         size = HEADER_BYTES + joined_size(tensors)
         buffer = self.transport.port.pool.take(size)
-        self.transport.headers.write(buffer, name, INLINED, structure, tensors)
-        write_bytes(tensors, buffer[HEADER_BYTES:])
-        self._light.append((buffer, dist.isend(buffer[:size], self.address, group=self.group)))
+        write_light(self.transport.headers.encode(name, INLINED, structure, tensors), tensors, buffer)
+        self._light.append((buffer, self.group.send([buffer[:size]], self.peer, 0)))
         if len(self._light) > LIGHT:
             oldest, work = self._light.popleft()
             with self._idle:
@@ -276,7 +275,8 @@ class _Sender:
                 tensors, *rest = job
                 works = rest[0] if len(rest) == 1 else self._start(rest[0], rest[1], tensors, rest[2])
                 for work in works:
-                    work.wait()
+                    if work is not None:
+                        work.wait()
                 self.transport.port.pool.give_back(tensors)
                 del job, tensors, rest, works  # or they would live until the next message
                 with self._idle:
@@ -287,15 +287,14 @@ class _Sender:
             with self._idle:
                 self._idle.notify_all()
 
-    def _start(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> list[dist.Work]:
+    def _start(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> list[Any]:
         data = join_bytes(tensors)
         if data.numel() > self._capacity:
             self._generation, self._capacity = self._generation + 1, room_for(data.numel())
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self.transport.headers.write(header, name, self._generation, structure, tensors)
-        work = dist.isend(header, self.address, group=self.group)
-        assert work is not None
-        return [work, self.transport.port.send(data, self.address, self.group, self._generation, computed)]
+        write_light(self.transport.headers.encode(name, self._generation, structure, tensors), (), header)
+        work = self.group.send([header], self.peer, 0)
+        return [work, self.transport.port.send(data, self.peer, self.group, self._generation, computed)]
 
 
 class _Receiver:
@@ -303,7 +302,7 @@ class _Receiver:
 
     def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup):
         self.transport, self.source, self.group = transport, source, group
-        self.address = transport.address(source)
+        self.peer = dist.get_group_rank(group, transport.address(source))
         self.thread: threading.Thread | None = None
         self.jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._headers: deque[tuple[Tensor, Any]] = deque()  # posted: buffers and their transfers
@@ -314,7 +313,7 @@ class _Receiver:
     def post(self) -> None:
         """Post the receives of one more message."""
         buffer = self.transport.port.pool.take(HEADER_BYTES + self.transport.port.inline)
-        self._headers.append((buffer, dist.irecv(buffer, self.address, group=self.group)))
+        self._headers.append((buffer, self.group.recv([buffer], self.peer, 0)))
         self._post_data()
 
     def _post_data(self) -> None:
@@ -324,7 +323,7 @@ class _Receiver:
                 self._data.append(self._posted(self._capacity))
 
     def _posted(self, size: int) -> tuple[Tensor, Any]:
-        return self.transport.port.post(size, self.address, self.group, self._generation)
+        return self.transport.port.post(size, self.peer, self.group, self._generation)
 
     def take(self, timeout: float, wanted: Name | None = None) -> _Message:
         """The oldest message posted for, waited for."""
@@ -334,7 +333,7 @@ class _Receiver:
         try:
             header, work = self._headers[0]
             work.wait(timedelta(seconds=timeout))
-            name, generation, form = self.transport.headers.read(header)
+            name, generation, form = self.transport.headers.decode(header)
             if generation == INLINED:
                 self._headers.popleft()
                 return _Message(name, form.tree(header[HEADER_BYTES:]), _nothing)

@@ -1,8 +1,8 @@
 """The optimizer of a rank whose plan keeps optimizer state on the host: units as blocks of the streamed engine.
 
-Same bits as train/optim.py, other memory: bf16 weights keep 16 low bits of their master (2 bytes) and two moments (8, or 4 as
-bf16) on the host, fp32 weights their moments alone. A unit's weights may still be on their way when the next step begins:
-what computes with them, or gathers them, waits for that unit first (`Awaited`).
+Each rank streams the state of its own shards. Same bits as train/optim.py, other memory: bf16 weights keep 16 low bits of
+their master (2 bytes) and two moments (8, or 4 as bf16) on the host, fp32 weights their moments alone. A unit's weights may still
+be on their way when the next step begins: what computes with them, or gathers them, waits for that unit first (`Awaited`).
 
 With clipping or the guard, updates start when the norm of all gradients is known. Without, a unit's update starts in the
 program, at STREAM, as soon as its gradients are reduced.
@@ -77,14 +77,16 @@ class StreamedUnits:
         base = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
         self._matrices = {**base, "weight_decay": config.weight_decay}
         self._vectors = {**base, "weight_decay": 0.0}
-        self.blocks = {u.name: self._block(u) for u in self.units}
+        self.blocks = {u.name: self._block(u) for u in self.units if u.shard.numel()}
         self._masters: dict[str, Tensor] = {}  # fp32 copies, between `flats` and `publish`
         self._streamer: Streamer | None = None
         self._ran = False
 
     def _block(self, unit: Unit) -> Block:
-        parts = [(s.start, s.stop, self._matrices if len(s.shape) > 1 else self._vectors) for s in unit.layout.slots]
-        value = unit.full.detach()
+        parts = [
+            (start, stop, self._matrices if len(s.shape) > 1 else self._vectors) for s, start, stop in unit.slots()
+        ]
+        value = unit.shard.detach()
         return Block(value, parts, torch.zeros((), dtype=torch.float32, device=value.device))
 
     @property
@@ -130,10 +132,10 @@ class StreamedUnits:
 
     def stream(self, unit: Unit) -> None:
         """The unit's reduction was started: update it when that is done, unless the norm is needed first."""
-        if self.early and self._streamer is not None:
+        if self.early and self._streamer is not None and unit.name in self.blocks:
             unit.finish()
             block = self.blocks[unit.name]
-            block.grad = unit.grad
+            block.grad = unit.shard_grad
             self._streamer.ready(block)
 
     @torch.no_grad()
@@ -148,7 +150,8 @@ class StreamedUnits:
         if fresh:
             streamer.begin()
         for unit in self.units:
-            self.blocks[unit.name].grad = unit.grad
+            if unit.name in self.blocks:
+                self.blocks[unit.name].grad = unit.shard_grad
         factor = None
         if self.config.clip:
             factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0).to(streamer.regions[0].master)
@@ -157,7 +160,7 @@ class StreamedUnits:
     def wait(self, unit: Unit) -> None:
         """What the caller does next may use a unit's weights, its own or those it borrows."""
         if self._streamer is not None:
-            for each in (unit, *(owner for owner, _ in unit.borrowed.values())):
+            for each in (unit, *(borrowed.lender for borrowed in unit.borrowed.values())):
                 if each.name in self.blocks:
                     self._streamer.wait(self.blocks[each.name])
 
@@ -184,6 +187,8 @@ class StreamedUnits:
     def flats(self, unit: Unit) -> dict[str, Tensor]:
         """What a checkpoint holds of a unit, by the prefix of its names; all laid out as the unit is."""
         self.streamer.finish()
+        if unit.name not in self.blocks:
+            return dict.fromkeys(("", "optim.exp_avg.", "optim.exp_avg_sq."), unit.shard.detach())
         block = self.blocks[unit.name]
         state = block.state()
         master = block.value
