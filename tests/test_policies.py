@@ -26,6 +26,8 @@ WITHOUT_TORCH = (
     "model.spec",
     "model.hf",
     "shard.layout",
+    "tensor.blocks",
+    "tensor.costs",
 )
 ROOMS_WITHOUT_TORCH = ("program", "planner", "view")
 APART = ("runtime", "tensor", "shard", "offload")

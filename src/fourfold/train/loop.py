@@ -78,7 +78,7 @@ class Loop:
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
-        self.counts_loss = mesh.coordinates["col"] == 0  # the ranks of a column have the same
+        self.counts_loss = mesh.coordinates["col"] == 0  # it is the same on all ranks of a line along col
         self.saved_step = -1
         self._clock = time.perf_counter()
 
@@ -171,9 +171,10 @@ class Loop:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for unit in self.units:
             assert unit.grad is not None
-            for name, pieces in unit.pieces.items():
-                if all(p.owned_at(self.mesh.coordinates) for p in pieces):
-                    total += torch.linalg.vector_norm(unit.main_grad(name), dtype=torch.float64).square()
+            mine = [n for n, held in unit.pieces.items() if all(p.owned_at(self.mesh.coordinates) for p in held)]
+            whole = len(mine) == len(unit.pieces)
+            for grad in [unit.grad] if whole else [unit.main_grad(n) for n in mine]:
+                total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
         return total
 
     def _gather(self, *values: Tensor | float) -> Tensor:
