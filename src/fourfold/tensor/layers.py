@@ -72,11 +72,8 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         grid, block = ctx.grid, ctx.block
         d = join(dy, grid.col, ctx.residual.tokens, ctx.seq_len)
-        # ids of other columns go to one more row, which is left out: as many rows as tables of all rows have in all
-        rows = round_up(block, grid.row.size)
+        rows = round_up(block, grid.row.size)  # ids of other columns have number `block`, which is left out
         dw = torch.ops.aten.embedding_dense_backward(_wide(d), ids, max(rows, block + 1), block, False)
-        if rows > block:
-            dw[block:] = 0
         return None, grid.row.scatter(dw[:rows]).to(ctx.dtype), None, None, None, None
 
 
