@@ -177,8 +177,9 @@ def _step(rank: int, transport: Transport, draw: Draw, mine: random.Random) -> i
     for m, loss in outputs.items():
         assert loss.item() == losses[m], f"{schedule}: loss of micro-batch {m}"
     for s, unit in ((int(n), u) for n, u in units.items()):
+        unit.finish()
         for name in unit.params:
-            assert torch.equal(unit.main_grad(name), grads[s, name]), f"{schedule}: gradient of {s}.{name}"
+            assert torch.equal(unit.reduced_grad(name), grads[s, name]), f"{schedule}: gradient of {s}.{name}"
     return sum(type(i).__name__ == "Send" for i in program.instructions)
 
 

@@ -15,7 +15,7 @@ from fourfold.collectives import all_reduce as real_all_reduce
 from fourfold.config import Config
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
-from fourfold.shard import unit
+from fourfold.shard import sharing, unit
 from fourfold.shard.replicas import unequal_replicas
 from fourfold.train.loop import Loop
 from tests.helpers import MODELS, make_config, run_training, series
@@ -108,10 +108,10 @@ def test_without_one_of_the_sums_nothing_matches(
         return Pending(None, said) if what in said else real_all_reduce(x, group, said)
 
     for number, (mesh, left_out) in enumerate(
-        (({"depth": 2}, "s gradients"), ({"row": 2, "col": 2}, "copied gradients"))
+        (({"depth": 2}, (sharing, "s gradients")), ({"row": 2, "col": 2}, (unit, "over their copies")))
     ):
         with monkeypatch.context() as m:
-            m.setattr(unit, "all_reduce", functools.partial(only, left_out))
+            m.setattr(left_out[0], "all_reduce", functools.partial(only, left_out[1]))
             config = make_config(tmp_path / f"{number}", MODEL["gpt"], train=STEPS)
             ranks = 2 if number == 0 else 4
             found = run_training(config, {"mesh": mesh, "precision": {"compute": "fp64"}}, ranks)

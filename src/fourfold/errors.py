@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "CommunicationError",
     "ConfigError",
     "DataError",
@@ -17,6 +18,7 @@ __all__ = [
     "OverBudget",
     "PlanError",
     "RankFailure",
+    "ReleasedError",
     "RunDirError",
     "ScheduleError",
     "TrainingError",
@@ -37,6 +39,12 @@ class ConfigError(FourfoldError, ValueError):
 
 class PlanError(FourfoldError, ValueError):
     """The plan (how to train it) is wrong, or no plan fits."""
+
+    exit_code = 2
+
+
+class ClusterError(FourfoldError, ValueError):
+    """The cluster (what to train on) is wrong."""
 
     exit_code = 2
 
@@ -73,6 +81,10 @@ class CommunicationError(FourfoldError):
 
 class TrainingError(FourfoldError):
     """Training stopped because it could not go on (for instance, too many non-finite steps in a row)."""
+
+
+class ReleasedError(FourfoldError, RuntimeError):
+    """A sharded parameter was used while its memory was given back."""
 
 
 class RankFailure(FourfoldError):

@@ -92,8 +92,11 @@ class Accumulates(Protocol):
     def add_grad(self, name: str, grad: Tensor, /) -> None: ...
 
 
-def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates) -> None:
-    """Make the linears of `module` queue their weight gradients; W hands them to `unit`, by the name of the weight."""
+def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates, device: torch.device | None = None) -> None:
+    """Make the linears of `module` queue their weight gradients; W hands them to `unit`, by the name of the weight.
+
+    `device`: where it computes, if not where its weights are now (a released weight is nowhere).
+    """
     for name, child in module.named_modules():
         weight, place = f"{name}.weight" if name else "weight", len(queue._sinks)
         if type(child) is nn.Linear:
@@ -101,11 +104,11 @@ def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates) -> None:
             child.__class__ = _DeferredLinear
             assert isinstance(child, _DeferredLinear)
             child.queue, child.place = queue.number, place
-            child.register_buffer("token", torch.zeros(1, device=child.weight.device), persistent=False)
+            child.register_buffer("token", torch.zeros(1, device=device or child.weight.device), persistent=False)
         elif hasattr(child, "defer") and hasattr(child, "weight_grad"):
             linear = cast(DefersWeightGrad, child)
             queue._sinks.append(_sink(queue, _computed(linear, functools.partial(unit.add_grad, weight))))
-            linear.defer(_put_off, torch.zeros(1, device=linear.weight.device), queue.number, place)
+            linear.defer(_put_off, torch.zeros(1, device=device or linear.weight.device), queue.number, place)
 
 
 def _computed(linear: DefersWeightGrad, add: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:

@@ -182,7 +182,7 @@ def assemble(
     executor = Executor(
         layout.schedule.placement,
         mesh.coordinates["pipe"],
-        make_stages(config, plan, mesh, layout, model, held.units),
+        make_stages(config, plan, mesh, layout, held),
         held.verbs,
         make_transport(mesh, layout, device, timeout),
         watch=guard.instruction,
@@ -200,7 +200,6 @@ def assemble(
         keep=config.checkpoint.keep,
         background=config.checkpoint.mode == "async",
         group=saving,
-        mine=lambda piece: piece.written_at(mesh.coordinates, mesh.degrees),
     )
     loop = Loop(
         info,
