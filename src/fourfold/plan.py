@@ -164,7 +164,7 @@ class Memory:
     activations: Literal["device", "host"] = "device"
     """Where saved activations wait for the backward."""
     prefetch: int = 1
-    """Units gathered ahead of the one that is computed with."""
+    """Units gathered ahead of the one that is computed with; 0: no overlap, not of reductions either, and least memory."""
 
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)

@@ -61,7 +61,7 @@ def make_units(
     """
     sharings = {shards: _sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
     copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1 and axis != "pipe")
-    reductions = Reductions()
+    reductions = Reductions(min(plan.memory.prefetch, 1))
 
     def make(name: str, of: str, part: Slice, borrow: dict[str, Borrowed] | None = None) -> Unit:
         unit = Unit.of(
@@ -81,6 +81,10 @@ def make_units(
         unit.scatter()
         return unit
 
+    def whole_unit(name: str, module: nn.Module) -> Slice:
+        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        return Slice(module, {n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()})
+
     held, place, here = Held(), layout.rank_of, mesh.coordinates["pipe"]
     first, last = layout.choices["embed"].names[0], layout.choices["head"].names[0]
     tied = bool(tied_parameters(config.model))
@@ -92,9 +96,14 @@ def make_units(
             continue
         lender = None
         if of == "head" and tied:
-            whole_embed = _sliced("embed", model.embed, 1, copies)[0]
-            lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
-        for name, part in zip(names, _sliced(of, module, len(names), copies), strict=True):
+            lender = (
+                held.units["embed"] if not apart else make("embed (copy)", "embed", whole_unit("embed", model.embed))
+            )
+        slices = layout.choices[of].slices
+        parts = [whole_unit(of, module)]
+        if slices > 1:
+            parts = slices_of(of, module, slices, apart=len(names) > slices, copies_over=copies)
+        for name, part in zip(names, parts, strict=True):
             rows = part.tied_rows.get("proj.weight")
             borrow = {"proj.weight": Borrowed(lender, "tokens.weight", rows)} if lender is not None else None
             held.units[name] = held.verbs[name] = make(name, of, part, borrow)
@@ -106,14 +115,6 @@ def make_units(
             held.ties.append(TiedCopy(held.units[last], lender, pair, 0, "tokens.weight"))
             held.verbs[last] = held.ties[-1]
     return held
-
-
-def _sliced(name: str, module: nn.Module, count: int, copies: tuple[str, ...]) -> list[Slice]:
-    """A unit's module in slices, or in one that is the module itself."""
-    if count > 1:
-        return slices_of(name, module, count, copies)
-    found = {n: tuple(p.shape) for n, p in module.named_parameters()}
-    return [Slice(module, {n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()})]
 
 
 def _sharing(mesh: RankMesh, shards: int) -> Sharing:
