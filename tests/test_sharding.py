@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
@@ -92,6 +94,17 @@ def test_modes_obey_the_contract(tmp_path: Path, references: dict[str, list[dict
     for key in ("loss", "grad_norm", "eval_loss"):
         for a, b in zip(series(references[model], key), series(found, key), strict=True):
             assert abs(a - b) <= 1e-9 * abs(a), key
+
+
+def test_compiled_units_are_sharded_and_split_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit a graph of its own, captured whole; gathers stay outside of it."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    losses = []
+    for compiled in (False, True):
+        config = make_config(tmp_path / str(compiled), MODELS["llama"], train={"steps": 2})
+        plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 2}, "unit": everything("zero3", split=2)}
+        losses.append(series(run_training(config, plan | {"precision": {"compile": compiled}}, 2), "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_the_same_plan_twice_gives_the_same_bits(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fourfold.errors import PlanError as PlanError
     from fourfold.plan import Plan as Plan
     from fourfold.train.callbacks import Callback as Callback
+    from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit
 
 __version__ = "0.1.0"
@@ -28,9 +29,10 @@ _HOMES = {
     "Plan": "fourfold.plan",
     "PlanError": "fourfold.errors",
     "fit": "fourfold.train.worker",
+    "parallelize": "fourfold.train.parallelize",
 }
 
-__all__ = ["Callback", "Config", "ConfigError", "FourfoldError", "Plan", "PlanError", "fit"]
+__all__ = ["Callback", "Config", "ConfigError", "FourfoldError", "Plan", "PlanError", "fit", "parallelize"]
 
 
 def __getattr__(name: str) -> Any:

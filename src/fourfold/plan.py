@@ -246,7 +246,7 @@ class Plan:
         self._check_batch(config.train.global_batch)
         units = unit_names(config.model)
         self._check_rules(units)
-        self._check_sharding(units)
+        self.check_sharding(units)
         self._check_pipeline()
         self._check_supported()
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
@@ -284,7 +284,7 @@ class Plan:
             if not fnmatch.filter(units, rule.match):
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
-    def _check_sharding(self, units: Iterable[str]) -> None:
+    def check_sharding(self, units: Iterable[str]) -> None:
         """Groups that the replicas can form, and modes whose collectives have one order on all of them."""
         replicas = self.mesh.data * self.mesh.depth
         for rule in self.unit:

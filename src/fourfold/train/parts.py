@@ -30,7 +30,7 @@ from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.train.mesh import RankMesh
 
-__all__ = ["Held", "make_runner", "make_stages", "make_transport", "make_units"]
+__all__ = ["Held", "make_runner", "make_sharing", "make_stages", "make_transport", "make_units"]
 
 
 @dataclass
@@ -59,7 +59,7 @@ def make_units(
     A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
     holds a copy (shard/tied.py).
     """
-    sharings = {shards: _sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
+    sharings = {shards: make_sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
     copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1 and axis != "pipe")
     reductions = Reductions(min(plan.memory.prefetch, 1))
 
@@ -117,7 +117,7 @@ def make_units(
     return held
 
 
-def _sharing(mesh: RankMesh, shards: int) -> Sharing:
+def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
     """The replica group cut into runs of `shards` ranks, with new process groups; all ranks call it alike."""
     run, across = mesh.divided(shards, "data", "depth")
     at = mesh.index("data", "depth")
