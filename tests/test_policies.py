@@ -25,6 +25,9 @@ WITHOUT_TORCH = (
     "cli",
     "model.spec",
     "model.hf",
+    "model.operators",
+    "presets",
+    "commands.plan",
     "shard.layout",
 )
 ROOMS_WITHOUT_TORCH = ("program", "planner", "view")

@@ -10,11 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fourfold.cluster import Cluster as Cluster
     from fourfold.config import Config as Config
     from fourfold.errors import ConfigError as ConfigError
     from fourfold.errors import FourfoldError as FourfoldError
     from fourfold.errors import PlanError as PlanError
+    from fourfold.model.operators import ModelSpec as ModelSpec
     from fourfold.plan import Plan as Plan
+    from fourfold.planner.make import make_plan as make_plan
     from fourfold.train.callbacks import Callback as Callback
     from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit
@@ -23,16 +26,31 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Callback": "fourfold.train.callbacks",
+    "Cluster": "fourfold.cluster",
     "Config": "fourfold.config",
     "ConfigError": "fourfold.errors",
     "FourfoldError": "fourfold.errors",
+    "ModelSpec": "fourfold.model.operators",
     "Plan": "fourfold.plan",
     "PlanError": "fourfold.errors",
     "fit": "fourfold.train.worker",
+    "make_plan": "fourfold.planner.make",
     "parallelize": "fourfold.train.parallelize",
 }
 
-__all__ = ["Callback", "Config", "ConfigError", "FourfoldError", "Plan", "PlanError", "fit", "parallelize"]
+__all__ = [
+    "Callback",
+    "Cluster",
+    "Config",
+    "ConfigError",
+    "FourfoldError",
+    "ModelSpec",
+    "Plan",
+    "PlanError",
+    "fit",
+    "make_plan",
+    "parallelize",
+]
 
 
 def __getattr__(name: str) -> Any:

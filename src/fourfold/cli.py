@@ -31,6 +31,7 @@ from fourfold.commands.look import (
     tokenize,
     view,
 )
+from fourfold.commands.plan import PlanArgs, plan_command
 from fourfold.commands.simulate import SimulateArgs, simulate_command
 from fourfold.commands.train import TrainArgs, loaded_defaults, train
 from fourfold.errors import ConfigError, FourfoldError
@@ -40,6 +41,7 @@ __all__ = ["main"]
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (DemoArgs, demo),
+    "plan": (PlanArgs, plan_command),
     "simulate": (SimulateArgs, simulate_command),
     "train": (TrainArgs, train),
     "view": (ViewArgs, view),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "CommunicationError",
     "ConfigError",
     "DataError",
@@ -38,6 +39,12 @@ class ConfigError(FourfoldError, ValueError):
 
 class PlanError(FourfoldError, ValueError):
     """The plan (how to train it) is wrong, or no plan fits."""
+
+    exit_code = 2
+
+
+class ClusterError(FourfoldError, ValueError):
+    """The cluster (what to train on) is wrong."""
 
     exit_code = 2
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fourfold import schema
-from fourfold.config import Config, nearest_divisor
+from fourfold.config import Config, ModelConfig, nearest_divisor
 from fourfold.errors import NotYetError, PlanError
 from fourfold.model.spec import unit_names
 
@@ -225,6 +225,12 @@ class Plan:
             case other:
                 raise PlanError(f"{path}: a plan is saved as .json or .toml; found '{other}'")
 
+    def explain(self) -> str:
+        """Why the planner chose this plan: what binds it, what more memory would buy, what the ranks hold."""
+        from fourfold.planner.explain import explain  # it needs this module
+
+        return explain(self)
+
     def rule_for(self, unit: str) -> UnitRule:
         """The first rule that matches a unit's name, or the defaults."""
         return next((r for r in self.unit if fnmatch.fnmatchcase(unit, r.match)), UnitRule(match=unit))
@@ -248,6 +254,7 @@ class Plan:
         self._check_rules(units)
         self.check_sharding(units)
         self._check_pipeline()
+        self._check_grid(config.model)
         self._check_supported()
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
@@ -314,11 +321,39 @@ class Plan:
                 f"'synthesized', or executor = 'message-driven'"
             )
 
+    def _check_grid(self, model: ModelConfig) -> None:
+        mesh, tensor = self.mesh, self.tensor
+        if mesh.col > model.heads:
+            raise PlanError(
+                f"mesh.col = {mesh.col}: every column needs an attention head, and the model has {model.heads}; "
+                f"use col = {model.heads} at most, and row or depth for the rest"
+            )
+        if mesh.col > model.seq_len:
+            raise PlanError(
+                f"mesh.col = {mesh.col}: every column needs a token of a sequence, and model.seq_len = {model.seq_len}; "
+                f"use col = {model.seq_len} at most"
+            )
+        if tensor.flow == "summa" and mesh.row != mesh.col:
+            side = math.isqrt(mesh.row * mesh.col)
+            hint = f"row = col = {side}, or " if side * side == mesh.row * mesh.col else ""
+            raise PlanError(
+                f"tensor.flow = 'summa' broadcasts over square planes, but mesh.row = {mesh.row} and mesh.col = {mesh.col}; "
+                f"use {hint}flow = 'auto', which takes any rectangle"
+            )
+        if tensor.flow == "summa" and mesh.col > 1 and self.precision.compile:
+            raise PlanError(
+                "precision.compile: torch cannot capture the reductions of tensor.flow = 'summa'; use flow = 'auto'"
+            )
+
     def _check_supported(self) -> None:
         """What this version does not execute, refused by name. Each line goes when its feature lands."""
-        for axis in ("depth", "row", "col"):
-            if getattr(self.mesh, axis) > 1:
-                raise NotYetError(f"mesh.{axis} = {getattr(self.mesh, axis)}: not yet; use data = {self.mesh.ranks}")
+        if self.mesh.row * self.mesh.col > 1:
+            for rule in self.unit:
+                if rule.split > 1:
+                    raise NotYetError(
+                        f"unit '{rule.match}': split = {rule.split} with row = {self.mesh.row} and col = {self.mesh.col}: "
+                        "not yet; use split = 1, or more depth or data in place of row and col"
+                    )
         for what in ("optimizer", "activations"):
             if getattr(self.memory, what) != "device":
                 raise NotYetError(f"memory.{what} = '{getattr(self.memory, what)}': not yet; use 'device'")

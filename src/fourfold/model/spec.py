@@ -13,12 +13,14 @@ import math
 from fourfold.config import ModelConfig
 
 __all__ = [
+    "Shapes",
     "flops_per_token",
     "parameter_count",
     "parameter_shapes",
     "tied_parameters",
     "unit_flops",
     "unit_names",
+    "unit_shapes",
 ]
 
 Shapes = dict[str, tuple[int, ...]]
@@ -39,11 +41,12 @@ def parameter_shapes(m: ModelConfig) -> Shapes:
     """Shape of every serial parameter by name, in forward order; a tied head has none of its own."""
     shapes: Shapes = {}
     for unit in unit_names(m):
-        shapes |= {f"{unit}.{name}": shape for name, shape in _unit_shapes(m, unit).items()}
+        shapes |= {f"{unit}.{name}": shape for name, shape in unit_shapes(m, unit).items()}
     return shapes
 
 
-def _unit_shapes(m: ModelConfig, unit: str) -> Shapes:
+def unit_shapes(m: ModelConfig, unit: str) -> Shapes:
+    """Shapes of one unit's own parameters, by their names in it."""
     bias = m.family != "llama"
     qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
     if unit == "embed":
@@ -90,7 +93,7 @@ def unit_flops(m: ModelConfig) -> dict[str, float]:
     keys = m.seq_len if m.family == "bert" else m.seq_len / 2
     flops: dict[str, float] = {}
     for unit in unit_names(m):
-        products = sum(math.prod(s) for s in _unit_shapes(m, unit).values() if len(s) == 2)
+        products = sum(math.prod(s) for s in unit_shapes(m, unit).values() if len(s) == 2)
         flops[unit] = 2.0 * products if unit != "embed" else 0.0
         if unit.endswith("attn"):
             flops[unit] += 4 * keys * m.heads * m.head_dim

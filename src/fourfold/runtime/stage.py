@@ -50,6 +50,7 @@ class UnitVerbs(Protocol):
     def parameters(self) -> Sequence[Tensor]: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
+    def add_grad(self, name: str, grad: Tensor, /) -> None: ...
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Stage:
         if self.queue is not None:
             for link in self.links:
                 device = next((p.device for p in link.unit.parameters()), None)
-                defer(link.module, self.queue, link.unit.add_weight_grad, device)
+                defer(link.module, self.queue, link.unit, device)
         self._runs = [_make_run(link, split) for link in self.links]
         self._reseed = reseed
         self._kept: dict[int, list[_Kept]] = {}

@@ -63,10 +63,12 @@ def slices_of(
     match module:
         case MLP():
             halves = (("up",), ("down",)) if apart else (("up", "down"),)
-            cuts = enumerate(_cuts(module.down.in_features, count))
+            cuts = enumerate(_cuts(_plain(module.down).in_features, count))
             made = [_mlp(module, rows, j == 0, j == count - 1, half) for j, rows in cuts for half in halves]
         case Head():
-            made = [_head(module, rows, j, count) for j, rows in enumerate(_cuts(module.proj.out_features, count))]
+            made = [
+                _head(module, rows, j, count) for j, rows in enumerate(_cuts(_plain(module.proj).out_features, count))
+            ]
         case _:
             assert type(module) is nn.Linear, f"{name} cannot be split"
             made = [
@@ -101,6 +103,11 @@ def _cut(name: str, shape: tuple[int, ...], dim: int, rows: Rows, at: int = 0) -
     return Piece(name, shape, tuple(part), tuple(local))
 
 
+def _plain(module: nn.Module) -> nn.Linear:
+    assert type(module) is nn.Linear, f"a {type(module).__name__} cannot be cut into slices"
+    return module
+
+
 def _linear_like(serial: nn.Linear, inputs: int, outputs: int, bias: bool) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=serial.weight.dtype)
 
@@ -113,16 +120,17 @@ class MlpSlice(nn.Module):
 
     def __init__(self, mlp: MLP, rows: Rows, first: bool, last: bool, parts: tuple[str, ...]):
         super().__init__()
-        width, hidden = rows[1] - rows[0], mlp.down.out_features
+        up, down = _plain(mlp.up), _plain(mlp.down)
+        width, hidden = rows[1] - rows[0], down.out_features
         self.family, self.dropout, self.first = mlp.family, mlp.dropout, first
         pre, self.post = first and not mlp.post_norm and "up" in parts, last and mlp.post_norm and "down" in parts
         self.norm = mlp.norm if pre or self.post else None
         self.up = self.down = None
         if "up" in parts:
-            ways = mlp.up.out_features // mlp.down.in_features
-            self.up = _linear_like(mlp.up, hidden, ways * width, mlp.up.bias is not None)
+            ways = up.out_features // down.in_features
+            self.up = _linear_like(up, hidden, ways * width, up.bias is not None)
         if "down" in parts:
-            self.down = _linear_like(mlp.down, width, hidden, first and mlp.down.bias is not None)
+            self.down = _linear_like(down, width, hidden, first and down.bias is not None)
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         x_btd, h_btd, a_btf = values[0], values[0], values[-1]
@@ -149,8 +157,9 @@ class MlpSlice(nn.Module):
 
 def _mlp(mlp: MLP, rows: Rows, first: bool, last: bool, parts: tuple[str, ...]) -> Slice:
     made = MlpSlice(mlp, rows, first, last, parts)
-    hidden, width, size = mlp.down.out_features, mlp.down.in_features, rows[1] - rows[0]
-    ways = mlp.up.out_features // width
+    up, down = _plain(mlp.up), _plain(mlp.down)
+    hidden, width, size = down.out_features, down.in_features, rows[1] - rows[0]
+    ways = up.out_features // width
     pieces = _whole("norm", made.norm)
     starts = [(i * size, (i * width + rows[0], i * width + rows[1])) for i in range(ways)]
     if made.up is not None:
@@ -180,8 +189,8 @@ class HeadSlice(nn.Module):
         self.rows, self.first, self.last = rows, index == 0, index == count - 1
         self.dense = head.dense if self.first else None
         self.norm = head.norm if self.first else None
-        hidden, words = head.proj.in_features, rows[1] - rows[0]
-        self.proj = _linear_like(head.proj, hidden, words, head.proj.bias is not None)
+        proj, words = _plain(head.proj), rows[1] - rows[0]
+        self.proj = _linear_like(proj, proj.in_features, words, proj.bias is not None)
 
     def forward(self, *args: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         *values, targets_bt = args
@@ -207,7 +216,7 @@ class HeadSlice(nn.Module):
 def _head(head: Head, rows: Rows, index: int, count: int) -> Slice:
     made = HeadSlice(head, rows, index, count)
     pieces = _whole("dense", made.dense) | _whole("norm", made.norm)
-    words, hidden = head.proj.out_features, head.proj.in_features
+    words, hidden = _plain(head.proj).out_features, _plain(head.proj).in_features
     pieces["proj.weight"] = (_cut("proj.weight", (words, hidden), 0, rows),)
     if made.proj.bias is not None:
         pieces["proj.bias"] = (_cut("proj.bias", (words,), 0, rows),)

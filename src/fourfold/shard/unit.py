@@ -287,6 +287,11 @@ class Unit:
         self.main_grad(name).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
 
     @torch.no_grad()
+    def add_grad(self, name: str, grad: Tensor) -> None:
+        """Add a gradient that was computed by itself."""
+        self.main_grad(name).add_(grad)
+
+    @torch.no_grad()
     def collect(self) -> None:
         """Take over the gradients of those that borrow from this unit: [Note: tied weights]."""
         for borrower, theirs, (_, ours, rows) in self._borrowers:

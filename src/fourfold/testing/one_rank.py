@@ -26,7 +26,7 @@ from fourfold.shard.replay import Footprint, Replay, replay
 from fourfold.shard.unit import Unit
 from fourfold.testing._torch import fake_store
 from fourfold.train.mesh import RankMesh
-from fourfold.train.parts import make_runner, make_stages, make_transport, make_units
+from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
 
 __all__ = ["OneRank", "one_of_many"]
 
@@ -53,9 +53,11 @@ class OneRank:
         self.model = build_model(config.model)
         compute = _DTYPES[plan.precision.compute]
         reduce = torch.promote_types(_DTYPES[plan.precision.reduce], compute)
+        grid = make_grid(self.mesh)
+        put_on_grid(self.model, grid, config, plan, compute, reduce)
         self.model.to(compute)
         self.held = make_units(
-            config, plan, self.mesh, self.layout, self.model, device=self.device, compute=compute, reduce=reduce
+            config, plan, self.mesh, grid, self.layout, self.model, device=self.device, compute=compute, reduce=reduce
         )
         materialize_buffers(self.model, self.device, compute)
         executor = Executor(

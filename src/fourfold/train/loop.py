@@ -78,6 +78,7 @@ class Loop:
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
+        self.counts_loss = mesh.coordinates["col"] == 0  # the ranks of a column have the same
         self.saved_step = -1
         self._clock = time.perf_counter()
 
@@ -130,7 +131,7 @@ class Loop:
         for unit in self.units:
             unit.finish()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for m in sorted(losses):
+        for m in sorted(losses) if self.counts_loss else ():
             loss_sum += losses[m]
         if self.trace is not None:
             self.trace.hold(index + 1, self.runner.spans)
@@ -233,7 +234,7 @@ class Loop:
         for index in range(self.config.train.eval_batches):
             batches = list(self._micro_batches(self.eval_samples, index))
             for loss in self.runner.evaluate(_Feed(batches, total[1])).values():
-                total[0] += loss
+                total[0] += loss if self.counts_loss else 0.0
             if self.counts_targets:
                 total[1] += sum((targets != IGNORE).sum() for _, targets in batches)
         if self.world is not None:

@@ -9,13 +9,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fourfold.config import Config
 from fourfold.model.build import fill_initial
 from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
-from fourfold.piece import whole
 from fourfold.plan import Plan
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor, Verbs
@@ -28,9 +26,21 @@ from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import Slice, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Borrowed, Unit
+from fourfold.tensor.grid import Axis, Grid
+from fourfold.tensor.linear import Setting
+from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
 
-__all__ = ["Held", "make_runner", "make_sharing", "make_stages", "make_transport", "make_units"]
+__all__ = [
+    "Held",
+    "make_grid",
+    "make_runner",
+    "make_sharing",
+    "make_stages",
+    "make_transport",
+    "make_units",
+    "put_on_grid",
+]
 
 
 @dataclass
@@ -43,10 +53,36 @@ class Held:
     ties: list[TiedOwner | TiedCopy] = field(default_factory=list)
 
 
+def make_grid(mesh: RankMesh) -> Grid:
+    """This rank's lines of the tensor grid."""
+    row, col = (Axis(axis, mesh.size(axis), mesh.coordinates[axis], mesh.group(axis)) for axis in ("row", "col"))
+    return Grid(row, col, tuple(axis for axis in ("data", "depth") if mesh.size(axis) > 1))
+
+
+def put_on_grid(
+    model: Transformer, grid: Grid, config: Config, plan: Plan, compute: torch.dtype, reduce: torch.dtype
+) -> None:
+    """Swap the model's layers for those of the grid, where it is more than one rank."""
+    if grid.row.size * grid.col.size == 1:
+        return
+    setting = Setting(
+        grid,
+        seq_len=config.model.seq_len,
+        tokens=plan.micro_batch_size(config.train.global_batch) * config.model.seq_len,
+        flow=plan.tensor.flow,
+        residual=plan.tensor.residual,
+        compute_bytes=compute.itemsize,
+        reduce_bytes=reduce.itemsize,
+    )
+    parallelize(model, setting)
+    model.tie()
+
+
 def make_units(
     config: Config,
     plan: Plan,
     mesh: RankMesh,
+    grid: Grid,
     layout: PipelineLayout,
     model: Transformer,
     *,
@@ -60,10 +96,12 @@ def make_units(
     holds a copy (shard/tied.py).
     """
     sharings = {shards: make_sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
-    copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1 and axis != "pipe")
     reductions = Reductions(min(plan.memory.prefetch, 1))
+    row, plane = grid.row.group, mesh.group("row", "col")
 
     def make(name: str, of: str, part: Slice, borrow: dict[str, Borrowed] | None = None) -> Unit:
+        copied = {n: held[0].copies_over for n, held in part.pieces.items() if held}
+        sums = {n: plane if "col" in over else row for n, over in copied.items() if {"row", "col"} & {*over}}
         unit = Unit.of(
             name,
             part.module,
@@ -74,16 +112,13 @@ def make_units(
             reduce=reduce,
             sharing=sharings[layout.choices[of].shards],
             reductions=reductions,
+            sum_over={n: group for n, group in sums.items() if group is not None},
         )
         for n, parameter in unit.params.items():
             for piece in unit.pieces[n]:
                 fill_initial(parameter, piece, config.model, config.train.seed)
         unit.scatter()
         return unit
-
-    def whole_unit(name: str, module: nn.Module) -> Slice:
-        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        return Slice(module, {n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()})
 
     held, place, here = Held(), layout.rank_of, mesh.coordinates["pipe"]
     first, last = layout.choices["embed"].names[0], layout.choices["head"].names[0]
@@ -96,12 +131,12 @@ def make_units(
             continue
         lender = None
         if of == "head" and tied:
-            lender = (
-                held.units["embed"] if not apart else make("embed (copy)", "embed", whole_unit("embed", model.embed))
-            )
+            whole_embed = Slice(model.embed, pieces_of(model.embed, "embed", grid))
+            lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
         slices = layout.choices[of].slices
-        parts = [whole_unit(of, module)]
+        parts = [Slice(module, pieces_of(module, of, grid))]
         if slices > 1:
+            copies = grid.copies("row", "col")
             parts = slices_of(of, module, slices, apart=len(names) > slices, copies_over=copies)
         for name, part in zip(names, parts, strict=True):
             rows = part.tied_rows.get("proj.weight")
@@ -159,11 +194,12 @@ def make_stages(config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayo
 
 
 def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[int, int, int], None]:
-    """Seed torch by (seed, step, micro-batch, unit, place in the batch) before a unit draws random numbers.
+    """Seed torch by (seed, step, micro-batch, unit, rank but for pipe) before a unit draws random numbers.
 
-    `numbers` are those of the links' units in the model; slices of a unit share its number.
+    `numbers` are those of the links' units in the model; slices of a unit share its number. Ranks of a column hold other
+    tokens or features of one batch: every rank has a stream of its own.
     """
-    part = mesh.index("data", "depth", "row")
+    part = mesh.index("data", "depth", "row", "col")
 
     def reseed(step: int, micro_batch: int, link: int) -> None:
         key = f"{config.train.seed}:{step}:{micro_batch}:{numbers[link]}:{part}"
@@ -202,4 +238,6 @@ def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: Pipeline
         place = layout.schedule.placement
         mine = {u: tuple(s for s in at if place[s] == here) for u, at in layout.programs.stages_with.items()}
         freedom = drive(program, mine, plan.pipeline.slack)
-    return Runner(executor, program, evaluation, drive=freedom)
+    # ranks of a plane meet inside their ops
+    together = mesh.group("row", "col") if freedom is not None else None
+    return Runner(executor, program, evaluation, drive=freedom, together=together)

@@ -1,0 +1,398 @@
+"""What to train on: devices, hosts and networks, as the planner sees them. Presets, files, what-ifs. No torch.
+
+    Cluster.preset("h100-sxm", nodes=8)      Cluster.local(4)      Cluster.load("cluster.toml")
+
+A cluster is `nodes` nodes of equal devices under one or more **levels** of network, the innermost first: a level joins `ranks`
+devices, and every device sends into it at `bandwidth` bytes a second and receives at the same rate, at once. A ring over a group
+goes as fast as the slowest level it crosses; of k members under one lower level, each brings its own link, so the group
+crosses with k times the bandwidth of one. Received bytes of a buffer of S bytes over n ranks:
+
+    all_gather, reduce_scatter   (n - 1)/n · S          all_reduce   2 (n - 1)/n · S          message   S
+
+Latency is paid once per hop of the ring. `factor` multiplies the time of a collective where a backend is worse than a ring
+(gloo's reduce_scatter moves what an all_reduce does); `fourfold calibrate` measures all of it on a machine or job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fourfold import schema
+from fourfold.errors import ClusterError
+
+__all__ = ["Cluster", "Device", "Host", "Level", "preset_names"]
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "message"]
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "message")
+TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9))
+"""Blocks of the output that a processor of a GPU computes at once, and how well each keeps it busy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device: what a rank computes on."""
+
+    name: str = "device"
+    """For people."""
+    kind: Literal["cuda", "cpu"] = "cuda"
+    """Which kernels run: a GPU's fused ones or a CPU's."""
+    memory: str = "80GB"
+    """All of its memory."""
+    reserve: str = "2GiB"
+    """Of it, what no tensor can have: driver context, communication buffers."""
+    margin: float = 0.04
+    """Share of the rest that the allocator loses to rounding and fragmentation."""
+    matrix: dict[str, float] = field(default_factory=lambda: {"bf16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12})
+    """Peak FLOP/s of matrix products by type."""
+    efficiency: float = 0.8
+    """Share of the peak that large products reach."""
+    attention: float = 0.65
+    """Share of `efficiency` that fused attention reaches."""
+    processors: int = 0
+    """Processors that blocks of a product are dealt to, for the loss at the last round; 0: none is modelled."""
+    memory_rate: float = 2.0e12
+    """Bytes a second that memory-bound operators reach."""
+    operator: float = 5e-6
+    """Seconds that starting an operator takes at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the devices of a node share."""
+
+    memory: str = "1TiB"
+    """Of a node."""
+    link: float = 25e9
+    """Bytes a second between a device and its host, in each direction at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One level of network."""
+
+    name: str = "network"
+    """For people."""
+    ranks: int = 0
+    """Devices that one piece of this level joins; 0: all."""
+    bandwidth: float = 25e9
+    """Bytes a second that every device sends and receives at, as rings reach them."""
+    latency: float = 5e-6
+    """Seconds of one hop."""
+    factor: dict[str, float] = field(default_factory=dict)
+    """By collective, its time over a ring's; 1 where not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of devices."""
+
+    name: str = "cluster"
+    """For people."""
+    nodes: int = 1
+    """Nodes."""
+    devices: int = 8
+    """Devices of a node."""
+    device: Device = field(default_factory=Device)
+    """What every device is."""
+    host: Host = field(default_factory=Host)
+    """What every node is."""
+    level: tuple[Level, ...] = ()
+    """Networks, the innermost first; the last joins everything."""
+    overlap: float = 0.9
+    """Share of gathers, reductions and messages that can hide behind computing."""
+    source: str = ""
+    """Where the numbers are from."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    # ---- where clusters come from ----
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> Cluster:
+        """A cluster by name: nodes of eight GPUs, NVLink inside, InfiniBand between; or this machine ("local")."""
+        from fourfold.presets import PRESETS
+
+        if name == "local":
+            return cls.local(max(1, nodes))
+        if name not in PRESETS:
+            raise ClusterError(
+                f"there is no cluster '{name}'; known: {', '.join(preset_names())}, or the path of a file"
+            )
+        return replace(PRESETS[name], nodes=nodes)
+
+    @classmethod
+    def local(cls, ranks: int) -> Cluster:
+        """This machine as `ranks` CPU devices that share its cores and memory. Rough; `fourfold calibrate` measures."""
+        cores = os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        share = max(1, min(cores, ranks)) / max(1, ranks)
+        rate = 40e9 * share
+        device = Device(
+            name="CPU core",
+            kind="cpu",
+            memory=str(int(memory * 0.8 / ranks)),
+            reserve="256MiB",
+            margin=0.05,
+            matrix={"bf16": rate / 4, "fp32": rate, "fp64": rate / 2},
+            efficiency=0.8,
+            attention=0.5,
+            memory_rate=4e9 * share,
+            operator=2e-5,
+        )
+        inside = Level(name="loopback", bandwidth=1e9 * share, latency=2e-4, factor={"reduce_scatter": 2.0})
+        return cls(
+            name="local",
+            devices=ranks,
+            device=device,
+            host=Host(memory=str(int(memory * 0.8)), link=4e9),
+            level=(inside,),
+            overlap=0.0,
+            source="a guess from the number of cores; `fourfold calibrate` measures",
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster file (TOML, JSON, YAML). `preset = "h100-sxm"` in it takes what it does not say from there."""
+        data = schema.read(path, ClusterError)
+        base = data.pop("preset", None)
+        if base is not None:
+            if not isinstance(base, str):
+                raise ClusterError(f"{path}: preset must be a name; found {base!r}")
+            data = _merged(cls.preset(base).to_dict(), {"name": Path(path).stem} | data)
+        return schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
+
+    @classmethod
+    def find(cls, name: str, nodes: int | None = None) -> Cluster:
+        """A preset or a file, with as many nodes as asked for."""
+        if name in preset_names() or not Path(name).suffix:
+            return cls.preset(name, nodes or 1)
+        cluster = cls.load(name)
+        return cluster if nodes is None else replace(cluster, nodes=nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return schema.dump(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster; TOML or JSON by the file's ending."""
+        path = Path(path)
+        if path.suffix == ".json":
+            schema.write_json(path, self.to_dict())
+        elif path.suffix == ".toml":
+            path.write_text(schema.dump_toml(self.to_dict()), encoding="utf-8")
+        else:
+            raise ClusterError(f"{path}: a cluster is saved as .json or .toml; found '{path.suffix}'")
+
+    def what_if(self, changes: Mapping[str, str]) -> Cluster:
+        """This cluster with some things changed: memory=40GiB, nodes=16, bandwidth=x2, flops=x1.5, latency, host, link."""
+        return _changed(self, changes)
+
+    # ---- what it can do ----
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.devices
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a device."""
+        return schema.parse_bytes(self.device.memory, "device.memory", ClusterError)
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device that tensors can have."""
+        reserve = schema.parse_bytes(self.device.reserve, "device.reserve", ClusterError)
+        return int((self.memory - reserve) * (1 - self.device.margin))
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes of a host, for each of its devices."""
+        return schema.parse_bytes(self.host.memory, "host.memory", ClusterError) / self.devices
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps({k: v for k, v in self.to_dict().items() if k not in ("name", "source")}, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def collective(self, kind: Collective, size: float, members: int, stride: int = 1) -> float:
+        """Seconds of a collective over a buffer of `size` bytes, for `members` ranks that lie `stride` apart."""
+        if members <= 1 or size <= 0:
+            return 0.0
+        bandwidth, hops, factor = self._path(members, stride, kind)
+        passes = 2 if kind == "all_reduce" else 1
+        latency = passes * hops
+        if kind == "all_reduce":  # a tree of small messages has fewer hops
+            latency = min(latency, 2 * math.ceil(math.log2(members)) * self._latency(members, stride))
+        return factor * (latency + passes * (members - 1) / members * size / bandwidth)
+
+    def message(self, size: float, distance: int) -> float:
+        """Seconds of a message of `size` bytes to the rank `distance` away."""
+        bandwidth, hops, factor = self._path(2, distance, "message")
+        return factor * (hops + size / bandwidth)
+
+    def _path(self, members: int, stride: int, kind: str) -> tuple[float, float, float]:
+        """(bandwidth, latency of a ring's hops, factor) of a group."""
+        bandwidth, latency, factor, under, below = math.inf, 0.0, 1.0, 1, 1
+        for level in self.level:
+            joined = level.ranks or self.ranks
+            inside = max(1, min(members, joined // stride)) if stride < joined else 1
+            if inside > under:
+                bandwidth = min(bandwidth, level.bandwidth * max(1, min(under, below // stride)))
+                latency += (inside / under - 1) * level.latency
+                factor = max(factor, level.factor.get(kind, 1.0))
+                under = inside
+            below = joined
+            if under >= members:
+                break
+        return bandwidth, latency, factor
+
+    def _latency(self, members: int, stride: int) -> float:
+        """Of one hop over the outermost level that a group crosses."""
+        for level in self.level:
+            if (level.ranks or self.ranks) >= stride * members:
+                return level.latency
+        return self.level[-1].latency
+
+    def product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
+        """Seconds of [m, k] · [k, n] of elements of `width` bytes."""
+        d = self.device
+        rate = d.matrix[dtype] * d.efficiency * k / (k + 64 if d.processors else k)
+        if d.processors:
+            rate *= max(good * _full_rounds(m, n, rows, columns, d.processors) for rows, columns, good in TILES)
+        return max(2.0 * m * k * n / rate, width * (m * k + k * n + m * n) / d.memory_rate) + d.operator
+
+    def attention(self, flops: float, dtype: str) -> float:
+        """Seconds of fused attention."""
+        d = self.device
+        return flops / (d.matrix[dtype] * d.efficiency * d.attention) + d.operator
+
+    def memory_bound(self, size: float) -> float:
+        """Seconds of an operator that reads and writes `size` bytes."""
+        return size / self.device.memory_rate + self.device.operator
+
+
+def preset_names() -> list[str]:
+    """Names that `Cluster.preset` knows."""
+    from fourfold.presets import PRESETS
+
+    return [*PRESETS, "local"]
+
+
+def _full_rounds(m: float, n: float, rows: int, columns: int, processors: int) -> float:
+    """How full the rounds of blocks are: the useful share of rounds · processors · block."""
+    blocks = math.ceil(m / rows) * math.ceil(n / columns)
+    return (m * n) / (math.ceil(blocks / processors) * processors * rows * columns)
+
+
+# ---- checks and changes ----
+
+
+def _check(c: Cluster) -> None:
+    def positive(where: str, value: float, least: float = 0.0) -> None:
+        if not (math.isfinite(value) and value > least):
+            raise ClusterError(f"{where} = {value:g} must be a finite number above {least:g}")
+
+    positive("nodes", c.nodes)
+    positive("devices", c.devices)
+    for name in ("bf16", "fp32", "fp64"):
+        if name not in c.device.matrix:
+            raise ClusterError(f"device.matrix has no rate for '{name}'; give FLOP/s for bf16, fp32 and fp64")
+    for name, rate in c.device.matrix.items():
+        if isinstance(rate, bool) or not isinstance(rate, int | float):
+            raise ClusterError(f"device.matrix.{name} must be a number; found {rate!r}")
+        positive(f"device.matrix.{name}", rate)
+    for name in ("efficiency", "attention"):
+        value = getattr(c.device, name)
+        positive(f"device.{name}", value)
+        if value > 1:
+            raise ClusterError(f"device.{name} = {value:g} is a share: it must not be above 1")
+    positive("device.memory_rate", c.device.memory_rate)
+    positive("host.link", c.host.link)
+    if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
+        raise ClusterError("device.margin and overlap are shares from 0 to 1; device.operator must not be negative")
+    schema.parse_bytes(c.host.memory, "host.memory", ClusterError)
+    if c.usable <= 0:
+        raise ClusterError(
+            f"device.memory = {c.device.memory} less device.reserve = {c.device.reserve} leaves nothing for tensors"
+        )
+    if not c.level and c.ranks > 1:
+        raise ClusterError(f"{c.ranks} devices, but no [[level]] of network between them; give bandwidth and latency")
+    joined = 1
+    for i, level in enumerate(c.level):
+        where = f"level[{i}] ('{level.name}')"
+        positive(f"{where}: bandwidth", level.bandwidth)
+        if not (math.isfinite(level.latency) and level.latency >= 0):
+            raise ClusterError(f"{where}: latency = {level.latency:g} must not be negative")
+        for kind, factor in level.factor.items():
+            if kind not in COLLECTIVES:
+                raise ClusterError(f"{where}: factor of '{kind}'{schema.nearest(kind, COLLECTIVES)}")
+            if isinstance(factor, bool) or not isinstance(factor, int | float):
+                raise ClusterError(f"{where}: factor.{kind} must be a number; found {factor!r}")
+            positive(f"{where}: factor.{kind}", factor)
+        last = i == len(c.level) - 1
+        if (
+            level.ranks < 0
+            or (not last and level.ranks <= joined and level.ranks != 0)
+            or (not last and not level.ranks)
+        ):
+            raise ClusterError(f"{where}: ranks = {level.ranks} must grow from level to level; only the last may be 0")
+        joined = level.ranks or c.ranks
+    if c.level and joined < c.ranks:
+        raise ClusterError(
+            f"the levels join {joined} devices, but there are {c.nodes} nodes · {c.devices} = {c.ranks}; "
+            f"give the last level ranks = 0"
+        )
+
+
+def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return out
+
+
+_CHANGES = ("memory", "nodes", "devices", "bandwidth", "latency", "flops", "link", "host")
+
+
+def _changed(c: Cluster, changes: Mapping[str, str]) -> Cluster:
+    for what, text in changes.items():
+        if what not in _CHANGES:
+            raise ClusterError(f"--what-if {what}{schema.nearest(what, _CHANGES)}")
+        if what in ("nodes", "devices"):
+            if not re.fullmatch(r"[1-9]\d*", text):
+                raise ClusterError(f"--what-if {what}={text}: give a whole number of at least 1")
+            c = replace(c, nodes=int(text)) if what == "nodes" else replace(c, devices=int(text))
+        elif what == "memory":
+            size = _times(c.memory, text) or schema.parse_bytes(text, "--what-if memory", ClusterError)
+            c = replace(c, device=replace(c.device, memory=str(int(size))))
+        elif what == "host":
+            size = _times(c.host_memory * c.devices, text) or schema.parse_bytes(text, "--what-if host", ClusterError)
+            c = replace(c, host=replace(c.host, memory=str(int(size))))
+        else:
+            factor = _times(1.0, text)
+            if factor is None:
+                raise ClusterError(f"--what-if {what}={text}: give a factor, for example {what}=x2")
+            if what == "flops":
+                rates = {k: v * factor for k, v in c.device.matrix.items()}
+                c = replace(c, device=replace(c.device, matrix=rates))
+            elif what == "link":
+                c = replace(c, host=replace(c.host, link=c.host.link * factor))
+            else:
+                levels = tuple(replace(x, **{what: getattr(x, what) * factor}) for x in c.level)
+                c = replace(c, level=levels)
+    return c
+
+
+def _times(value: float, text: str) -> float | None:
+    """`value` times the number after an x; None where the text is no factor."""
+    match = re.fullmatch(r"[x×*](\d+(?:\.\d+)?)", text)
+    return value * float(match[1]) if match and float(match[1]) > 0 else None

@@ -1,0 +1,368 @@
+"""A model as the planner sees it: units made of operators, with what each computes, moves and keeps. No torch.
+
+Everything is counted for one token and one forward, in elements and FLOPs, so that one description serves every micro-batch,
+precision and grid. Units that are alike share a `kind`, and are costed once.
+
+What a unit keeps between its forward and its backward, by recomputation (letters as in model/spec.py):
+
+    none        everything autograd saves       selective   its input, and the outputs of matrix products and attention
+    full        its input                       per-slice   its input and the normalised input, slices are computed again
+
+`Held(narrow, wide)` counts elements of the compute type and of fp32 (fp64 for fp64). The numbers equal what the real modules
+save (a test holds them to it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from fourfold.config import ModelConfig
+from fourfold.model.spec import Shapes, unit_flops, unit_names, unit_shapes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Held", "ModelSpec", "Operator", "UnitSpec"]
+
+
+class Held(NamedTuple):
+    """Elements: of the compute type, and of fp32 (or wider)."""
+
+    narrow: float = 0.0
+    wide: float = 0.0
+
+    def bytes(self, compute: int) -> float:
+        """Bytes, an element of the compute type being `compute` bytes."""
+        return self.narrow * compute + self.wide * max(4, compute)
+
+
+NOTHING = Held()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of a unit, for one token of a forward."""
+
+    name: str
+    kind: Literal["product", "attention", "memory"]
+    """A matrix product with a weight; attention; anything that is as slow as memory."""
+    inputs: int = 0
+    """product: width of the input, K."""
+    outputs: int = 0
+    """product: width of the output, N."""
+    flops: float = 0.0
+    """Of the forward."""
+    moved: float = 0.0
+    """Elements that the forward reads and writes, weights left out."""
+    backward: float = 2.0
+    """Time of the backward over the forward's, for attention and memory-bound operators."""
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit: what is sharded, gathered and reduced as one, and may recompute."""
+
+    name: str
+    kind: str
+    """Units of one kind differ in their name only."""
+    layer: int
+    """Which layer it belongs to; stages are runs of layers."""
+    shapes: Shapes = field(hash=False)
+    operators: tuple[Operator, ...]
+    saved: Mapping[str, Held] = field(hash=False)
+    """By recomputation, what is kept between forward and backward."""
+    workspace: Held
+    """The most that the backward holds besides what was kept."""
+    forward_workspace: Held = NOTHING
+    """The most that the forward holds besides what it keeps and its output."""
+    for_weight_grad: Held = NOTHING
+    """What W needs, where the backward is split: inputs of products and gradients of their outputs."""
+    unfused: float = 0.0
+    """Elements of RMSNorm inputs: CPUs, which have no fused kernel, keep them once more (twice in fp32, for narrower types)."""
+    again: tuple[str, ...] = ()
+    """Operators that selective recomputation runs again; none named: all memory-bound ones."""
+    slices: int = 1
+    """Into how many slices operator splitting may cut it."""
+    output: float = 0.0
+    """Elements it hands to the next unit."""
+
+    @cached_property
+    def matrices(self) -> int:
+        """Elements of its matrices, which the grid divides."""
+        return sum(_size(s) for s in self.shapes.values() if len(s) > 1)
+
+    @cached_property
+    def vectors(self) -> int:
+        """Elements of its norms and biases."""
+        return sum(_size(s) for s in self.shapes.values() if len(s) <= 1)
+
+    @property
+    def parameters(self) -> int:
+        return self.matrices + self.vectors
+
+    @cached_property
+    def flops(self) -> float:
+        """Of the forward, for one token."""
+        return sum(o.flops for o in self.operators)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's units in the order of the forward."""
+
+    name: str
+    units: tuple[UnitSpec, ...]
+    seq_len: int
+    hidden: int
+    """Width of what passes between layers."""
+    tied: bool = False
+    """The head's matrix is the embedding's."""
+    config: ModelConfig | None = field(default=None, compare=False)
+    """What it was made from, when that was a config of ours."""
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, name: str = "") -> ModelSpec:
+        """The spec of a model of ours."""
+        m = config.resolve()
+        flops = unit_flops(m)
+        units = tuple(_unit(m, name, flops[name]) for name in unit_names(m))
+        title = name or f"{m.family} {m.layers}×{m.hidden}"
+        return cls(title, units, m.seq_len, m.hidden, bool(m.tie), m)
+
+    @classmethod
+    def from_hf(cls, path: str | Path, *, seq_len: int = 0) -> ModelSpec:
+        """The spec of a Hugging Face config.json (a file, or the folder that holds it)."""
+        from fourfold.model.hf import read_config
+
+        fields = read_config(path)
+        length = seq_len or min(4096, fields.get("positions") or 4096)
+        folder = Path(path).resolve()
+        folder = folder if folder.is_dir() else folder.parent
+        return cls.from_config(ModelConfig(**fields | {"seq_len": length}), folder.name)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, sample: Any, name: str = "") -> ModelSpec:
+        """The spec of any module (on the meta device or not) by tracing it on a sample input; needs torch."""
+        from fourfold.model.trace import trace_module
+
+        return trace_module(module, sample, name)
+
+    @property
+    def layers(self) -> int:
+        """Layers, the embedding and the head among them."""
+        return self.units[-1].layer + 1
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(u.parameters for u in self.units)
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Forward and backward, without recomputation."""
+        return 3 * sum(u.flops for u in self.units)
+
+    @cached_property
+    def kinds(self) -> dict[str, UnitSpec]:
+        """One unit of every kind."""
+        return {u.kind: u for u in reversed(self.units)}
+
+    def of_layer(self, layer: int) -> tuple[UnitSpec, ...]:
+        return self._layers[layer]
+
+    @cached_property
+    def _layers(self) -> tuple[tuple[UnitSpec, ...], ...]:
+        out: list[list[UnitSpec]] = [[] for _ in range(self.layers)]
+        for unit in self.units:
+            out[unit.layer].append(unit)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of all that the planner reads."""
+        text = json.dumps([asdict(u) for u in self.units], sort_keys=True, default=str)
+        return hashlib.blake2b(f"{self.seq_len} {self.tied} {text}".encode(), digest_size=6).hexdigest()
+
+    def with_plain_attention(self, dropout: bool = True) -> ModelSpec:
+        """As models were before fused attention: scores, softmax and dropout go through memory.
+
+        For every head and token a row of `seq_len` scores is written and read by every step, and kept (selective
+        recomputation drops it). Only for predicting runs of that time.
+        """
+        assert self.config is not None
+        m, keys = self.config, self.seq_len
+        scores = float(m.heads * keys)
+        kept = 2.5 * scores if dropout else scores  # softmax, its dropout, the mask (a byte)
+        units = []
+        for u in self.units:
+            if u.kind == "attn":
+                inner = 4.0 * keys * m.heads * m.head_dim  # no causal saving: the whole square is computed
+                passes = 2 + 2 + (2.5 if dropout else 0)  # products read and write, softmax, dropout and mask
+                operators = tuple(
+                    replace(o, flops=inner, backward=2.0) if o.kind == "attention" else o for o in u.operators
+                )
+                more = Operator("softmax", "memory", moved=passes * scores, backward=1.3)
+                u = replace(
+                    u,
+                    operators=(*operators, more),
+                    again=("attention", "softmax"),
+                    saved={**u.saved, "none": Held(u.saved["none"].narrow + kept, u.saved["none"].wide)},
+                    workspace=Held(u.workspace.narrow + 2 * scores, u.workspace.wide),
+                )
+            if dropout and u.kind in ("attn", "mlp"):
+                extra = Operator("dropout", "memory", moved=2.5 * m.hidden, backward=1.0)
+                u = replace(u, operators=(*u.operators, extra))
+            units.append(u)
+        return replace(self, units=tuple(units))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+# ---- our models ----
+
+
+def _unit(m: ModelConfig, name: str, flops: float) -> UnitSpec:
+    part = name.rpartition(".")[2]
+    layer = 0 if name == "embed" else m.layers + 1 if name == "head" else 1 + int(name.split(".")[1])
+    build = {"embed": _embed, "attn": _attention, "mlp": _mlp, "head": _head}[part]
+    unit = build(m, name, layer)
+    assert abs(unit.flops - flops) <= 1e-6 * max(1.0, flops), name
+    return unit
+
+
+def _product(name: str, inputs: int, outputs: int) -> Operator:
+    return Operator(name, "product", inputs, outputs, flops=2.0 * inputs * outputs, moved=inputs + outputs)
+
+
+def _norm_operator(width: int) -> Operator:
+    return Operator("norm", "memory", moved=2.0 * width, backward=2.0)
+
+
+def _embed(m: ModelConfig, name: str, layer: int) -> UnitSpec:
+    d = m.hidden
+    post = m.family == "bert"
+    operators = [Operator("lookup", "memory", moved=2.0 * d + (2 * d if m.family != "llama" else 0), backward=1.5)]
+    tokens = 2.0  # int64 ids
+    return UnitSpec(
+        name,
+        "embed",
+        layer,
+        unit_shapes(m, name),
+        (*operators, _norm_operator(d)) if post else tuple(operators),
+        {
+            "none": Held(d + 2 if post else 0, tokens),
+            "selective": Held(d + 2 if post else 0, tokens),
+            "full": Held(0, tokens),
+        },
+        workspace=Held(2.0 * d if post else d),
+        output=d,
+    )
+
+
+def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
+    d, q, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
+    qkv, llama = q + 2 * kv, m.family == "llama"
+    keys = m.seq_len if m.family == "bert" else m.seq_len / 2
+    operators = [
+        _norm_operator(d),
+        _product("qkv", d, qkv),
+        Operator("attention", "attention", flops=4.0 * keys * q, moved=2.0 * q + 2 * kv, backward=2.5),
+        _product("out", q, d),
+        Operator("residual", "memory", moved=3.0 * d, backward=0.7),
+    ]
+    turned = 0.0
+    if llama:
+        turned = q + kv
+        operators.insert(2, Operator("rotary", "memory", moved=8.0 * (q + kv), backward=1.0))
+    if m.qk_norm:
+        operators.insert(2, Operator("norm", "memory", moved=2.0 * (q + kv), backward=2.0))
+    stats = 1.0 if llama else 2.0
+    return UnitSpec(
+        name,
+        "attn",
+        layer,
+        unit_shapes(m, name),
+        tuple(operators),
+        {
+            "none": Held(2 * d + qkv + q + turned + (0 if llama else stats), m.heads + (stats if llama else 0)),
+            "selective": Held(2 * d + qkv + q, m.heads),
+            "full": Held(d),
+            "per-slice": Held(2 * d),
+        },
+        workspace=Held(2 * qkv + 2 * d + turned),
+        forward_workspace=Held(d + (2 * turned if llama else 0)),
+        for_weight_grad=Held(2 * d + q + qkv),
+        unfused=float(d + (q + kv if m.qk_norm else 0)) if llama else 0.0,
+        slices=m.kv_heads,
+        output=d,
+    )
+
+
+def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
+    d, f, llama = m.hidden, m.ffn, m.family == "llama"
+    wide = 2 * f if llama else f
+    operators = (
+        _norm_operator(d),
+        _product("up", d, wide),
+        Operator("activation", "memory", moved=float(wide + f), backward=1.5),
+        _product("down", f, d),
+        Operator("residual", "memory", moved=3.0 * d, backward=0.7),
+    )
+    return UnitSpec(
+        name,
+        "mlp",
+        layer,
+        unit_shapes(m, name),
+        operators,
+        {
+            "none": Held(2 * d + (4 * f if llama else 2 * f + 2), 1 if llama else 0),
+            "selective": Held(2 * d + wide),
+            "full": Held(d),
+            "per-slice": Held(2 * d),
+        },
+        workspace=Held(d + (4 * f if llama else 2 * f)),
+        forward_workspace=Held(d + f),
+        for_weight_grad=Held(2 * d + f + wide),
+        unfused=float(d) if llama else 0.0,
+        slices=f,
+        output=d,
+    )
+
+
+def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
+    d, v = m.hidden, m.vocab
+    bert = m.family == "bert"
+    operators = [_norm_operator(d), _product("proj", d, v)]
+    if bert:
+        operators.insert(0, _product("dense", d, d))
+        operators.insert(1, Operator("activation", "memory", moved=2.0 * d, backward=1.5))
+    operators.append(Operator("loss", "memory", moved=5.0 * v, backward=1.0))
+    more = 2 * d if bert else 0
+    llama = m.family == "llama"
+    return UnitSpec(
+        name,
+        "head",
+        layer,
+        unit_shapes(m, name),
+        tuple(operators),
+        {
+            "none": Held(2 * d + more + (0 if llama else 2), v + 2 + (1 if llama else 0)),
+            "selective": Held(d + v + (d if bert else 0), 2),
+            "full": Held(d, 2),
+        },
+        workspace=Held(v, 2 * v),
+        forward_workspace=Held(v, v),
+        for_weight_grad=Held(d + v + more),
+        unfused=float(d) if llama else 0.0,
+        output=0.0,
+    )

@@ -1,0 +1,185 @@
+"""The choice unit by unit: a multiple-choice knapsack, solved in a millisecond with a proof of how good the answer is.
+
+There are groups of alike units; every unit takes one option, with its bytes and seconds; the bytes must fit in a budget and
+the seconds be least. Of each group only the lower convex hull of its options matters to the relaxed problem: walk down all hulls
+at once, the steepest step (seconds saved for a byte) first, until the budget ends inside a step. The broken step, taken in part,
+is the relaxed optimum: no whole choice can be faster, so
+
+    bound  ≤  best possible  ≤  what is returned          gap = seconds / bound - 1
+
+The steepness of the broken step is the price of memory: seconds that one more byte would save. What room is left goes to later,
+smaller steps, and to options off the hull. Where few units are left to decide, all mixes are compared and the answer is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+__all__ = ["Chosen", "Group", "choose"]
+
+FRONT = 4000
+"""Mixes that the exact comparison keeps at most; with more, the relaxed answer stands."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` alike units, each to take one of the options (bytes, seconds)."""
+
+    options: Sequence[tuple[float, float]]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How many units of every group take which option."""
+
+    counts: tuple[dict[int, int], ...]
+    """By group: {option: units}."""
+    seconds: float
+    memory: float
+    bound: float
+    """No choice within the budget takes less."""
+    price: float
+    """Seconds that one more byte would save; 0 where memory does not bind."""
+    exact: bool = field(default=False, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, as a share of it."""
+        return self.seconds / self.bound - 1 if self.bound > 0 else 0.0
+
+
+def choose(groups: Sequence[Group], budget: float, exact: bool = False) -> Chosen | None:
+    """The fastest choice within `budget` bytes, or None where not even the smallest fits."""
+    hulls = [_hull(g.options) for g in groups]
+    memory = sum(g.count * g.options[h[0]][0] for g, h in zip(groups, hulls, strict=True))
+    if memory > budget:
+        return None
+    seconds = sum(g.count * g.options[h[0]][1] for g, h in zip(groups, hulls, strict=True))
+    steps = []
+    for i, (group, hull) in enumerate(zip(groups, hulls, strict=True)):
+        options = group.options
+        for a, b in pairwise(hull):
+            more, less = options[b][0] - options[a][0], options[a][1] - options[b][1]
+            steps.append((-less / more if more > 0 else -math.inf, i, a, b, more, less))
+    steps.sort(key=lambda s: s[0])
+    counts: list[dict[int, int]] = [{h[0]: g.count} for g, h in zip(groups, hulls, strict=True)]
+    bound, price = None, 0.0
+    for slope, i, a, b, more, less in steps:
+        here = counts[i].get(a, 0)
+        if not here:
+            continue
+        room = budget - memory
+        fit = here if here * more <= room else int(room // more)
+        if fit < here and bound is None:
+            bound, price = seconds - here * less if here * more <= 0 else seconds - less * room / more, -slope
+        if fit:
+            counts[i][a] = here - fit
+            counts[i][b] = counts[i].get(b, 0) + fit
+            memory += fit * more
+            seconds -= fit * less
+    counts = [{k: n for k, n in c.items() if n} for c in counts]
+    chosen = Chosen(tuple(counts), seconds, memory, seconds if bound is None else min(bound, seconds), price)
+    if chosen.gap <= 0:
+        return chosen
+    chosen = _filled(groups, chosen, budget)
+    if exact and chosen.gap > 0:
+        better = _compared(groups, chosen, budget)
+        return better or chosen
+    return chosen
+
+
+def _hull(options: Sequence[tuple[float, float]]) -> list[int]:
+    """Options on the lower convex hull, from the smallest to the fastest."""
+    order = sorted(range(len(options)), key=lambda i: options[i])
+    hull: list[int] = []
+    for i in order:
+        memory, seconds = options[i]
+        if hull and seconds >= options[hull[-1]][1]:
+            continue
+        while len(hull) >= 2:
+            (m0, s0), (m1, s1) = options[hull[-2]], options[hull[-1]]
+            if (s0 - s1) * (memory - m1) <= (s1 - seconds) * (m1 - m0):
+                hull.pop()
+            else:
+                break
+        hull.append(i)
+    return hull
+
+
+def _filled(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen:
+    """Use what room is left: any unit may change to any faster option that still fits."""
+    counts = [dict(c) for c in chosen.counts]
+    seconds, memory = chosen.seconds, chosen.memory
+    changed = True
+    while changed:
+        changed = False
+        best: tuple[float, int, int, int, int] | None = None
+        for i, group in enumerate(groups):
+            for a, here in counts[i].items():
+                if not here:
+                    continue
+                for b, (size, time) in enumerate(group.options):
+                    more, less = size - group.options[a][0], group.options[a][1] - time
+                    if less <= 0 or more > budget - memory:
+                        continue
+                    fit = here if more <= 0 else min(here, int((budget - memory) // more))
+                    if fit and (best is None or less * fit > best[0]):
+                        best = (less * fit, i, a, b, fit)
+            if best is not None and len(groups) > 60:  # many distinct units: one pass is enough, gaps are tiny
+                counts, seconds, memory = _move(groups, counts, seconds, memory, best)
+                best = None
+        if best is not None and best[0] > 0:
+            counts, seconds, memory = _move(groups, counts, seconds, memory, best)
+            changed = True
+    kept = tuple({k: n for k, n in c.items() if n} for c in counts)
+    return Chosen(kept, seconds, memory, min(chosen.bound, seconds), chosen.price)
+
+
+def _move(
+    groups: Sequence[Group],
+    counts: list[dict[int, int]],
+    seconds: float,
+    memory: float,
+    move: tuple[float, int, int, int, int],
+) -> tuple[list[dict[int, int]], float, float]:
+    less, i, a, b, fit = move
+    counts[i][a] -= fit
+    counts[i][b] = counts[i].get(b, 0) + fit
+    return counts, seconds - less, memory + fit * (groups[i].options[b][0] - groups[i].options[a][0])
+
+
+def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen | None:
+    """All mixes, keeping of those with no more bytes the fastest only; None where there are too many."""
+    least = [min(o[0] for o in g.options) for g in groups]
+    rest = [0.0] * (len(groups) + 1)
+    for i in range(len(groups) - 1, -1, -1):
+        rest[i] = rest[i + 1] + groups[i].count * least[i]
+    front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    places: list[tuple[int, int]] = [(i, n) for i, g in enumerate(groups) for n in range(g.count)]
+    for i, n in places:
+        left = rest[i + 1] + (groups[i].count - n - 1) * least[i]
+        grown = [
+            (m + size, s + time, (*path, k))
+            for m, s, path in front
+            for k, (size, time) in enumerate(groups[i].options)
+            if m + size + left <= budget
+        ]
+        grown.sort(key=lambda x: (x[0], x[1]))
+        front, fastest = [], math.inf
+        for point in grown:
+            if point[1] < fastest:
+                front.append(point)
+                fastest = point[1]
+        if len(front) > FRONT:
+            return None
+    if not front:
+        return None
+    memory, seconds, path = min(front, key=lambda x: x[1])
+    counts: list[dict[int, int]] = [{} for _ in groups]
+    for (i, _), k in zip(places, path, strict=True):
+        counts[i][k] = counts[i].get(k, 0) + 1
+    return Chosen(tuple(counts), seconds, memory, seconds, chosen.price, exact=True)

@@ -1,0 +1,130 @@
+"""The inner search: for one layout and one rank of its pipeline, the choice of every unit.
+
+A rank's memory is what its units hold all step, what they keep of every micro-batch in flight, and the largest of what they hold
+for a while. The last is no sum, so the few values it can have are tried in turn: options above it are left out, and it comes
+off the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.planner.choice import Chosen, Group, choose
+from fourfold.planner.layout import Layout
+from fourfold.planner.options import Option, RankLoad, Solver
+from fourfold.planner.units import Choice
+
+__all__ = ["Solved", "least_bytes", "rank_bound", "solve_rank"]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A rank's choices and their seconds in a step, beyond what the units compute anyway."""
+
+    seconds: float
+    bound: float
+    price: float
+    memory: float
+    options: tuple[tuple[str, tuple[tuple[Choice, int], ...], tuple[tuple[Choice, int], ...]], ...]
+    """By kind: how many units are sharded how, and how many recompute how."""
+    free: bool
+    """Memory does not bind: more of it would change nothing."""
+
+    @property
+    def gap(self) -> float:
+        return self.seconds - self.bound
+
+    def choices(self, kind: str) -> list[Choice]:
+        """A choice for every unit of a kind, those that hold least first."""
+        for name, sharding, recompute in self.options:
+            if name == kind:
+                modes = [c for c, n in sharding for _ in range(n)]
+                again = [c for c, n in recompute for _ in range(n)]
+                return [a._replace(split=b.split, recompute=b.recompute) for a, b in zip(modes, again, strict=True)]
+        return []
+
+
+def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, exact: bool = False) -> Solved | None:
+    """The fastest choices within the budget, or None."""
+    piped = layout.mesh.pipe > 1
+    m = layout.micro_batches
+    table: list[tuple[str, int, list[Option]]] = []
+    for kind, count in load.units:
+        table.append((kind, count, solver.sharding(layout, kind, piped)))
+        again = [
+            o._replace(seconds=m * o.seconds, memory=load.in_flight * o.memory) for o in solver.recompute(layout, kind)
+        ]
+        table.append((kind, count, again))
+    ideal = sum(count * min(o.seconds for o in options) for _, count, options in table)
+    best: tuple[Chosen, list[list[Option]]] | None = None
+    bound = None
+    heights = sorted({o.transient for _, _, options in table[0::2] for o in options})
+    works = sorted({o.transient for _, _, options in table[1::2] for o in options})
+    for height in reversed(heights):
+        for work in reversed(works):
+            allowed = [
+                [o for o in options if o.transient <= (height if i % 2 == 0 else work)]
+                for i, (_, _, options) in enumerate(table)
+            ]
+            if not all(allowed):
+                continue
+            groups = [
+                Group([(o.memory, o.seconds) for o in options], count)
+                for (_, count, _), options in zip(table, allowed, strict=True)
+            ]
+            chosen = choose(groups, budget - height - work, exact)
+            if chosen is None:
+                continue
+            bound = chosen.bound if bound is None else min(bound, chosen.bound)
+            if best is None or chosen.seconds < best[0].seconds - 1e-12:
+                best = (chosen, allowed)
+            if chosen.seconds <= ideal * (1 + 1e-12) + 1e-12:
+                return _solved(table, best, ideal, free=True)
+    if best is None or bound is None:
+        return None
+    return _solved(table, best, bound, free=False)
+
+
+def rank_bound(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float | None:
+    """Seconds beyond computing that no choice of the rank's units can beat; None where none fits."""
+    piped, m = layout.mesh.pipe > 1, layout.micro_batches
+    groups, least = [], 0.0
+    for kind, count in load.units:
+        sharding = solver.sharding(layout, kind, piped, hopeful=True)
+        again = solver.recompute(layout, kind)
+        groups.append(Group([(o.memory, o.seconds) for o in sharding], count))
+        groups.append(Group([(load.in_flight * o.memory, m * o.seconds) for o in again], count))
+        least = max(least, min(o.transient for o in again))
+    chosen = choose(groups, budget - least)
+    return None if chosen is None else chosen.bound
+
+
+def least_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
+    """The least bytes with which the rank's units can do."""
+    piped = layout.mesh.pipe > 1
+    total = transient = 0.0
+    for kind, count in load.units:
+        sharding, again = solver.sharding(layout, kind, piped), solver.recompute(layout, kind)
+        best = min(
+            (count * (a.memory + load.in_flight * b.memory) + a.transient + b.transient, a, b)
+            for a in sharding
+            for b in again
+        )
+        total += count * (best[1].memory + load.in_flight * best[2].memory)
+        transient = max(transient, best[1].transient + best[2].transient)
+    return total + transient
+
+
+def _solved(
+    table: list[tuple[str, int, list[Option]]],
+    best: tuple[Chosen, list[list[Option]]],
+    bound: float,
+    free: bool,
+) -> Solved:
+    chosen, allowed = best
+    picked = [
+        tuple((options[k].choice, n) for k, n in sorted(counts.items(), key=lambda item: options[item[0]].memory))
+        for counts, options in zip(chosen.counts, allowed, strict=True)
+    ]
+    options = tuple((table[i][0], picked[i], picked[i + 1]) for i in range(0, len(table), 2))
+    return Solved(chosen.seconds, bound, 0.0 if free else chosen.price, chosen.memory, options, free)

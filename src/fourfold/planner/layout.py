@@ -1,0 +1,114 @@
+"""The outer choices of a plan: mesh, micro-batches, schedule and placements; and what is the same for all of them.
+
+A `Setting` is the question (model, cluster, batch, precision); a `Layout` is one way to fold it, before anything is chosen
+unit by unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from fourfold.cluster import Cluster
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Batch, Memory, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
+
+__all__ = ["WIDTH", "Layout", "Setting"]
+
+WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2}
+"""Bytes of an element."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What is to be planned. Compared by identity: costs are remembered for each."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    global_batch: int
+    precision: Precision
+    moments: Literal["fp32", "bf16"] = "fp32"
+
+    @cached_property
+    def compute(self) -> int:
+        """Bytes of a weight or activation."""
+        return WIDTH[self.precision.compute]
+
+    @cached_property
+    def reduce(self) -> int:
+        """Bytes of a gradient: never narrower than the compute type."""
+        return max(WIDTH[self.precision.reduce], self.compute)
+
+    @cached_property
+    def state(self) -> float:
+        """Bytes of optimizer state for one parameter on the device: a master of narrow weights, two moments."""
+        master = 0 if self.compute >= 4 else 4
+        return master + 2 * (2 if self.moments == "bf16" else max(4, self.compute))
+
+    @cached_property
+    def streamed(self) -> float:
+        """Bytes for one parameter that a streamed update moves each way: bf16 weights keep 16 bits of their master here."""
+        return (2 if self.compute < 4 else self.compute) + 2 * (2 if self.moments == "bf16" else max(4, self.compute))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh, micro-batches, schedule, placements."""
+
+    mesh: Mesh
+    micro_batches: int
+    micro_batch_size: int
+    """Sequences of a micro-batch on one rank."""
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    optimizer: Literal["device", "host", "auto"] = "device"
+    activations: Literal["device", "host"] = "device"
+    flow: Literal["auto", "summa", "os", "ls", "ws"] = "auto"
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold copies of the same matrices, over which units are sharded."""
+        return self.mesh.data * self.mesh.depth
+
+    @property
+    def replica_stride(self) -> int:
+        return self.mesh.row * self.mesh.col
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.pipe * self.stages_per_rank
+
+    @property
+    def waves(self) -> int:
+        return max(1, self.stages_per_rank // 2)
+
+    def plan(
+        self, setting: Setting, rules: tuple[UnitRule, ...], layers: tuple[int, ...] | None, staging: str = "0GiB"
+    ) -> Plan:
+        """The plan of this layout with a choice for every unit."""
+        piped = self.mesh.pipe > 1
+        return Plan(
+            mesh=self.mesh,
+            batch=Batch(micro_batches=self.micro_batches),
+            pipeline=Pipeline(
+                schedule=self.schedule if piped else "1f1b",
+                layers=layers if piped and layers is not None else "auto",
+                waves=self.waves if piped and self.schedule == "wave" else 1,
+                stages_per_rank=self.stages_per_rank if piped and self.schedule == "interleaved" else 2,
+            ),
+            tensor=Tensor(flow=self.flow),
+            unit=rules,
+            memory=Memory(
+                optimizer=self.optimizer, moments=setting.moments, staging=staging, activations=self.activations
+            ),
+            precision=setting.precision,
+        )
+
+    def __str__(self) -> str:
+        text = self.mesh.product().rpartition(" = ")[0]
+        text += f", {self.micro_batches} × {self.micro_batch_size}"
+        if self.mesh.pipe > 1:
+            more = {"wave": f" {self.waves}", "interleaved": f" {self.stages_per_rank}"}.get(self.schedule, "")
+            text += f", {self.schedule}{more}"
+        return text

@@ -1,0 +1,309 @@
+"""All layouts of a question, and what each takes at least.
+
+The mesh's degrees multiply to the number of ranks. Depth is data by another name (the same ranks hold copies, the same tokens are
+split), so it is 1 unless asked for. A layout's bound is what its busiest rank computes, with the bubble its schedule cannot
+avoid: no choice of its units can be faster.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from fourfold import schema
+from fourfold.errors import PlanError
+from fourfold.plan import AXES, SCHEDULES, Mesh
+from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.options import RankLoad
+from fourfold.planner.units import compute_times
+
+__all__ = ["Constraints", "bound", "bubble", "layouts", "loads", "parse_fixes", "waits"]
+
+CHOSEN = ("1f1b", "zb-h1", "interleaved", "wave", "zb-v")
+"""Schedules that are searched by default; gpipe is never better, synthesized ones are tried for the best layouts."""
+_NUMBERS = (*AXES, "micro_batches", "micro_batch_size", "waves", "stages_per_rank")
+_WORDS = {
+    "schedule": SCHEDULES,
+    "mode": ("replicate", "zero2", "zero3", "keep"),
+    "recompute": ("none", "selective", "full", "per-slice"),
+    "optimizer": ("device", "host", "auto"),
+    "activations": ("device", "host"),
+    "flow": ("auto", "summa", "os", "ls", "ws"),
+}
+
+
+FIXABLE = (*_NUMBERS, *_WORDS)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the user has decided already."""
+
+    fixed: dict[str, Any]
+    max_ranks: int = 0
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.fixed.get(name, default)
+
+
+def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | None = None) -> Constraints:
+    """`["col=4", "mode=zero3"]` as constraints; refuses what is not known."""
+    fixed: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name not in FIXABLE or not equals:
+            raise PlanError(f"--fix {text}{schema.nearest(name, FIXABLE)}; write for example --fix col=4")
+        if name in _WORDS:
+            if value not in _WORDS[name]:
+                raise PlanError(f"--fix {text}{schema.nearest(value, _WORDS[name])}")
+            fixed[name] = value
+        elif not value.isdigit() or int(value) < 1:
+            raise PlanError(f"--fix {text}: {name} is a whole number of at least 1")
+        else:
+            fixed[name] = int(value)
+    if schedule is not None:
+        if schedule not in SCHEDULES:
+            raise PlanError(f"--schedule {schedule}{schema.nearest(schedule, SCHEDULES)}")
+        if fixed.setdefault("schedule", schedule) != schedule:
+            raise PlanError(f"--schedule {schedule} and --fix schedule={fixed['schedule']} contradict each other")
+    if max_ranks is not None and max_ranks < 1:
+        raise PlanError(f"--max-ranks {max_ranks} must be at least 1")
+    return Constraints(fixed, max_ranks or 0)
+
+
+def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
+    """Every layout that the constraints allow."""
+    cluster, spec, batch = setting.cluster, setting.spec, setting.global_batch
+    ranks = min(cluster.ranks, wanted.max_ranks or cluster.ranks)
+    heads = spec.config.heads if spec.config is not None else 1
+    found = False
+    for pipe in _degrees(ranks, wanted.get("pipe")):
+        if pipe > spec.layers or (pipe > batch and "pipe" not in wanted.fixed and batch < pipe // 8):
+            continue
+        for col in _degrees(ranks // pipe, wanted.get("col")):
+            if heads % col and "col" not in wanted.fixed:
+                continue
+            for row in _degrees(ranks // pipe // col, wanted.get("row")):
+                rest = ranks // pipe // col // row
+                depth = wanted.get("depth", 1)
+                if rest % depth or wanted.get("data", rest // depth) != rest // depth:
+                    continue
+                mesh = Mesh(pipe=pipe, data=rest // depth, depth=depth, row=row, col=col)
+                if batch % mesh.batch_ways:
+                    continue
+                for layout in _of_mesh(setting, mesh, wanted):
+                    found = True
+                    yield layout
+    if not found:
+        _explain_none(setting, wanted, ranks)
+
+
+def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layout]:
+    each = setting.global_batch // mesh.batch_ways
+    for size in _degrees(each, wanted.get("micro_batch_size")):
+        m = each // size
+        if wanted.get("micro_batches", m) != m:
+            continue
+        for schedule, stages in _schedules(setting, mesh.pipe, m, wanted):
+            yield Layout(
+                mesh,
+                m,
+                size,
+                schedule,
+                stages,
+                wanted.get("optimizer", "device"),
+                wanted.get("activations", "device"),
+                wanted.get("flow", "auto"),
+            )
+
+
+def _schedules(setting: Setting, pipe: int, micro_batches: int, wanted: Constraints) -> Iterator[tuple[str, int]]:
+    if pipe == 1:
+        yield "1f1b", 1
+        return
+    names = (wanted.get("schedule"),) if wanted.get("schedule") else CHOSEN
+    for name in names:
+        match name:
+            case "interleaved":
+                counts = [wanted.get("stages_per_rank")] if wanted.get("stages_per_rank") else [2, 3, 4, 8]
+                counts = [c for c in counts if micro_batches >= pipe or wanted.get("stages_per_rank")]
+            case "wave":
+                counts = [2 * wanted.get("waves")] if wanted.get("waves") else [2, 4, 8]
+            case "zb-v":
+                counts = [2]
+            case _:
+                counts = [1]
+        for count in counts:
+            if pipe * count <= setting.spec.layers:
+                yield str(name), count
+
+
+@lru_cache(maxsize=4096)
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def _degrees(n: int, wish: int | None) -> tuple[int, ...]:
+    return _divisors(n) if wish is None else (wish,) if n % wish == 0 else ()
+
+
+def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
+    """Say which constraint leaves no layout."""
+    batch = setting.global_batch
+    product = 1
+    for axis in AXES:
+        if axis in wanted.fixed:
+            product *= wanted.fixed[axis]
+    told = " · ".join(f"{a} {wanted.fixed[a]}" for a in AXES if a in wanted.fixed)
+    if product > 1 and ranks % product:
+        raise PlanError(
+            f"--fix asks for {told} = {product}, which does not divide {ranks} ranks; use a divisor of {ranks}"
+        )
+    if set(AXES) <= {*wanted.fixed, "depth"} and product != ranks:
+        raise PlanError(f"--fix asks for {told} = {product} ranks, but there are {ranks}; leave one axis free")
+    pipe = wanted.get("pipe", 1)
+    if pipe > setting.spec.layers:
+        raise PlanError(f"--fix pipe={pipe}: the model has {setting.spec.layers} layers; use at most that many stages")
+    if "micro_batches" in wanted.fixed or "micro_batch_size" in wanted.fixed:
+        raise PlanError(
+            f"no mesh of {ranks} ranks cuts {batch} sequences into the micro-batches that --fix asks for; "
+            "leave micro_batches and micro_batch_size free"
+        )
+    raise PlanError(
+        f"{batch} sequences cannot be spread over {ranks} ranks: data · row must divide the batch, and "
+        f"pipe ≤ {setting.spec.layers} layers and col (a divisor of the heads) take the rest; "
+        f"use a global batch that is a multiple of {ranks}, or fewer ranks (--max-ranks)"
+    )
+
+
+# ---- what a layout takes at least ----
+
+
+def in_flight(layout: Layout, rank: int) -> float:
+    """The most micro-batches (of its share) that a rank holds, as the schedule's order says or nearly so."""
+    p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
+    match layout.schedule:
+        case "gpipe":
+            return m
+        case "1f1b":
+            return min(m, p - rank)
+        case "interleaved":
+            return min(m, ((v - 1) * p + 2 * (p - rank - 1) + 1) / v)
+        case _:
+            return min(m, p)
+
+
+def loads(setting: Setting, layout: Layout) -> tuple[list[RankLoad], list[tuple[float, float, float]]]:
+    """The kinds of ranks of a pipeline: what each holds, and its F, I, W of a micro-batch."""
+    mesh, zigzag = layout.mesh, layout.schedule in ("wave", "zb-v")
+    ranks, held, works = _held(setting, mesh.pipe, zigzag, layout.micro_batch_size, mesh.row, mesh.col, layout.flow)
+    copy = setting.spec.tied and not zigzag and mesh.pipe > 1
+    last = mesh.pipe - 1
+    return [
+        RankLoad(units, in_flight(layout, rank), copy and rank == last) for rank, units in zip(ranks, held, strict=True)
+    ], works
+
+
+@lru_cache(maxsize=20_000)
+def _held(
+    setting: Setting, pipe: int, zigzag: bool, size: int, row: int, col: int, flow: str
+) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[tuple[float, float, float]]]:
+    """Ranks that differ: the first, the last, and of those between the first with each number of blocks."""
+    spec = setting.spec
+    base = {}
+    for kind in spec.kinds:
+        c = compute_times(setting, kind, size * spec.seq_len, row, col, flow, 1, "none")
+        base[kind] = (c.forward, c.input_grad, c.weight_grad)
+    inner: dict[str, int] = {}
+    for unit in spec.units:
+        if unit.layer not in (0, spec.layers - 1):
+            inner[unit.kind] = inner.get(unit.kind, 0) + 1
+    first, last = [u.kind for u in spec.of_layer(0)], [u.kind for u in spec.of_layer(spec.layers - 1)]
+    blocks = max(1, spec.layers - 2)
+    per = {kind: n / blocks for kind, n in inner.items()}
+    end = 0 if zigzag else pipe - 1
+    more = [0.0] * pipe
+    more[0] += sum(_sum(base, dict.fromkeys(first, 1)))
+    more[end] += sum(_sum(base, dict.fromkeys(last, 1)))
+    share = _shares(spec.layers - 2, sum(_sum(base, per)), tuple(more))
+    ranks: list[int] = []
+    held, works = [], []
+    for rank in range(pipe):
+        if rank in (0, pipe - 1) or share[rank] not in [share[r] for r in ranks if r not in (0, pipe - 1)]:
+            ranks.append(rank)
+            counts = {kind: round(n * share[rank]) for kind, n in per.items()}
+            for kind in [*(first if rank == 0 else ()), *(last if rank == end else ())]:
+                counts[kind] = counts.get(kind, 0) + 1
+            counts = {k: n for k, n in counts.items() if n}
+            held.append(tuple(counts.items()))
+            works.append(_sum(base, counts))
+    return ranks, held, works
+
+
+@lru_cache(maxsize=20_000)
+def _shares(blocks: int, block: float, more: tuple[float, ...]) -> tuple[int, ...]:
+    """Blocks of every rank, so that the busiest does least."""
+    heap = [(m, i) for i, m in enumerate(more)]
+    heapq.heapify(heap)
+    share = [0] * len(more)
+    for _ in range(blocks):
+        load, i = heapq.heappop(heap)
+        share[i] += 1
+        heapq.heappush(heap, (load + block, i))
+    return tuple(share)
+
+
+def _sum(base: dict[str, tuple[float, float, float]], counts: dict[str, Any]) -> tuple[float, float, float]:
+    f = sum(base[k][0] * n for k, n in counts.items())
+    i = sum(base[k][1] * n for k, n in counts.items())
+    w = sum(base[k][2] * n for k, n in counts.items())
+    return f, i, w
+
+
+def bubble(layout: Layout, f: float, i: float, w: float) -> float:
+    """Idle seconds that the schedule gives a rank whose micro-batch takes F, I and W (messages free)."""
+    p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
+    match layout.schedule:
+        case "interleaved":
+            return (p - 1) * (f + i + w) / v
+        case "wave":
+            return (p - 1) * (i + w) / layout.waves
+        case "zb-h1":
+            return (p - 1) * max(0.0, f + i - w)
+        case "zb-v":
+            return (p - 1) * (f / 2 if m >= 2 * p - 1 else f)
+        case "synthesized":
+            return (p - 1) * f / 8
+        case _:
+            return (p - 1) * (f + i + w)
+
+
+def waits(setting: Setting, layout: Layout, works: list[tuple[float, float, float]]) -> float:
+    """Seconds that messages add: the way there and back once, and, for every micro-batch, what in-flight ones do not cover.
+
+    A micro-batch returns to the first stage after all stages' F and I (B where it is whole) and all hops; with k in flight
+    there, one every k-th of that time can pass.
+    """
+    p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
+    if p == 1:
+        return 0.0
+    mesh = layout.mesh
+    size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
+    hop = setting.cluster.message(size, mesh.ranks // p)
+    hops = v * (p - 1) if layout.schedule in ("wave", "zb-v") else v * p - 1
+    split = layout.schedule in ("zb-h1", "zb-v", "synthesized")
+    loop = sum(sum(x[:2] if split else x) for x in works) / len(works) * p + 2 * hops * hop
+    busiest = max(sum(x) for x in works)
+    return 2 * hops * hop + max(0.0, m - p) * max(0.0, loop / in_flight(layout, 0) - busiest)
+
+
+def bound(setting: Setting, layout: Layout) -> float:
+    """Seconds that no choice of units on this layout can beat."""
+    _, works = loads(setting, layout)
+    f, i, w = max(works, key=sum)
+    average = [sum(x) / len(works) for x in zip(*works, strict=True)]
+    idle = bubble(layout, *average) + waits(setting, layout, works)
+    return layout.micro_batches * (f + i + w) + idle

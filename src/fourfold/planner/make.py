@@ -1,0 +1,134 @@
+"""From a model and a cluster to a plan: the planner's front door.
+
+make_plan(spec, cluster, global_batch=1024)  ->  Plan, with `predicted`, `certificate` and `alternatives` filled in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from fourfold.cluster import Cluster
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Plan, Precision
+from fourfold.planner.layout import Setting
+from fourfold.planner.layouts import Constraints, parse_fixes
+from fourfold.planner.search import Candidate, Found, Progress, search
+from fourfold.planner.units import Choice, unit_cost
+
+__all__ = ["default_batch", "default_precision", "find_plan", "make_plan", "with_report"]
+
+TOKENS = 4 * 2**20
+"""Tokens of a step where no batch is given."""
+
+
+def make_plan(
+    spec: ModelSpec,
+    cluster: Cluster,
+    *,
+    global_batch: int = 0,
+    precision: Precision | None = None,
+    moments: Literal["fp32", "bf16"] = "fp32",
+    fix: Mapping[str, Any] | Sequence[str] = (),
+    max_ranks: int | None = None,
+    top: int = 5,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan that fits, with its report. Raises PlanError, saying what would fit, where there is none.
+
+    `fix` decides some things beforehand: {"col": 4, "schedule": "wave"}; see docs/planning.md.
+    """
+    texts = [f"{k}={v}" for k, v in fix.items()] if isinstance(fix, Mapping) else list(fix)
+    wanted = parse_fixes(texts, None, max_ranks)
+    setting = Setting(
+        spec,
+        cluster,
+        global_batch or default_batch(spec, cluster, max_ranks),
+        precision or default_precision(cluster),
+        moments,
+    )
+    return with_report(find_plan(setting, wanted, top, progress), setting, top)
+
+
+def find_plan(setting: Setting, wanted: Constraints, top: int = 5, progress: Progress | None = None) -> Found:
+    """The search, with the question checked."""
+    if setting.global_batch < 1:
+        raise PlanError(f"global_batch = {setting.global_batch} must be at least 1")
+    return search(setting, wanted, progress, top)
+
+
+def default_precision(cluster: Cluster) -> Precision:
+    """bf16 on GPUs, fp32 on CPUs."""
+    return Precision(compute="bf16" if cluster.device.kind == "cuda" else "fp32")
+
+
+def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = None) -> int:
+    """Sequences that make about four million tokens, a multiple of the ranks."""
+    ranks = min(cluster.ranks, max_ranks or cluster.ranks)
+    wish = TOKENS // spec.seq_len if cluster.device.kind == "cuda" else 8 * ranks
+    return max(1, round(wish / ranks)) * ranks
+
+
+def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
+    """The best plan with what the search knows about it."""
+    best = found.best
+    predicted = best.prediction.to_dict() | {
+        "model": setting.spec.name,
+        "parameters": setting.spec.parameters,
+        "seq_len": setting.spec.seq_len,
+        "global_batch": setting.global_batch,
+        "cluster": setting.cluster.name,
+        "ranks": best.layout.mesh.ranks,
+        "usable_bytes": setting.cluster.usable,
+        "price": best.price * 2**30,
+        "binding": binding(best, setting),
+        "break_even_tokens": round(break_even(best, setting)),
+        "tokens_per_micro_batch": best.layout.micro_batch_size * setting.spec.seq_len,
+    }
+    others = tuple(_short(c) for c in found.ranked[:top])
+    return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)
+
+
+def _short(c: Candidate) -> dict[str, Any]:
+    p = c.prediction
+    return {
+        "plan": str(c.layout),
+        "optimizer": c.layout.optimizer,
+        "activations": c.layout.activations,
+        "units": _told(c.plan),
+        "seconds": round(p.seconds, 6),
+        "mfu": round(p.mfu, 4),
+        "peak_bytes": round(p.peak.peak),
+        **{n: round(getattr(p, n), 6) for n in ("compute", "recompute", "grid", "exposed", "bubble", "update")},
+    }
+
+
+def _told(plan: Plan) -> str:
+    """The modes of the units, and what they recompute, the commonest first."""
+
+    def listed(name: str, without: object) -> str:
+        values = [str(getattr(r, name)) for r in plan.unit[::-1] if getattr(r, name) != without]
+        return " + ".join(dict.fromkeys(values))
+
+    again = listed("recompute", "none")
+    return listed("mode", None) + (f"; recompute {again}" if again else "")
+
+
+def binding(best: Candidate, setting: Setting) -> str:
+    """What keeps the plan from being faster."""
+    p = best.prediction
+    if best.price > 0:
+        return "memory"
+    parts = {"computing": p.compute, "communication": p.exposed + p.grid, "the pipeline's bubble": p.bubble}
+    return max(parts, key=lambda name: parts[name])
+
+
+def break_even(best: Candidate, setting: Setting) -> float:
+    """Tokens of a micro-batch from which gathering a unit's parameters hides behind computing with it."""
+    kinds = setting.spec.kinds
+    kind = max(kinds, key=lambda k: kinds[k].flops if kinds[k].layer not in (0, setting.spec.layers - 1) else -1.0)
+    cost = unit_cost(setting, best.layout, kind, Choice("zero3"))
+    tokens = best.layout.micro_batch_size * setting.spec.seq_len
+    return tokens * cost.gather / cost.compute.forward if cost.compute.forward else 0.0

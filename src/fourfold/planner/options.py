@@ -1,0 +1,158 @@
+"""The options of a unit, in two aspects that add up: how it is sharded, and what it recomputes.
+
+Each option has seconds of a step, bytes for the whole step, and bytes for a while (transient). The two aspects are chosen apart:
+a backward that recomputes would hide more of a gather than is counted here, so times are never too short; the replay of the
+whole plan has the last word on memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fourfold.plan import Mesh
+from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.units import Choice, unit_cost
+
+__all__ = ["Option", "RankLoad", "Solver", "sharding_options"]
+
+SPLITS = (2, 4, 8, 16)
+BEFORE = {"attn": "mlp", "mlp": "attn", "head": "mlp", "embed": "attn"}
+"""What computes while a unit's parameters are gathered."""
+
+
+class Option(NamedTuple):
+    """One value of one aspect of a unit."""
+
+    choice: Choice
+    seconds: float
+    memory: float
+    transient: float
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one rank of a pipeline holds: units by kind, and micro-batches in flight."""
+
+    units: tuple[tuple[str, int], ...]
+    in_flight: float
+    tied_copy: bool = False
+
+
+class Solver:
+    """Options of every kind of unit, remembered by what they depend on."""
+
+    def __init__(self, setting: Setting, fixed: dict[str, str]):
+        self.setting, self.fixed = setting, fixed
+        self._sharding: dict[tuple[object, ...], list[Option]] = {}
+        self._recompute: dict[tuple[object, ...], list[Option]] = {}
+
+    def sharding(self, layout: Layout, kind: str, piped: bool, hopeful: bool = False) -> list[Option]:
+        """Modes, by seconds and bytes of a step; `hopeful`: as if every unit recomputed, so that more is hidden."""
+        mesh = layout.mesh
+        sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size)
+        key = (kind, *sizes, piped, layout.optimizer, layout.flow, hopeful)
+        if key not in self._sharding:
+            options = sharding_options(self.setting, layout, kind, piped, hopeful)
+            self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
+        return self._sharding[key]
+
+    def recompute(self, layout: Layout, kind: str) -> list[Option]:
+        """Recomputation and splits: seconds of a micro-batch, bytes of a micro-batch in flight."""
+        mesh = layout.mesh
+        key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.flow, layout.activations)
+        if key not in self._recompute:
+            options = recompute_options(self.setting, layout, kind)
+            self._recompute[key] = _undominated(_wished(options, "recompute", self.fixed.get("recompute")))
+        return self._recompute[key]
+
+
+def recompute_options(setting: Setting, layout: Layout, kind: str) -> list[Option]:
+    """All there are."""
+    unit, out = setting.spec.kinds[kind], []
+    plain = unit_cost(setting, layout, kind, Choice())
+    base = plain.compute.forward + plain.compute.input_grad + plain.compute.weight_grad
+    candidates = [Choice(recompute=r) for r in ("none", "selective", "full")]
+    if "per-slice" in unit.saved:
+        candidates += [Choice(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s * layout.mesh.col]
+    for choice in candidates:
+        cost = unit_cost(setting, layout, kind, choice)
+        c = cost.compute
+        seconds = c.forward + c.input_grad + c.weight_grad + c.again - base
+        if cost.offloaded:
+            moved, overlap = cost.offloaded / setting.cluster.host.link, setting.cluster.overlap
+            for work in (c.forward, c.input_grad + c.again):
+                seconds += max(work, moved) + (1 - overlap) * min(work, moved) - work
+        out.append(Option(choice, seconds, cost.activation, max(cost.workspace, cost.forward_workspace)))
+    return out
+
+
+def sharding_options(setting: Setting, layout: Layout, kind: str, piped: bool, hopeful: bool = False) -> list[Option]:
+    """All modes that make sense for these replicas."""
+    m, replicas = layout.micro_batches, layout.replicas
+    if replicas == 1:
+        return [_sharding(setting, layout, kind, Choice(), piped, hopeful)]
+    node = setting.cluster.devices // layout.replica_stride
+    groups = [0]
+    if 1 < node < replicas and replicas % node == 0:
+        groups.append(node)
+    modes: list[Literal["zero2", "zero3", "keep"]] = ["keep" if m > 1 else "zero2", "zero3"]
+    reduces: list[Literal["step", "micro-batch"]] = ["step", "micro-batch"] if m > 1 else ["step"]
+    choices = [Choice(), *(Choice(mode, reduce, g) for mode in modes for reduce in reduces for g in groups)]
+    return [_sharding(setting, layout, kind, c, piped, hopeful) for c in choices]
+
+
+def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped: bool, hopeful: bool) -> Option:
+    m, overlap = layout.micro_batches, setting.cluster.overlap
+    alike = Layout(
+        Mesh(data=layout.replicas, row=layout.mesh.row, col=layout.mesh.col),
+        1,
+        layout.micro_batch_size,
+        optimizer=layout.optimizer,
+        flow=layout.flow,
+    )
+    cost = unit_cost(setting, alike, kind, choice)
+    other = unit_cost(
+        setting, alike, BEFORE.get(kind, kind) if BEFORE.get(kind) in setting.spec.kinds else kind, Choice()
+    )
+    forward, backward = other.compute.forward, other.compute.input_grad + other.compute.weight_grad
+    if hopeful:
+        forward, backward = 2 * forward, backward + 2 * forward
+
+    def late(takes: float, window: float) -> float:
+        shown = max(0.0, takes - window)
+        return shown + (1 - overlap) * (takes - shown)
+
+    sharded = choice.mode != "replicate"
+    seconds = 0.0
+    if choice.mode == "zero3":
+        seconds += m * (late(cost.gather, forward) + late(cost.gather, backward))
+    elif sharded:
+        seconds += late(cost.gather, forward)
+    seconds += (m if choice.reduce == "micro-batch" else 1) * late(cost.reduce, backward)
+    state = setting.state if layout.optimizer == "device" else 0.0
+    memory = cost.parameters + cost.local * state
+    if choice.mode in ("keep", "zero2"):
+        memory += cost.whole
+    at_once = sharded and (choice.reduce == "micro-batch" or (m == 1 and not piped))
+    memory += cost.reduced if at_once else cost.gradients
+    transient = 2 * cost.transient + (cost.gradients if at_once else 0.0)
+    return Option(choice, seconds, memory, transient)
+
+
+def _wished(options: list[Option], name: str, wish: str | None) -> list[Option]:
+    """The options that the user asked for; all, where a unit has none of them."""
+    return [o for o in options if wish in (None, getattr(o.choice, name))] or options
+
+
+def _undominated(options: list[Option]) -> list[Option]:
+    """Without those that another beats or equals in all three."""
+
+    def beats(a: Option, b: Option) -> bool:
+        return a.seconds <= b.seconds and a.memory <= b.memory and a.transient <= b.transient
+
+    kept: list[Option] = []
+    for i, o in enumerate(options):
+        if not any(beats(p, o) and (not beats(o, p) or j < i) for j, p in enumerate(options) if j != i):
+            kept.append(o)
+    return kept

@@ -1,0 +1,314 @@
+"""What a plan will take and hold: the planner's judgement of any plan, its own or one written by hand.
+
+Time: the plan's schedule is simulated with the seconds of every stage's ops; before it, what the first gathers add; after it, on
+every rank, the reductions that did not fit behind the last backward, then the update. Memory: a replay of every rank
+(`replay`). Nothing is fitted to the result; `fourfold calibrate` measures what the numbers are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from fourfold import schema
+from fourfold.errors import PlanError, ScheduleError
+from fourfold.model.operators import UnitSpec
+from fourfold.plan import Plan
+from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.replay import CATEGORIES, Extra, RankMemory, replay_rank
+from fourfold.planner.stages import PlannedUnit, plan_units, rank_costs, stage_times, units_of_stages
+from fourfold.planner.units import Choice
+from fourfold.program.engine import Problem, run
+from fourfold.program.from_plan import schedule_of_plan
+from fourfold.program.ops import Schedule
+from fourfold.program.partition import partition
+
+__all__ = ["BUFFERS", "Prediction", "describe_memory", "layout_of_plan", "predict", "stage_layers"]
+
+BUFFERS = 3 * 16 * 2**20
+"""Parameters whose state the streamed update has on the device at once: three buckets."""
+MOST_OPS = 150_000
+"""Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step, and bytes of every rank of a pipeline."""
+
+    seconds: float
+    compute: float
+    """Of the busiest rank: computing, recomputation and the grid left out."""
+    recompute: float
+    grid: float
+    exposed: float
+    """Gathers and reductions that nothing hides."""
+    bubble: float
+    """The rest of the busiest rank's step: waiting for other ranks."""
+    update: float
+    memory: tuple[RankMemory, ...]
+    tokens: int
+    flops: float
+    ranks: int
+    rate: float
+    """The devices' peak FLOP/s, one device."""
+    layers: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def peak(self) -> RankMemory:
+        """The rank that holds most."""
+        return max(self.memory, key=lambda m: m.peak)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the devices could do; recomputation does not count."""
+        return self.flops * self.tokens / (self.seconds * self.ranks * self.rate)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {
+            name: round(getattr(self, name), 6)
+            for name in ("seconds", "compute", "recompute", "grid", "exposed", "bubble", "update")
+        }
+        return {
+            **parts,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "mfu": round(self.mfu, 4),
+            "peak_bytes": round(self.peak.peak),
+            "memory": [m.to_dict() for m in self.memory],
+        }
+
+
+def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
+    """The outer choices of a plan."""
+    p, batch = plan.pipeline, setting.global_batch
+    per_rank = {"wave": 2 * p.waves, "interleaved": p.stages_per_rank, "zb-v": 2}.get(p.schedule, 1)
+    return Layout(
+        plan.mesh,
+        plan.micro_batches(batch),
+        plan.micro_batch_size(batch),
+        p.schedule,
+        per_rank if plan.mesh.pipe > 1 else 1,
+        plan.memory.optimizer,
+        plan.memory.activations,
+        plan.tensor.flow,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _schedule(plan: Plan, micro_batches: int, layers: int) -> Schedule:
+    return schedule_of_plan(plan, micro_batches, layers=layers)
+
+
+def _shape_of(plan: Plan, micro_batches: int) -> Plan:
+    """All of a plan that its schedule depends on."""
+    return Plan(mesh=type(plan.mesh)(pipe=plan.mesh.pipe), pipeline=plan.pipeline)
+
+
+def stage_layers(setting: Setting, layout: Layout, schedule: Schedule, wish: tuple[int, ...] | str) -> tuple[int, ...]:
+    """Layers of every stage, embedding and head among them: as the plan says, or by the time they take."""
+    spec, stages = setting.spec, schedule.stages
+    if isinstance(wish, tuple):
+        if len(wish) != stages or sum(wish) != spec.layers - 2:
+            raise PlanError(
+                f"pipeline.layers = {list(wish)} must be {stages} numbers that sum to the model's {spec.layers - 2} layers"
+            )
+        return tuple(n + (s == 0) + (s == stages - 1) for s, n in enumerate(wish))
+    return _balanced(
+        setting, layout.micro_batch_size, layout.mesh.row, layout.mesh.col, layout.flow, schedule.placement
+    )
+
+
+@lru_cache(maxsize=4096)
+def _balanced(
+    setting: Setting, size: int, row: int, col: int, flow: str, placement: tuple[int, ...]
+) -> tuple[int, ...]:
+    from fourfold.planner.units import compute_times
+
+    spec, tokens = setting.spec, size * setting.spec.seq_len
+    work = []
+    for layer in range(spec.layers):
+        times = [compute_times(setting, u.kind, tokens, row, col, flow, 1, "none") for u in spec.of_layer(layer)]
+        work.append(sum(t.forward + t.input_grad + t.weight_grad for t in times))
+    counts = list(partition(work, placement))
+    return tuple(counts)
+
+
+def predict(
+    plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None, state_on_device: float | None = None
+) -> Prediction:
+    """Judge a plan. `choices` by unit name, where they are at hand; else the plan's rules say them."""
+    spec, layout = setting.spec, layout_of_plan(plan, setting)
+    try:
+        schedule = _schedule(_shape_of(plan, layout.micro_batches), _simulated(layout), spec.layers)
+        counts = stage_layers(setting, layout, schedule, plan.pipeline.layers)
+    except ScheduleError as e:
+        raise PlanError(str(e)) from None
+    if choices is None:
+        choices = {u.name: _choice(plan, u) for u in spec.units}
+    stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
+    return _Judge(setting, layout, schedule, stages, counts, state_on_device).prediction()
+
+
+def _choice(plan: Plan, unit: UnitSpec) -> Choice:
+    rule = plan.rule_for(unit.name)
+    return Choice(rule.mode, rule.reduce, rule.within, min(rule.split, unit.slices), rule.recompute)
+
+
+def _simulated(layout: Layout) -> int:
+    """Micro-batches to simulate: all, or as many as show the middle that repeats."""
+    per = 3 * layout.stages
+    few = 4 * layout.mesh.pipe
+    return layout.micro_batches if layout.micro_batches * per <= MOST_OPS else max(few, MOST_OPS // per // few * few)
+
+
+class _Judge:
+    """One plan being judged."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        layout: Layout,
+        schedule: Schedule,
+        stages: list[list[PlannedUnit]],
+        counts: Sequence[int],
+        state_on_device: float | None,
+    ):
+        self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
+        self.counts = tuple(counts)
+        mesh = layout.mesh
+        tokens = layout.micro_batch_size * setting.spec.seq_len
+        self.message_bytes = tokens * setting.spec.hidden * setting.compute / mesh.col if mesh.pipe > 1 else 0.0
+        far = mesh.ranks // mesh.pipe
+        self.message = setting.cluster.message(self.message_bytes, far) if mesh.pipe > 1 else 0.0
+        last = schedule.placement[-1]
+        self.tied_copy = setting.spec.tied and schedule.placement[0] != last
+        embed = setting.spec.units[0]
+        self.tied_elements = embed.matrices / (mesh.row * mesh.col)
+        self.share = self._share(state_on_device)
+
+    def prediction(self) -> Prediction:
+        setting, layout, schedule = self.setting, self.layout, self.schedule
+        steady = [self._steady(rank) for rank in range(schedule.ranks)]
+        times = [
+            stage_times(setting, layout, units, steady[schedule.placement[s]]) for s, units in enumerate(self.stages)
+        ]
+        costs = rank_costs(times, self.message)
+        problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
+        ran = run(problem, schedule.order)
+        more = layout.micro_batches - schedule.micro_batches
+        work = [
+            sum(times[s].forward + times[s].input_grad + times[s].weight_grad for s in held)
+            for held in schedule.stages_of
+        ]
+        busiest = max(range(schedule.ranks), key=lambda r: work[r])
+        start = sum(t.first for t in times)
+        repeated = more * work[busiest]
+        ends = []
+        tails = []
+        for rank in range(schedule.ranks):
+            tail, update = self._tail(rank, times)
+            tails.append((tail, update))
+            ends.append(start + ran.ends[rank][-1] + repeated + tail + update)
+        seconds = max(ends)
+        tail, update = tails[max(range(len(ends)), key=lambda r: ends[r])]
+        return self._summed(seconds, busiest, work[busiest], start + tail, update)
+
+    def _summed(self, seconds: float, busiest: int, work: float, outside: float, update: float) -> Prediction:
+        setting, layout, m = self.setting, self.layout, self.layout.micro_batches
+        units = [u for s in self.schedule.stages_of[busiest] for u in self.stages[s]]
+        parts = [u.cost.compute for u in units]
+        grid = m * sum(p.grid for p in parts)
+        recompute = m * sum(p.again for p in parts)
+        compute = m * sum(p.forward + p.input_grad + p.weight_grad for p in parts) - grid
+        late = max(0.0, m * work - compute - grid - recompute) + outside
+        spec = setting.spec
+        return Prediction(
+            seconds=seconds,
+            compute=compute,
+            recompute=recompute,
+            grid=grid,
+            exposed=late,
+            bubble=max(0.0, seconds - compute - recompute - grid - late - update),
+            update=update,
+            memory=tuple(self.memory(rank) for rank in range(self.schedule.ranks)),
+            tokens=setting.global_batch * spec.seq_len,
+            flops=spec.flops_per_token,
+            ranks=layout.mesh.ranks,
+            rate=setting.cluster.device.matrix[setting.precision.compute],
+            layers=self.counts,
+        )
+
+    def _steady(self, rank: int) -> bool:
+        """Whether a rank always has a micro-batch in flight between its first forward and its last backward."""
+        if self.schedule.ranks == 1:
+            return False
+        return len(self.schedule.stages_of[rank]) > 1 or rank < self.schedule.ranks - 1
+
+    def _tail(self, rank: int, times: Sequence[Any]) -> tuple[float, float]:
+        """Seconds after a rank's last backward: reductions still under way, and the update."""
+        cluster = self.setting.cluster
+        held = self.schedule.stages_of[rank]
+        units = [u for s in held for u in self.stages[s]]
+        reductions = [u.cost.reduce for u in units if u.choice.reduce == "step"]
+        window = sum(times[s].input_grad + times[s].weight_grad for s in held)
+        total = sum(reductions)
+        least = units[0].cost.reduce if units[0].choice.reduce == "step" else 0.0
+        late = max(least, total - window) if total else 0.0
+        late += (1 - cluster.overlap) * max(0.0, total - late)
+        if self.tied_copy and rank in (self.schedule.placement[0], self.schedule.placement[-1]):
+            size = self.tied_elements * self.setting.reduce
+            late += cluster.message(size, self.layout.mesh.ranks // self.layout.mesh.pipe)
+        local = sum(u.cost.local for u in units)
+        return late, self._update(local)
+
+    def _update(self, local: float) -> float:
+        """Seconds of the update of `local` parameters: as fast as memory, or as the host's link for what is there."""
+        s, cluster = self.setting, self.setting.cluster
+        on_device = local * (2 * s.state + 2 * s.compute + s.reduce) / cluster.device.memory_rate
+        away = local * (1 - self.share) * s.streamed / cluster.host.link
+        return max(on_device * self.share, away) if self.share < 1 else on_device
+
+    def _share(self, given: float | None) -> float:
+        """The share of the optimizer's state that is on the device."""
+        if self.layout.optimizer == "device":
+            return 1.0
+        if self.layout.optimizer == "host":
+            return 0.0
+        if given is not None:
+            return given
+        self.share = 0.0
+        room = min(self.setting.cluster.usable - self.memory(r).peak for r in range(self.schedule.ranks))
+        held = [
+            sum(u.cost.local for s in stages for u in self.stages[s]) * self.setting.state
+            for stages in self.schedule.stages_of
+        ]
+        return max(0.0, min(1.0, room / max(1.0, *held)))
+
+    def memory(self, rank: int) -> RankMemory:
+        s, schedule = self.setting, self.schedule
+        units = [u for stage in schedule.stages_of[rank] for u in self.stages[stage]]
+        copy = self.tied_copy and rank == schedule.placement[-1]
+        rounding = 12.0 * max(u.cost.local for u in units) if s.compute < 4 else 0.0
+        streamed = min(BUFFERS, sum(u.cost.local for u in units)) * s.streamed if self.share < 1 else 0.0
+        extra = Extra(
+            parameters=self.tied_elements * s.compute if copy else 0.0,
+            gradients=self.tied_elements * s.reduce if copy else 0.0,
+            message=self.message_bytes,
+            update=max(rounding, streamed),
+            state_on_device=self.share,
+            state=s.state if self.share == 1 else s.streamed,
+        )
+        return replay_rank(schedule, rank, self.stages, extra)
+
+
+def describe_memory(memory: RankMemory) -> str:
+    """One line: the peak, when, and its largest parts."""
+    parts = sorted(zip(memory.by_category, CATEGORIES, strict=True), reverse=True)
+    told = ", ".join(f"{name} {schema.format_bytes(size)}" for size, name in parts[:4])
+    return f"rank {memory.rank}: {schema.format_bytes(memory.peak)} at {memory.at}: {told}"

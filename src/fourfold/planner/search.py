@@ -1,0 +1,324 @@
+"""The search: every layout, every unit's choice, the fastest plan that fits; and the proof of how good it is.
+
+1. Every layout gets a bound (`layouts`). Layouts are taken in the order of their bounds.
+2. For each, every rank's units are chosen by the knapsack (`inner`): an estimate of the layout's time, with its own bound.
+3. The best estimates are built out: real stages, every rank's own choice, the schedule simulated, memory replayed; where the
+   replay disagrees with the budget, the budget is moved and the rank chosen again, until it fits.
+4. When the next bound is above the best simulated time, nothing that is left can win: done.
+
+The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fourfold.errors import ScheduleError
+from fourfold.plan import Plan, UnitRule
+from fourfold.planner.inner import Solved, rank_bound, solve_rank
+from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.layouts import Constraints, bound, bubble, layouts, loads, waits
+from fourfold.planner.options import RankLoad, Solver
+from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, predict, stage_layers
+from fourfold.planner.stages import units_of_stages
+from fourfold.planner.units import Choice
+from fourfold.program.costs import Costs
+from fourfold.program.engine import Problem, peaks
+
+__all__ = ["Candidate", "Found", "Progress", "search"]
+
+SIMULATED = 48
+"""Layouts that are built out at most."""
+Progress = Callable[[int, int, float | None], None]
+"""Called with layouts done, layouts in all, and the best seconds so far."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that fits, with what it takes."""
+
+    layout: Layout
+    plan: Plan
+    prediction: Prediction
+    price: float
+    """Seconds that another byte on every device would save."""
+    choice_gap: float
+    """Seconds by which the choice of units may be above the best one."""
+    state_on_device: float = 1.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search found."""
+
+    best: Candidate
+    ranked: tuple[Candidate, ...]
+    """The best plan of every layout that was built out, the fastest first."""
+    certificate: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(order=True)
+class _Estimate:
+    seconds: float
+    number: int
+    layout: Layout = field(compare=False)
+    floor: float = field(compare=False)
+    free: bool = field(compare=False)
+
+
+def search(setting: Setting, wanted: Constraints, progress: Progress | None = None, top: int = 5) -> Found:
+    """The fastest plan; raises PlanError, with what would do, where none fits."""
+    began = time.perf_counter()
+    run = _Search(setting, wanted, progress, top)
+    run.go()
+    if not run.built:
+        run.explain_misfit()
+    ranked = _distinct(run.built)
+    best = ranked[0]
+    seconds = best.prediction.seconds
+    lower = min([seconds - best.choice_gap, run.unsolved, run.passed, *(e.floor for e in run.pending)])
+    certificate = {
+        "lower_bound": round(lower, 6),
+        "gap": round(max(0.0, seconds / lower - 1), 6),
+        "choice_gap": round(best.choice_gap / seconds, 8),
+        "layouts": run.total,
+        "too_large": run.too_large,
+        "pruned": run.total - run.solved,
+        "simulated": run.simulated,
+        "seconds": round(time.perf_counter() - began, 3),
+        "model": setting.spec.fingerprint,
+        "cluster": setting.cluster.fingerprint,
+    }
+    return Found(best, tuple(ranked), certificate)
+
+
+def _distinct(built: list[Candidate]) -> list[Candidate]:
+    """The fastest first; of plans that differ in placements alone the fastest, on the device where that costs nothing."""
+    best: dict[Layout, Candidate] = {}
+    for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
+        key = replace(c.layout, optimizer="device", activations="device")
+        if key not in best or c.prediction.seconds < 0.998 * best[key].prediction.seconds:
+            best[key] = c
+    return sorted(best.values(), key=lambda c: c.prediction.seconds)
+
+
+class _Search:
+    def __init__(self, setting: Setting, wanted: Constraints, progress: Progress | None, top: int):
+        self.setting, self.wanted, self.progress, self.top = setting, wanted, progress, top
+        self.solver = Solver(setting, {k: str(v) for k, v in wanted.fixed.items()})
+        self.pending: list[_Estimate] = []
+        self.built: list[Candidate] = []
+        self.total = self.solved = self.simulated = self.too_large = 0
+        self.unsolved = self.passed = float("inf")
+        self.nearest: tuple[float, Layout] | None = None
+        self._number = 0
+
+    # ---- outside ----
+
+    def go(self) -> None:
+        every = [
+            (bound(self.setting, layout), i, layout) for i, layout in enumerate(layouts(self.setting, self.wanted))
+        ]
+        every.sort()
+        self.total = len(every)
+        for done, (floor, _, layout) in enumerate(every):
+            while self.pending and self.pending[0].seconds <= floor and self.simulated < SIMULATED:
+                self._build(heapq.heappop(self.pending))
+            if floor > self._cut() or self.simulated >= SIMULATED:
+                self.unsolved = floor
+                break
+            self.solved += 1
+            self._estimate(layout, floor)
+            if self.progress and done % 50 == 0:
+                self.progress(done, self.total, self._best())
+        left: list[_Estimate] = []
+        while self.pending and self.simulated < SIMULATED:
+            estimate = heapq.heappop(self.pending)
+            if estimate.floor > self._cut() and len(self.built) >= self.top:
+                left.append(estimate)
+                continue
+            self._build(estimate)
+            if self.progress:
+                self.progress(self.solved, self.total, self._best())
+        self.pending += left
+        if self.progress:
+            self.progress(self.total, self.total, self._best())
+
+    def _best(self) -> float | None:
+        return min((c.prediction.seconds for c in self.built), default=None)
+
+    def _cut(self) -> float:
+        """Layouts above this cannot win."""
+        best = self._best()
+        return float("inf") if best is None else best
+
+    # ---- one layout, estimated ----
+
+    def _estimate(self, layout: Layout, floor: float) -> None:
+        free = self._push(layout, floor)
+        if free or self.setting.cluster.device.kind == "cpu":
+            return
+        # memory binds: what the host takes may buy a faster choice
+        if "optimizer" not in self.wanted.fixed:
+            self._push(replace(layout, optimizer="auto"), floor)
+        if "activations" not in self.wanted.fixed:
+            self._push(replace(layout, activations="host"), floor)
+
+    def _push(self, layout: Layout, floor: float) -> bool:
+        """Solve the kinds of ranks; returns whether memory is no constraint."""
+        setting, m = self.setting, layout.micro_batches
+        ranks, works = loads(setting, layout)
+        budget = self._budget(layout)
+        worst, hope, parts, free = 0.0, 0.0, (0.0, 0.0, 0.0), True
+        for load, work in zip(ranks, works, strict=True):
+            solved = solve_rank(self.solver, layout, load, budget - self._tied(layout, load))
+            if solved is None:
+                self.too_large += 1
+                return False
+            stream = self._stream(layout, load, budget - solved.memory)
+            total = m * sum(work) + solved.seconds + stream
+            free = free and solved.free and not stream
+            if total > worst:
+                worst, parts = total, work
+            least = rank_bound(self.solver, layout, load, budget) if not solved.free else solved.bound
+            hope = max(hope, m * sum(work) + (least or 0.0))
+        idle = bubble(layout, *parts) + waits(setting, layout, works)
+        floor = max(floor, hope + bubble(layout, *parts))
+        self._number += 1
+        heapq.heappush(self.pending, _Estimate(worst + idle, self._number, layout, floor, free))
+        return free
+
+    def _budget(self, layout: Layout) -> float:
+        """Bytes for units on a device."""
+        setting, mesh = self.setting, layout.mesh
+        message = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
+        return setting.cluster.usable - (2 * message if mesh.pipe > 1 else 0.0)
+
+    def _tied(self, layout: Layout, load: RankLoad) -> float:
+        if not load.tied_copy:
+            return 0.0
+        elements = self.setting.spec.units[0].matrices / (layout.mesh.row * layout.mesh.col)
+        return elements * (self.setting.compute + self.setting.reduce)
+
+    def _stream(self, layout: Layout, load: RankLoad, room: float) -> float:
+        """Seconds of a streamed update of what does not fit on the device."""
+        if layout.optimizer == "device":
+            return 0.0
+        s = self.setting
+        grid = layout.mesh.row * layout.mesh.col
+        kinds = s.spec.kinds
+        held = sum(n * (kinds[k].matrices / grid + kinds[k].vectors) for k, n in load.units)
+        share = 0.0
+        if layout.optimizer == "auto":
+            room -= min(BUFFERS, held) * s.streamed
+            share = max(0.0, min(1.0, room / (held * s.state)))
+        return (1 - share) * held / layout.replicas * s.streamed / s.cluster.host.link
+
+    # ---- one layout, built out ----
+
+    def _build(self, estimate: _Estimate) -> None:
+        if estimate.floor > self._cut() and len(self.built) >= self.top:
+            self.passed = min(self.passed, estimate.floor)
+            return
+        self.simulated += 1
+        try:
+            candidate = build_out(self.setting, self.solver, estimate.layout, 1.02 * self._cut())
+        except ScheduleError:
+            return
+        if candidate is not None:
+            self.built.append(candidate)
+
+    def explain_misfit(self) -> None:
+        from fourfold.planner.misfit import explain_misfit
+
+        explain_misfit(self.setting, self.wanted, self.solver)
+
+
+def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = float("inf")) -> Candidate | None:
+    """The plan of a layout with every rank's own choices, simulated and replayed; None where it does not fit.
+
+    Above `cut` seconds, a plan that fits is not made better.
+    """
+    frame = layout.plan(setting, (), None)
+    schedule = _schedule(_shape_of(frame, layout.micro_batches), _simulated(layout), setting.spec.layers)
+    counts = stage_layers(setting, layout, schedule, "auto")
+    stages = units_of_stages(setting.spec, counts)
+    flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
+    shape = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat)
+    flight = peaks(shape, schedule.order)
+    rank_units = [[u for s in held for u in stages[s]] for held in schedule.stages_of]
+    tied = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
+    usable = setting.cluster.usable
+    budgets = [float(usable)] * schedule.ranks
+    layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(counts))
+    best: Candidate | None = None
+    before: float | None = None
+    for _ in range(6):
+        solved: list[Solved] = []
+        for rank, units in enumerate(rank_units):
+            kinds: dict[str, int] = {}
+            for u in units:
+                kinds[u.kind] = kinds.get(u.kind, 0) + 1
+            load = RankLoad(tuple(kinds.items()), flight[rank], tied and rank == schedule.placement[-1])
+            answer = solve_rank(solver, layout, load, budgets[rank])
+            if answer is None:
+                return best
+            solved.append(answer)
+        choices = _assigned(rank_units, solved)
+        plan = layout.plan(setting, rules_of(choices), layers)
+        prediction = predict(plan, setting, choices)
+        over = [m.peak - usable for m in prediction.memory]
+        host = max(m.host for m in prediction.memory)
+        fits = max(over) <= 0 and host <= setting.cluster.host_memory
+        if fits and (best is None or prediction.seconds < best.prediction.seconds):
+            price = max(s.price for s in solved)
+            gap = max(s.gap for s in solved)
+            best = Candidate(layout, plan, prediction, price, gap)
+            if prediction.seconds > cut or (before is not None and prediction.seconds > 0.9995 * before):
+                break
+            before = prediction.seconds
+        moved = False
+        for rank, excess in enumerate(over):
+            if excess > 0 or (not solved[rank].free and -excess > 0.01 * usable):
+                budgets[rank] -= excess if excess > 0 else 0.95 * excess
+                moved = True
+        if not moved:
+            break
+    return best
+
+
+def _assigned(rank_units: list[list[Any]], solved: list[Solved]) -> dict[str, Choice]:
+    """A choice for every unit: within a rank and kind, those that hold least go to the earlier layers."""
+    out: dict[str, Choice] = {}
+    for units, answer in zip(rank_units, solved, strict=True):
+        by_kind: dict[str, list[str]] = {}
+        for u in units:
+            by_kind.setdefault(u.kind, []).append(u.name)
+        for kind, names in by_kind.items():
+            out.update(zip(names, answer.choices(kind), strict=True))
+    return out
+
+
+def rules_of(choices: dict[str, Choice]) -> tuple[UnitRule, ...]:
+    """Few rules that say the same: for every pattern its commonest choice, after the exceptions by name."""
+    patterns: dict[str, dict[Choice, int]] = {}
+    for name, choice in choices.items():
+        votes = patterns.setdefault(_pattern(name), {})
+        votes[choice] = votes.get(choice, 0) + 1
+    common = {p: max(votes, key=lambda c: votes[c]) for p, votes in patterns.items()}
+    rules = [_rule(name, c) for name, c in choices.items() if common[_pattern(name)] != c]
+    if len(set(common.values())) == 1:
+        return (*rules, _rule("*", next(iter(common.values()))))
+    return (*rules, *(_rule(p, c) for p, c in common.items()))
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _rule(match: str, c: Choice) -> UnitRule:
+    return UnitRule(match=match, mode=c.mode, reduce=c.reduce, within=c.within, split=c.split, recompute=c.recompute)

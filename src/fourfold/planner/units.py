@@ -1,0 +1,238 @@
+"""What a unit costs on a layout: time, bytes moved and bytes held, for every choice of mode, split and recomputation.
+
+**Compute.** A product of T tokens takes what [T, K] · [K, N/col] takes on the device; attention and memory-bound operators their
+FLOPs and bytes. The backward of a product is two products: of the input (I) and of the weight (W).
+
+**The grid.** Every product moves as its flow says (buffer sizes in elements; col and row are the groups):
+
+    flow  forward                                      gradient of the input (I)        of the weight (W)
+    os    gather X[T, K] over col, W[K, N/col] over row    gather W, scatter dX over col    gather X, scatter dW over row
+    ls    gather W over row, scatter Y[T, N] over col      gather dY over col, W over row   scatter dW over row
+    ws    gather X over col, scatter Y over row            the reverse                      the smaller of both again
+    summa what os moves, in `col` broadcasts that no ring overlaps
+
+`auto` takes the cheapest for each shape. These collectives are waited for where they stand.
+
+**Sharding.** Over a group of S of the N replicas (`within`; S = N: all): parameters of n elements are gathered, gradients
+reduced, over the group; with S < N the shards are summed over the other N/S, too.
+
+| mode | gathers a step | holds gathered parameters |
+|---|---|---|
+| replicate | none | (its parameters are whole) |
+| keep | 1 | all step |
+| zero2 | one a micro-batch where none is in flight, else 1 | from F to B |
+| zero3 | 2 a micro-batch | while it computes, and the next unit's |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from fourfold.model.operators import Held, Operator, UnitSpec
+from fourfold.planner.layout import Layout, Setting
+from fourfold.shard.layout import ALIGN
+
+__all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
+
+Recompute = Literal["none", "selective", "full", "per-slice"]
+
+
+class Choice(NamedTuple):
+    """What can be chosen for a unit."""
+
+    mode: Literal["replicate", "zero2", "zero3", "keep"] = "replicate"
+    reduce: Literal["step", "micro-batch"] = "step"
+    within: int = 0
+    split: int = 1
+    recompute: Recompute = "none"
+
+
+class Compute(NamedTuple):
+    """Seconds of one micro-batch of a unit, the grid's collectives included."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    again: float
+    """What recomputation adds to the backward."""
+    grid: float
+    """Of forward and backward, what the grid's collectives take."""
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """A unit under a choice on a layout: seconds, and bytes on one rank."""
+
+    compute: Compute
+    gather: float
+    """Seconds of one gather of its parameters."""
+    reduce: float
+    """Seconds of one reduction of its gradients."""
+    whole: float
+    """Bytes of its parameters, gathered."""
+    parameters: float
+    """Bytes that are always there: the whole, or a shard."""
+    gradients: float
+    """Bytes of its gradient before it is reduced."""
+    reduced: float
+    """Bytes of its gradient after it is reduced (with it in place: the whole)."""
+    optimizer: float
+    """Bytes of optimizer state."""
+    local: float
+    """Parameters that this rank updates."""
+    activation: float
+    """Bytes kept of one micro-batch."""
+    kept_for_weight_grad: float
+    """Of them, what W still needs."""
+    workspace: float
+    """Bytes that its backward holds for a while: gradients inside, what is recomputed, weight gradients as they are made."""
+    forward_workspace: float
+    transient: float
+    """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    offloaded: float = 0.0
+    """Bytes of activations that move to the host and back."""
+
+
+@lru_cache(maxsize=200_000)
+def compute_times(
+    setting: Setting, kind: str, tokens: int, row: int, col: int, flow: str, split: int, recompute: str
+) -> Compute:
+    """Seconds of one micro-batch of `tokens` tokens on a rank."""
+    unit, cluster, width = setting.spec.kinds[kind], setting.cluster, setting.compute
+    forward = input_grad = weight_grad = grid = cheap = 0.0
+    for o in unit.operators:
+        if o.kind == "product":
+            f, i, w = _product(setting, o, tokens, col, split)
+            moves = _moves(setting, o, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0, 0.0)
+            forward, input_grad, weight_grad = (
+                forward + f + moves[0],
+                input_grad + i + moves[1],
+                weight_grad + w + moves[2],
+            )
+            grid += sum(moves)
+        elif o.kind == "attention":
+            time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
+            forward, input_grad = forward + time, input_grad + time * o.backward
+            cheap += time if o.name in unit.again else 0.0
+        else:
+            time = cluster.memory_bound(o.moved * tokens * width / col)
+            forward, input_grad = forward + time, input_grad + time * o.backward
+            cheap += time if not unit.again or o.name in unit.again else 0.0
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
+    return Compute(forward, input_grad, weight_grad, again, grid)
+
+
+def _product(setting: Setting, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
+    """Seconds of the forward, of the gradient of the input and of that of the weight, in `split` slices."""
+    cluster, dtype, width = setting.cluster, setting.precision.compute, setting.compute
+    k, n = float(o.inputs), float(o.outputs)
+    if o.outputs > o.inputs:
+        n /= col * split
+    else:
+        k /= col * split
+    count = o.flops * tokens / (2.0 * tokens * k * n * col)  # slices; more for batched products
+    rows = float(tokens)
+    return (
+        count * cluster.product(rows, k, n, dtype, width),
+        count * cluster.product(rows, n, k, dtype, width),
+        count * cluster.product(k, rows, n, dtype, width),
+    )
+
+
+def _moves(setting: Setting, o: Operator, tokens: int, row: int, col: int, flow: str) -> tuple[float, float, float]:
+    """Seconds of the grid's collectives in the forward, for the input's and for the weight's gradient."""
+    cluster, e, r = setting.cluster, setting.compute, setting.reduce
+    x, y, w = tokens * o.inputs, tokens * o.outputs, o.inputs * o.outputs / col
+
+    def over_col(kind: Literal["all_gather", "reduce_scatter"], elements: float, width: int = e) -> float:
+        return cluster.collective(kind, elements * width, col, 1)
+
+    def over_row(kind: Literal["all_gather", "reduce_scatter"], elements: float, width: int = e) -> float:
+        return cluster.collective(kind, elements * width, row, col)
+
+    weights, grads = over_row("all_gather", w), over_row("reduce_scatter", w, r)
+    options = {
+        "os": (
+            over_col("all_gather", x) + weights,
+            weights + over_col("reduce_scatter", x),
+            over_col("all_gather", x) + grads,
+        ),
+        "ls": (weights + over_col("reduce_scatter", y), over_col("all_gather", y) + weights, grads),
+        "ws": (
+            over_col("all_gather", x) + over_row("reduce_scatter", y * row / col),
+            over_row("all_gather", y * row / col) + over_col("reduce_scatter", x),
+            min(over_col("all_gather", x), over_row("all_gather", y * row / col)),
+        ),
+    }
+    if flow == "summa":
+        steps = col / (col - 1) if col > 1 else 1.0
+        return tuple(t * steps for t in options["os"])  # type: ignore[return-value]
+    if flow != "auto":
+        return options[flow]
+    return min(options.values(), key=sum)
+
+
+def _rounded(elements: float, shards: int) -> float:
+    """Elements of a flat buffer that `shards` ranks share."""
+    step = ALIGN * shards
+    return -(-elements // step) * step
+
+
+@lru_cache(maxsize=200_000)
+def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> UnitCost:
+    """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
+    unit, mesh, cluster = setting.spec.kinds[kind], layout.mesh, setting.cluster
+    tokens = layout.micro_batch_size * setting.spec.seq_len
+    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, layout.flow, choice.split, choice.recompute)
+    replicas, stride = layout.replicas, layout.replica_stride
+    group = choice.within or replicas
+    mode = choice.mode if replicas > 1 else "replicate"
+    shards = 1 if mode == "replicate" else group
+    n = _rounded(unit.matrices / (mesh.row * mesh.col) + unit.vectors, shards)
+    e, r = setting.compute, setting.reduce
+    gather = 0.0 if mode == "replicate" else cluster.collective("all_gather", n * e, group, stride)
+    if mode == "replicate":
+        reduce = cluster.collective("all_reduce", n * r, replicas, stride)
+    else:
+        reduce = cluster.collective("reduce_scatter", n * r, group, stride)
+        reduce += cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
+    on_device = setting.state if layout.optimizer == "device" else 0.0
+    scale = tokens / mesh.col
+    kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
+    full = _bytes(setting, unit.saved["none"], unit, "none") * scale
+    slices = choice.split if choice.recompute == "per-slice" else 1
+    inside = max(0.0, full - kept) / slices if choice.recompute != "none" else 0.0
+    work = unit.workspace.bytes(e) * scale / slices + inside
+    work += n * e / (choice.split if choice.split > 1 else 1)  # weight gradients, before they are added up
+    if mesh.col > 1:
+        work += 2 * tokens * setting.spec.hidden * e  # a gathered input and a gradient before it is scattered
+    if mesh.row > 1:
+        work += unit.matrices / mesh.col * e
+    return UnitCost(
+        compute=compute,
+        gather=gather,
+        reduce=reduce,
+        whole=n * e,
+        parameters=n * e / shards,
+        gradients=n * r,
+        reduced=n * r / shards,
+        optimizer=n / shards * on_device,
+        local=n / shards,
+        activation=kept if layout.activations == "device" else 0.0,
+        kept_for_weight_grad=min(kept, unit.for_weight_grad.bytes(e) * scale),
+        workspace=work + (kept if layout.activations == "host" else 0.0),
+        forward_workspace=(unit.forward_workspace.bytes(e) + unit.output * e) * scale
+        + (full - kept if choice.recompute in ("full", "per-slice") else 0.0) / slices,
+        transient=n * e / choice.split if mode == "zero3" else 0.0,
+        offloaded=kept if layout.activations == "host" else 0.0,
+    )
+
+
+def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:
+    """Bytes for one token, with what a CPU's RMSNorm keeps besides."""
+    size = held.bytes(setting.compute)
+    if recompute == "none" and setting.cluster.device.kind == "cpu":
+        size += unit.unfused * max(4, setting.compute) * (2 if setting.compute < 4 else 1)
+    return size

@@ -1,0 +1,142 @@
+"""Clusters by name. Peak rates are the vendors'; shares of them, ring bandwidths and links are what public benchmarks reach.
+
+Every preset's `source` says where its numbers are from. `fourfold calibrate` measures better ones on your machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fourfold.cluster import Cluster, Device, Host, Level
+
+__all__ = ["PRESETS"]
+
+
+def _gpus(name: str, source: str, device: Device, *, node: Level, network: Level, link: float, memory: str) -> Cluster:
+    return Cluster(name=name, device=device, host=Host(memory=memory, link=link), level=(node, network), source=source)
+
+
+def _presets() -> dict[str, Cluster]:
+    """Vendors' peak rates; shares of them, ring bandwidths and links as measured in public benchmarks of each."""
+
+    def nvlink(bandwidth: float) -> Level:
+        return Level(name="NVLink", ranks=8, bandwidth=bandwidth, latency=2e-6)
+
+    def infiniband(bandwidth: float) -> Level:
+        return Level(name="InfiniBand", bandwidth=bandwidth, latency=6e-6)
+
+    a100 = {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
+    h100 = {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}
+    made = [
+        _gpus(
+            "v100-16g",
+            "NVIDIA V100 datasheet; DGX-1: rings over NVLink 130 GB/s, 4 × 100 Gb/s InfiniBand a node, PCIe 3",
+            Device(
+                name="V100 16 GB",
+                memory="16GB",
+                reserve="1GiB",
+                matrix={"bf16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
+                efficiency=0.76,
+                attention=0.4,
+                processors=80,
+                memory_rate=0.78e12,
+            ),
+            node=nvlink(130e9),
+            network=infiniband(6e9),
+            link=12e9,
+            memory="512GiB",
+        ),
+        _gpus(
+            "a100-40g",
+            "NVIDIA A100 datasheet; rings over NVSwitch 235 GB/s (nccl-tests), 8 × 200 Gb/s InfiniBand a node, PCIe 4",
+            Device(
+                name="A100 40 GB",
+                memory="40GB",
+                reserve="1.5GiB",
+                matrix=a100,
+                efficiency=0.83,
+                processors=108,
+                memory_rate=1.33e12,
+            ),
+            node=nvlink(235e9),
+            network=infiniband(23e9),
+            link=24e9,
+            memory="1TiB",
+        ),
+        _gpus(
+            "a100-80g",
+            "NVIDIA A100 datasheet; rings over NVSwitch 235 GB/s (nccl-tests), 8 × 200 Gb/s InfiniBand a node, PCIe 4",
+            Device(
+                name="A100 80 GB",
+                memory="80GB",
+                reserve="1.5GiB",
+                matrix=a100,
+                efficiency=0.83,
+                processors=108,
+                memory_rate=1.75e12,
+            ),
+            node=nvlink(235e9),
+            network=infiniband(23e9),
+            link=24e9,
+            memory="2TiB",
+        ),
+        _gpus(
+            "h100-sxm",
+            "NVIDIA H100 datasheet; rings over NVSwitch 360 GB/s (nccl-tests), 8 × 400 Gb/s InfiniBand a node, PCIe 5",
+            Device(name="H100 80 GB", memory="80GB", matrix=h100, efficiency=0.73, processors=132, memory_rate=2.85e12),
+            node=nvlink(360e9),
+            network=infiniband(46e9),
+            link=54e9,
+            memory="2TiB",
+        ),
+        _gpus(
+            "h200",
+            "NVIDIA H200 datasheet; products of 8192³ at 800 TFLOP/s and a host link of 55 GB/s each way measured on one",
+            Device(
+                name="H200 141 GB", memory="141GB", matrix=h100, efficiency=0.81, processors=132, memory_rate=4.1e12
+            ),
+            node=nvlink(360e9),
+            network=infiniband(46e9),
+            link=55e9,
+            memory="2TiB",
+        ),
+        _gpus(
+            "b200",
+            "NVIDIA B200 datasheet; rings over NVSwitch and shares of the peak scaled from H100's",
+            Device(
+                name="B200 180 GB",
+                memory="180GB",
+                matrix={"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12},
+                efficiency=0.73,
+                processors=148,
+                memory_rate=6.8e12,
+            ),
+            node=nvlink(700e9),
+            network=infiniband(46e9),
+            link=54e9,
+            memory="3TiB",
+        ),
+        Cluster(
+            name="l4-pcie",
+            devices=4,
+            device=Device(
+                name="L4 24 GB",
+                memory="24GB",
+                reserve="1GiB",
+                matrix={"bf16": 121e12, "fp32": 30.3e12, "fp64": 0.5e12},
+                efficiency=0.5,
+                processors=58,
+                memory_rate=0.25e12,
+            ),
+            host=Host(memory="256GiB", link=20e9),
+            level=(
+                Level(name="PCIe", ranks=4, bandwidth=9e9, latency=8e-6),
+                Level(name="Ethernet", bandwidth=2.8e9, latency=3e-5),
+            ),
+            source="NVIDIA L4 datasheet; PCIe 4 through the host, 100 Gb/s Ethernet a node",
+        ),
+    ]
+    return {c.name: c for c in made}
+
+
+PRESETS: Mapping[str, Cluster] = _presets()

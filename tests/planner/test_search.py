@@ -1,0 +1,179 @@
+"""The search: plans that fit, monotone, certified, with constraints obeyed and refusals that say the way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from fourfold.cluster import Cluster
+from fourfold.config import Config, ModelConfig
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Plan, Precision
+from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.layouts import layouts, parse_fixes
+from fourfold.planner.make import find_plan, make_plan, with_report
+from fourfold.planner.options import Solver
+from fourfold.planner.predict import predict
+from fourfold.planner.search import build_out, rules_of
+from fourfold.planner.units import Choice
+
+
+def llama(layers: int = 16, hidden: int = 2048, seq_len: int = 2048) -> ModelSpec:
+    heads = hidden // 128
+    return ModelSpec.from_config(
+        ModelConfig(
+            family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=heads, vocab=32000, seq_len=seq_len
+        )
+    )
+
+
+def setting(
+    memory: str = "", nodes: int = 1, batch: int = 32, spec: ModelSpec | None = None, **cluster: Any
+) -> Setting:
+    c = Cluster.preset("a100-40g", nodes=nodes)
+    if memory:
+        c = c.what_if({"memory": memory})
+    c = c.what_if(cluster) if cluster else c
+    return Setting(spec or llama(), c, batch, Precision(compute="bf16"))
+
+
+def test_the_plan_fits_and_is_a_plan() -> None:
+    s = setting()
+    found = find_plan(s, parse_fixes([]))
+    plan = with_report(found, s)
+    for m in found.best.prediction.memory:
+        assert m.peak <= s.cluster.usable
+    assert plan.mesh.ranks == 8
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert plan.certificate is not None
+    assert 0 <= plan.certificate["gap"] < 0.2
+    assert plan.certificate["lower_bound"] <= found.best.prediction.seconds
+    # the rules say what the choices said: judging the plan from its file gives the same
+    again = predict(plan, s)
+    assert again.seconds == pytest.approx(found.best.prediction.seconds, rel=1e-9)
+    assert again.peak.peak == pytest.approx(found.best.prediction.peak.peak, rel=1e-9)
+
+
+def test_no_layout_is_better_than_the_best() -> None:
+    """All layouts built out, none left to bounds: the search found the fastest."""
+    s = setting(memory="24GB", batch=16, spec=llama(4, 1024, 1024))
+    wanted = parse_fixes(["row=1"])
+    found = find_plan(s, wanted)
+    solver = Solver(s, {"row": "1"})
+    every = []
+    for layout in layouts(s, wanted):
+        for placed in (layout, replace(layout, optimizer="auto"), replace(layout, activations="host")):
+            candidate = build_out(s, solver, placed)
+            if candidate is not None:
+                every.append(candidate.prediction.seconds)
+    assert len(every) > 60
+    best = min(every)
+    seconds = found.best.prediction.seconds
+    assert seconds <= best * 1.002  # placements that save under 0.2 % are not taken
+    assert found.certificate["lower_bound"] <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("what", ["memory", "bandwidth", "flops"])
+def test_more_never_makes_it_slower(what: str) -> None:
+    spec = llama(8, 4096)
+    times = []
+    for value in {"memory": ("16GB", "20GB", "28GB", "40GB"), "bandwidth": ("x0.1", "x0.5", "x1", "x4")}.get(
+        what, ("x0.5", "x1", "x2")
+    ):
+        s = setting(batch=16, spec=spec, **{what: value})
+        times.append(find_plan(s, parse_fixes([])).best.prediction.seconds)
+    for before, after in pairwise(times):
+        assert after <= before * 1.002
+
+
+def test_constraints_are_obeyed() -> None:
+    s = setting()
+    plan = make_plan(s.spec, s.cluster, global_batch=32, fix={"col": 4, "recompute": "full", "mode": "zero3"})
+    assert plan.mesh.col == 4
+    assert {r.recompute for r in plan.unit} == {"full"}
+    piped = make_plan(s.spec, s.cluster, global_batch=32, fix=["pipe=4", "schedule=wave"])
+    assert (piped.mesh.pipe, piped.pipeline.schedule) == (4, "wave")
+    assert sum(piped.pipeline.layers) == 16  # type: ignore[arg-type]
+    few = make_plan(s.spec, s.cluster, global_batch=32, max_ranks=4)
+    assert few.mesh.ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("fix", "schedule", "message"),
+    [
+        (["cool=4"], None, "did you mean 'col'"),
+        (["col=four"], None, "is a whole number"),
+        (["mode=zero4"], None, "did you mean 'zero3'"),
+        (["col=3"], None, "col 3 = 3, which does not divide 8 ranks"),
+        (["pipe=2", "data=2", "row=1", "col=1"], None, "= 4 ranks, but there are 8"),
+        (["schedule=wave"], "1f1b", "contradict"),
+        (["micro_batches=3"], None, "leave micro_batches"),
+        ([], "wavy", "did you mean 'wave'"),
+    ],
+)
+def test_wrong_constraints(fix: list[str], schedule: str | None, message: str) -> None:
+    with pytest.raises(PlanError) as e:
+        find_plan(setting(), parse_fixes(fix, schedule))
+    assert message in str(e.value)
+
+
+def test_nothing_fits() -> None:
+    big = llama(80, 8192)
+    with pytest.raises(PlanError) as e:
+        find_plan(setting(spec=big, memory="16GB", batch=8), parse_fixes(["data=8"]))
+    text = str(e.value)
+    for part in ("no plan fits: a device has", "for tensors", "need at least", "What would do:", "devices with"):
+        assert part in text
+    with pytest.raises(PlanError, match="must divide the batch"):
+        find_plan(setting(batch=3, spec=llama(2, 1024)), parse_fixes(["pipe=1", "col=1"]))
+
+
+def test_explanations() -> None:
+    s = setting(memory="20GB")
+    plan = with_report(find_plan(s, parse_fixes([])), s)
+    text = plan.explain()
+    for part in ("s a step", "runner-up", "what binds", "certificate", "memory:", "at its peak", "break-even"):
+        assert part in text
+    with pytest.raises(PlanError, match="was not made by the planner"):
+        Plan().explain()
+
+
+def test_rules_say_the_choices() -> None:
+    choices = {f"blocks.{i}.{p}": Choice("keep") for i in range(4) for p in ("attn", "mlp")}
+    choices |= {"embed": Choice("keep"), "head": Choice("keep")}
+    assert [r.match for r in rules_of(choices)] == ["*"]
+    choices["blocks.2.mlp"] = Choice("zero3", recompute="full")
+    choices["head"] = Choice("zero2")
+    plan = Plan(unit=rules_of(choices))
+    for name, choice in choices.items():
+        rule = plan.rule_for(name)
+        assert Choice(rule.mode, rule.reduce, rule.within, rule.split, rule.recompute) == choice
+
+
+def test_offload_where_memory_is_short() -> None:
+    s = setting(memory="10GB", batch=8, spec=llama(8, 4096))
+    found = find_plan(s, parse_fixes(["data=8"]))
+    assert found.best.prediction.peak.peak <= s.cluster.usable
+    forced = find_plan(setting(batch=8), parse_fixes(["optimizer=host"]))
+    assert forced.best.plan.memory.optimizer == "host"
+    assert forced.best.prediction.memory[0].host > 0
+
+
+def test_shipped_configs_plan() -> None:
+    for name in ("gpt-tiny", "gpt-124m", "llama-1b"):
+        config = Config.load(f"configs/{name}.toml").resolve()
+        plan = make_plan(
+            ModelSpec.from_config(config.model), Cluster.preset("h200"), global_batch=config.train.global_batch
+        )
+        assert plan.mesh.ranks == 8
+
+
+def test_layouts_print() -> None:
+    s = setting()
+    texts = {str(x) for x in layouts(s, parse_fixes(["pipe=2"]))}
+    assert any("wave" in t for t in texts)
+    assert isinstance(next(iter(layouts(s, parse_fixes([])))), Layout)
