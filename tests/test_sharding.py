@@ -117,17 +117,16 @@ def test_the_same_plan_twice_gives_the_same_bits(tmp_path: Path) -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_modes_have_the_bits_of_replicated_training(tmp_path: Path, compute: str) -> None:
+def test_modes_have_the_bits_of_replicated_training(tmp_path: Path) -> None:
     """Two addends have one sum: on two ranks sharding reorders nothing but the norm, so without clipping no bit changes."""
     finals = []
-    rules = [[], everything("zero3"), everything("zero2", recompute="full"), everything("keep")]
+    rules = [[], everything("zero3"), everything("keep", recompute="full")]
     for i, rule in enumerate(rules):
         config = make_config(tmp_path / f"{i}", MODEL["gpt"] | {"dropout": 0.1}, optim={"clip": 0.0})
-        plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 3}, "unit": rule, "precision": {"compute": compute}}
+        plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 3}, "unit": rule, "precision": {"compute": "bf16"}}
         run_training(config, plan, 2)
         finals.append((tmp_path / f"{i}" / "final" / "model.safetensors").read_bytes())
-    assert finals[1:] == finals[:1] * 3
+    assert finals[1:] == finals[:1] * 2
 
 
 SAVED: list[tuple[int, dict[str, Any]]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.sharding_engine import MIB, transient
 
 from fourfold.errors import ReleasedError
+from fourfold.model.build import serial_model
 from fourfold.plan import Plan
 from fourfold.testing.budget import Budget
 from fourfold.testing.ledger import Ledger
@@ -122,14 +124,86 @@ def test_touching_a_released_parameter_is_an_error_that_names_it(tmp_path: Path)
     run_ranks(_touched, 2, tmp_path)
 
 
+# ---- random mixes ----
+
+FAMILIES = list(MODEL.values())
+
+
+def random_plan(random: Random, ranks: int) -> dict[str, Any]:
+    """Any modes, splits, schedules and recomputation, unit by unit."""
+    pipe = random.choice([1, 2])
+    rules = [
+        {
+            "match": match,
+            "mode": random.choice(["replicate", "zero2", "zero3", "keep"]),
+            "reduce": random.choice(["step", "micro-batch"]) if match != "embed" else "step",
+            "within": random.choice([0, 0, 2]),
+            "split": random.choice([1, 2, 4, 8]),
+            "recompute": random.choice(["none", "selective", "full", "per-slice"]),
+        }
+        for match in ("embed", "blocks.0.mlp", "blocks.0.attn", "blocks.1.*", "blocks.2.mlp", "*")
+    ]
+    schedule = random.choice(["1f1b", "wave", "zb-h1", "zb-v"] if pipe > 1 else ["1f1b"])
+    return {
+        "mesh": {"pipe": pipe, "data": ranks // pipe},
+        "batch": {"micro_batches": random.choice([1, 2, 3, 4])},
+        "pipeline": {"schedule": schedule, "split_backward": random.choice(["auto", True])},
+        "memory": {"prefetch": random.choice([0, 1, 2])},
+        "precision": {"compute": "fp64"},
+        "unit": rules,
+    }
+
+
+def serial_gradients(made: OneRank) -> dict[str, torch.Tensor]:
+    """Of the whole step, by plain autograd."""
+    model = serial_model(made.config.model, made.config.train.seed, dtype=torch.float64)
+    ways, micro = made.plan.mesh.batch_ways, made.plan.micro_batches(made.config.train.global_batch)
+    for m in range(micro):
+        for way in range(ways):
+            tokens, targets = made.batch(way, m)
+            model(tokens, targets).backward(made.grad(m))
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _mixes(rank: int, ranks: int, folder: Path, seeds: range) -> list[str]:
+    """What is wrong with the gradients of random plans."""
+    problems = []
+    for seed in seeds:
+        random = Random(seed)
+        model = FAMILIES[seed % len(FAMILIES)]
+        plan = random_plan(random, ranks)
+        made = make_rank(folder, model, plan, rank, batch=48)
+        made.step()
+        expected = serial_gradients(made)
+        for unit in made.units:
+            if unit.shard_grad is None:
+                continue
+            whole = unit.shard_grad
+            if unit.sharing.gathers is not None:
+                whole = torch.empty(unit.layout.total, dtype=torch.float64)
+                dist.all_gather_into_tensor(whole, unit.shard_grad, group=unit.sharing.gathers)
+            for slot in unit.layout.slots:
+                local = whole[slot.start : slot.stop].view(slot.shape)
+                for piece in unit.pieces[slot.name]:
+                    part = local[tuple(slice(*s) for s in piece.local_slice)]
+                    serial = expected[piece.name][tuple(slice(*s) for s in piece.global_slice)]
+                    if not torch.allclose(part, serial, rtol=1e-11, atol=1e-13):
+                        problems.append(f"seed {seed}: {piece.name} in {unit.name}, {plan}")
+        made.close()
+    return problems
+
+
+def test_random_mixes_have_the_serial_gradients(tmp_path: Path) -> None:
+    for problems in run_ranks(_mixes, 4, tmp_path, range(8)):
+        assert not problems
+
+
 # ---- against FSDP2 ----
 
 
 def _against_fsdp2(rank: int, ranks: int, folder: Path, mode: str, compute: str) -> list[str]:
     """Gradients of one step of two micro-batches, ours and FSDP2's, where it does the same: which differ in a bit."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from fourfold.model.build import serial_model
 
     plan = {
         "mesh": {"data": ranks},

@@ -362,8 +362,7 @@ class _Released(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})
         found = next((a for a in [*args, *(kwargs or {}).values()] if isinstance(a, cls)), None)
         name, unit = (found.title, found.unit) if found is not None else ("a parameter", "its unit")
         raise ReleasedError(
@@ -376,6 +375,6 @@ _HARMLESS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "
 
 def _stand_in(parameter: nn.Parameter, title: str, unit: str) -> Tensor:
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    made = torch.Tensor._make_subclass(_Released, empty, parameter.requires_grad)
+    made = empty.requires_grad_(parameter.requires_grad).as_subclass(_Released)
     made.title, made.unit = title, unit
     return made

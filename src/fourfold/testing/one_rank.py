@@ -84,6 +84,11 @@ class OneRank:
         for unit in self.units:
             unit.zero_grad()
 
+    def close(self) -> None:
+        """Let go of the threads that carry messages."""
+        if self.runner.executor.transport is not None:
+            self.runner.executor.transport.close()
+
     def replayed(self) -> Replay:
         """What the rank's program says its units communicate and hold."""
         footprints = {
@@ -107,17 +112,18 @@ class OneRank:
 
     # ---- the feed: random tokens, a function of the rank's place in the batch and the micro-batch ----
 
-    def _pair(self, micro_batch: int) -> Tensor:
+    def batch(self, way: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of one micro-batch of the ranks at place `way` in the batch."""
         m, size = self.config.model, self.plan.micro_batch_size(self.config.train.global_batch)
-        seed = 1000 * self.mesh.index("data", "depth", "row") + micro_batch
-        shape = (2, size, m.seq_len)
-        return torch.randint(0, m.vocab, shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        generator = torch.Generator().manual_seed(1000 * way + micro_batch)
+        tokens, targets = torch.randint(0, m.vocab, (2, size, m.seq_len), generator=generator).to(self.device)
+        return tokens, targets
 
     def first(self, micro_batch: int) -> Tensor:
-        return self._pair(micro_batch)[0]
+        return self.batch(self.mesh.index("data", "depth", "row"), micro_batch)[0]
 
     def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
-        return (self._pair(micro_batch)[1],)
+        return self.batch(self.mesh.index("data", "depth", "row"), micro_batch)[1:]
 
     def grad(self, micro_batch: int) -> Tensor:
         wide = self.plan.precision.compute == "fp64"

@@ -142,7 +142,7 @@ class Parallel:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """The whole serial state, on every rank; one unit is gathered at a time."""
-        out = {}
+        out: dict[str, Tensor] = {}
         for unit in self.units:
             unit.gather()
             unit.need()
