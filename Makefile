@@ -7,7 +7,7 @@ demo: .venv/installed-run  ## train a small GPT in four processes and sample fro
 	$(BIN)/fourfold demo
 
 test: .venv/installed-dev  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/installed-dev  ## check style and types
 	$(BIN)/ruff check .

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
-from fourfold.program import Costs, Programs, Schedule, Unit, build, lower, search, simulate
+from fourfold.program import Costs, Op, Programs, Schedule, Unit, build, lower, search, simulate
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
@@ -66,8 +66,10 @@ def race(quick: bool) -> Iterator[Row]:
     cases = [(4, 4), (4, 8)] if quick else [(4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32)]
     goals = {(4, 4): 13.2, (4, 8): 25.7, (4, 16): 50.7, (8, 8): 27.0, (8, 16): 52.5, (8, 32): 103.0}
     for ranks, micro_batches in cases:
-        best = synthesized(ranks, micro_batches)
-        simulated = float(simulate(best, Costs(input_grad=1, weight_grad=1)).makespan)
+        costs = calibrated(ranks)
+        best = search(ranks, micro_batches, costs, ranks).schedule
+        simulated = float(simulate(best, costs).makespan)
+        ideal = float(search(ranks, micro_batches, Costs(), ranks, stages_per_rank=4).makespan)
         hand = {"wave 2": build("wave", ranks, micro_batches, waves=2), "1f1b": build("1f1b", ranks, micro_batches)}
         figures = measure(ranks, micro_batches, {"ours": best} | hand, torch_too=True, repeats=3 if quick else 5)
         case = f"P={ranks} B={micro_batches}"
@@ -77,7 +79,9 @@ def race(quick: bool) -> Iterator[Row]:
         yield lower_is_better(case, f"torch's best: {winner}", "step, forwards", mine, theirs[winner].median, spread)
         for name, figure in theirs.items():
             yield lower_is_better(case, f"torch {name}", "step, forwards", mine, figure.median, figure.spread)
-        yield lower_is_better(case, "own simulation", "step, forwards", mine, simulated, spread)
+        about = f"own simulation, {len(best.stages_of[0])} stages a rank"
+        yield lower_is_better(case, about, "step, forwards", mine, simulated, spread)
+        yield lower_is_better(case, "own simulation, ideal machine", "step, forwards", mine, ideal, spread)
         yield lower_is_better(case, "goal", "step, forwards", mine, goals[ranks, micro_batches], spread)
         same = figures["torch runtime, 1f1b"]
         yield lower_is_better(
@@ -102,9 +106,34 @@ def hanayo(quick: bool) -> Iterator[Row]:
 
 
 @cache
-def synthesized(ranks: int, micro_batches: int) -> Schedule:
-    """The best schedule with four stages a rank within 1F1B's memory."""
-    return search(ranks, micro_batches, Costs(), ranks, stages_per_rank=4).schedule
+def calibrated(ranks: int) -> Costs:
+    """What an op and a message cost this machine beside the emulated work, in forwards: medians over a step of two waves."""
+    found = run_ranks(_calibrate, ranks, build("wave", ranks, 2 * ranks, waves=2), timeout=120, group_timeout=60)
+    ops = statistics.median(extra for rank in found for extra in rank[0])
+    ends = {what: end for rank in found for what, _, _, end in rank[1]}
+    late = []
+    for _, spans in found:
+        for what, asked, start, _ in spans:
+            op = Op.parse(what)
+            maker = f"{op.stage + (-1 if op.kind == 'F' else 1)}{op.kind}{op.micro_batch}"
+            if maker in ends and asked < ends[maker]:  # it waited for that message
+                late.append(start - ends[maker])
+    return Costs(instruction=round(ops / FORWARD, 3), message=round(statistics.median(late) / FORWARD, 3))
+
+
+def _calibrate(rank: int, ranks: int, schedule: Schedule) -> tuple[list[float], list[tuple[str, float, float, float]]]:
+    share = FORWARD / len(schedule.stages_of[0])
+    executor, programs = our_executor(rank, schedule, lambda s: Times(share, share, share))
+    executor.mark = time.monotonic
+    for _ in range(3):
+        dist.barrier()
+        executor.run(programs.of(rank), Ones())
+    dist.barrier()
+    spans = [tuple(span) for span in executor.spans]
+    extra = []
+    for (what, _, start, end), (_, asked, _, _) in pairwise(spans):
+        extra.append(end - start - share * (1 if "F" in what else 2) + asked - end)
+    return extra, spans
 
 
 @dataclass
@@ -204,10 +233,21 @@ class ChunkUnit:
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None: ...
 
 
+class Empty(nn.Module):
+    """One product: as little work as a stage with a parameter can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 def our_executor(
-    rank: int, schedule: Schedule, times: Callable[[int], Any], offset: int = 0
+    rank: int, schedule: Schedule, times: Callable[[int], Any] | None, offset: int = 0
 ) -> tuple[Executor, Programs]:
-    """An executor whose stage s takes times(s)."""
+    """An executor whose stage s takes times(s); None: no time."""
     programs = lower(schedule, [[Unit(f"s{s}")] for s in range(schedule.stages)])
 
     def new_group(members: list[int]) -> dist.ProcessGroup:
@@ -221,11 +261,12 @@ def our_executor(
     stages, units = {}, {}
     for number, where in enumerate(place):
         if where == rank:
-            chunk = Chunk(times(number))
-            units[f"s{number}"] = ChunkUnit(chunk)
-            stage = Stage([Link(f"s{number}", units[f"s{number}"], chunk)], split=schedule.split, reseed=_tell(chunk))
-            chunk.queue, chunk.sink = stage.queue, _nowhere
-            stages[number] = stage
+            chunk: Any = Chunk(times(number)) if times else Empty()
+            unit = units[f"s{number}"] = ChunkUnit(chunk)
+            reseed = _tell(chunk) if times else None
+            stage = stages[number] = Stage([Link(f"s{number}", unit, chunk)], split=schedule.split, reseed=reseed)
+            if times:
+                chunk.queue, chunk.sink = stage.queue, _nowhere
     return Executor(place, rank, stages, units, transport), programs
 
 
@@ -251,26 +292,26 @@ def our_step(rank: int, schedule: Schedule, share: float = 1.0, offset: int = 0)
 # ---- torch's runtime on the same chunks ----
 
 
-def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: int, times: Times | None = None) -> Step:
+def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: int) -> Step:
     import torch.distributed.pipelining as pipelining
 
     zigzag = kind == "ScheduleZBVZeroBubble"
     mine = [rank, 2 * ranks - 1 - rank] if zigzag else [rank + i * ranks for i in range(per_rank)]
     share = FORWARD / per_rank
-    chunks = [Chunk(times or Times(share, share, share)) for _ in mine]
+    chunks = [Chunk(Times(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, ranks * per_rank, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     make = getattr(pipelining.schedules, kind)
     schedule = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=_loss)
     return _torch_run(schedule, mine, ranks * per_rank, micro_batches)
 
 
-def torch_replay(rank: int, schedule: Schedule, times: Times | None = None) -> Step:
+def torch_replay(rank: int, schedule: Schedule, empty: bool = False) -> Step:
     """One of our schedules in torch's runtime."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     mine = list(schedule.stages_of[rank])
     share = FORWARD / len(mine)
-    chunks = [Chunk(times or Times(share, share, share)) for _ in mine]
+    chunks: list[Any] = [Empty() if empty else Chunk(Times(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, schedule.stages, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     runtime = _PipelineScheduleRuntime(stages, schedule.micro_batches, loss_fn=_loss)
     with tempfile.TemporaryDirectory() as folder:
@@ -312,9 +353,9 @@ def overhead(quick: bool) -> Iterator[Row]:
 
 def _overhead(rank: int, ranks: int, repeats: int) -> tuple[list[float], list[float]]:
     schedule = build("1f1b", ranks, 16)
-    executor, programs = our_executor(rank, schedule, lambda s: Times())
-    program, feed = programs.of(rank), Ones((1, 8))
-    theirs = torch_replay(rank, schedule, Times())
+    executor, programs = our_executor(rank, schedule, None)
+    program, feed = programs.of(rank), Ones()
+    theirs = torch_replay(rank, schedule, empty=True)
     times: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats + 2):
         for which, step in enumerate((lambda: executor.run(program, feed), theirs)):

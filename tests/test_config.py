@@ -218,9 +218,7 @@ def test_wrong_plans_say_what_is_wrong(plan: dict[str, Any], ranks: int | None, 
 @pytest.mark.parametrize(
     "plan",
     [
-        {"mesh": {"col": 2}},
-        {"unit": [{"match": "*", "mode": "zero3"}]},
-        {"unit": [{"match": "head", "split": 2}]},
+        {"mesh": {"row": 2}, "unit": [{"match": "head", "split": 2}]},
         {"memory": {"optimizer": "host"}},
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fourfold.collectives import Pending
-from fourfold.shard import unit
+from fourfold.shard import sharing
 from tests.helpers import MODELS, make_config, run_training, series
 
 
@@ -88,6 +88,6 @@ def test_compiled_units_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_without_the_reduction_ranks_do_not_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The contract's test can fail: leave the all-reduce out and the loss goes another way."""
     reference = run_training(make_config(tmp_path / "one"), plan(1, compute="fp64"), 1)
-    monkeypatch.setattr(unit, "all_reduce", lambda x, group, what: Pending(None, what))
+    monkeypatch.setattr(sharing, "all_reduce", lambda x, group, what: Pending(None, what))
     found = run_training(make_config(tmp_path / "two"), plan(2, compute="fp64"), 2)
     assert largest_gap(series(reference, "loss"), series(found, "loss")) > 1e-4

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fourfold.cli import main
 from fourfold.config import Config
@@ -256,3 +257,16 @@ def test_layers_are_dealt_by_their_work() -> None:
     assert blocks[0] > blocks[1]
     assert sum(blocks) == 10
     assert layout.units[0][0] == "embed"
+
+
+def test_a_split_backward_under_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue of weight gradients survives torch.compile (up to the generation of C++, which takes half a minute)."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options: whole(f, backend="aot_eager", fullgraph=True))
+    plan = {"mesh": {"pipe": 2}, "batch": {"micro_batches": 3}, "pipeline": {"schedule": "zb-h1"}}
+    plain = run_training(make_config(tmp_path / "plain", MODEL["gpt"]), plan, 2)
+    compiled = run_training(
+        make_config(tmp_path / "compiled", MODEL["gpt"]), plan | {"precision": {"compile": True}}, 2
+    )
+    for key in ("loss", "grad_norm"):
+        assert series(compiled, key) == pytest.approx(series(plain, key), rel=1e-5)

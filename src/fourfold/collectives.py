@@ -4,18 +4,32 @@ Every call names what it is for. A peer that died or hangs ends the wait with `C
 at the latest), whose message has that name; torch's own would only say that some connection closed.
 
 (2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; nothing else here depends on the version.)
+
+The second half waits for its results, and can be captured by torch.compile: it then is torch's functional collectives.
 """
 
 from __future__ import annotations
 
 import re
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CommunicationError
 
-__all__ = ["Pending", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = [
+    "Pending",
+    "all_gather",
+    "all_reduce",
+    "broadcasted",
+    "exchanged",
+    "gathered",
+    "reduce_scatter",
+    "reduced",
+    "scattered",
+    "summed",
+]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -51,9 +65,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
     return _start(dist.all_reduce, x, group=group, what=what)
 
 
-def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
+def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str, **options: object) -> Pending:
     try:
-        return Pending(call(*tensors, group=group, async_op=True), what)  # type: ignore[operator]
+        return Pending(call(*tensors, group=group, async_op=True, **options), what)  # type: ignore[operator]
     except RuntimeError as e:
         raise CommunicationError(f"could not start {what}: {_plain(e)}") from e
 
@@ -61,3 +75,67 @@ def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str) 
 def _plain(error: RuntimeError) -> str:
     """gloo's message without the place in its source and its advice."""
     return re.sub(r"^\[\S+\.cc:\d+\] ", "", str(error)).split(". This is typically")[0].splitlines()[0]
+
+
+# ---- waited for; may be captured ----
+
+_functional = torch.ops._c10d_functional
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
+    """[ranks · a, …]: every rank's x [a, …], in rank order. Receives (ranks - 1) |x| elements."""
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return _done(_functional.all_gather_into_tensor(x, group.size(), group.group_name))
+    out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    all_gather(out, x, group, what).wait()
+    return out
+
+
+def scattered(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
+    """[a, …]: this rank's part of the sum over ranks of x [ranks · a, …]. Receives (ranks - 1) / ranks · |x| elements."""
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return _done(_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    reduce_scatter(out, x, group, what).wait()
+    return out
+
+
+def summed(x: Tensor, group: dist.ProcessGroup, what: str, op: str = "sum") -> Tensor:
+    """The sum (or with op "max" the largest) over ranks of x. Receives 2 (ranks - 1) / ranks · |x| elements."""
+    if torch.compiler.is_compiling():
+        return _done(_functional.all_reduce(x.contiguous(), op, group.group_name))
+    out = x.clone(memory_format=torch.contiguous_format)
+    kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    _start(dist.all_reduce, out, group=group, what=what, op=kind).wait()
+    return out
+
+
+def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
+    """[ranks · a, …]: part r of x [ranks · a, …] goes to rank r. Receives (ranks - 1) / ranks · |x| elements."""
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        sizes = [x.shape[0] // group.size()] * group.size()
+        return _done(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
+    out = torch.empty_like(x)
+    _start(dist.all_to_all_single, out, x, group=group, what=what).wait()
+    return out
+
+
+def broadcasted(x: Tensor, source: int, group: dist.ProcessGroup, what: str) -> Tensor:
+    """x of the rank `source` of the group; other ranks' x only tells the shape. They receive |x| elements."""
+    out = x.contiguous() if group.rank() == source else torch.empty_like(x, memory_format=torch.contiguous_format)
+    _start(dist.broadcast, out, group=group, what=what, group_src=source).wait()
+    return out
+
+
+def reduced(x: Tensor, target: int, group: dist.ProcessGroup, what: str) -> Tensor:
+    """The sum over ranks of x, on rank `target`; elsewhere what is left is of no use. Receives |x| elements (a chain)."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    _start(dist.reduce, out, group=group, what=what, group_dst=target).wait()
+    return out
+
+
+def _done(x: Tensor) -> Tensor:
+    return _functional.wait_tensor(x)

@@ -18,6 +18,7 @@ __all__ = [
     "OverBudget",
     "PlanError",
     "RankFailure",
+    "ReleasedError",
     "RunDirError",
     "ScheduleError",
     "TrainingError",
@@ -80,6 +81,10 @@ class CommunicationError(FourfoldError):
 
 class TrainingError(FourfoldError):
     """Training stopped because it could not go on (for instance, too many non-finite steps in a row)."""
+
+
+class ReleasedError(FourfoldError, RuntimeError):
+    """A sharded parameter was used while its memory was given back."""
 
 
 class RankFailure(FourfoldError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fourfold import schema
-from fourfold.config import Config, nearest_divisor
+from fourfold.config import Config, ModelConfig, nearest_divisor
 from fourfold.errors import NotYetError, PlanError
 from fourfold.model.spec import unit_names
 
@@ -163,9 +163,13 @@ class Memory:
     """Device bytes for prefetched optimizer state."""
     activations: Literal["device", "host"] = "device"
     """Where saved activations wait for the backward."""
+    prefetch: int = 1
+    """Units gathered ahead of the one that is computed with."""
 
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)
+        if self.prefetch < 0:
+            raise PlanError(f"memory.prefetch = {self.prefetch} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +252,10 @@ class Plan:
         self._check_batch(config.train.global_batch)
         units = unit_names(config.model)
         self._check_rules(units)
+        self._check_sharding(units)
         self._check_pipeline()
-        self._check_supported(units)
+        self._check_grid(config.model)
+        self._check_supported()
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
         lay_out_pipeline(config.model, self, config.train.global_batch)
@@ -285,6 +291,28 @@ class Plan:
             if not fnmatch.filter(units, rule.match):
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
+    def _check_sharding(self, units: Iterable[str]) -> None:
+        """Groups that the replicas can form, and modes whose collectives have one order on all of them."""
+        replicas = self.mesh.data * self.mesh.depth
+        for rule in self.unit:
+            if rule.within and replicas % rule.within:
+                raise PlanError(
+                    f"unit '{rule.match}': within = {rule.within} does not divide the replica group, "
+                    f"data {self.mesh.data} · depth {self.mesh.depth} = {replicas}; use {nearest_divisor(replicas, rule.within)}"
+                )
+        if self.pipeline.executor != "message-driven" or replicas == 1:
+            return
+        for rule in map(self.rule_for, units):
+            for what, value, instead in (
+                ("mode", rule.mode if rule.mode in ("zero2", "zero3") and rule.within != 1 else "", "keep"),
+                ("reduce", rule.reduce if rule.reduce == "micro-batch" else "", "step"),
+            ):
+                if value:
+                    raise PlanError(
+                        f"unit '{rule.match}': {what} = '{value}': the message-driven executor's order depends on time, so "
+                        f"replicas would meet in different collectives; use {what} = '{instead}' or executor = 'ordered'"
+                    )
+
     def _check_pipeline(self) -> None:
         p = self.pipeline
         if p.slack and p.executor == "ordered" and p.schedule not in ("1f1b", "synthesized"):
@@ -293,23 +321,39 @@ class Plan:
                 f"'synthesized', or executor = 'message-driven'"
             )
 
-    def _check_supported(self, units: Iterable[str]) -> None:
+    def _check_grid(self, model: ModelConfig) -> None:
+        mesh, tensor = self.mesh, self.tensor
+        if mesh.col > model.heads:
+            raise PlanError(
+                f"mesh.col = {mesh.col}: every column needs an attention head, and the model has {model.heads}; "
+                f"use col = {model.heads} at most, and row or depth for the rest"
+            )
+        if mesh.col > model.seq_len:
+            raise PlanError(
+                f"mesh.col = {mesh.col}: every column needs a token of a sequence, and model.seq_len = {model.seq_len}; "
+                f"use col = {model.seq_len} at most"
+            )
+        if tensor.flow == "summa" and mesh.row != mesh.col:
+            side = math.isqrt(mesh.row * mesh.col)
+            hint = f"row = col = {side}, or " if side * side == mesh.row * mesh.col else ""
+            raise PlanError(
+                f"tensor.flow = 'summa' broadcasts over square planes, but mesh.row = {mesh.row} and mesh.col = {mesh.col}; "
+                f"use {hint}flow = 'auto', which takes any rectangle"
+            )
+        if tensor.flow == "summa" and mesh.col > 1 and self.precision.compile:
+            raise PlanError(
+                "precision.compile: torch cannot capture the reductions of tensor.flow = 'summa'; use flow = 'auto'"
+            )
+
+    def _check_supported(self) -> None:
         """What this version does not execute, refused by name. Each line goes when its feature lands."""
-        for axis in ("depth", "row", "col"):
-            if getattr(self.mesh, axis) > 1:
-                raise NotYetError(f"mesh.{axis} = {getattr(self.mesh, axis)}: not yet; use data = {self.mesh.ranks}")
-        for name in units:
-            rule = self.rule_for(name)
-            for what, value, only in (
-                ("mode", rule.mode, "replicate"),
-                ("reduce", rule.reduce, "step"),
-                ("within", rule.within, 0),
-                ("split", rule.split, 1),
-            ):
-                if value != only:
-                    raise NotYetError(f"unit '{rule.match}': {what} = {value!r}: not yet; use {what} = {only!r}")
-            if rule.recompute == "per-slice":
-                raise NotYetError(f"unit '{rule.match}': recompute = 'per-slice': not yet; use 'full' or 'selective'")
+        if self.mesh.row * self.mesh.col > 1:
+            for rule in self.unit:
+                if rule.split > 1:
+                    raise NotYetError(
+                        f"unit '{rule.match}': split = {rule.split} with row = {self.mesh.row} and col = {self.mesh.col}: "
+                        "not yet; use split = 1, or more depth or data in place of row and col"
+                    )
         for what in ("optimizer", "activations"):
             if getattr(self.memory, what) != "device":
                 raise NotYetError(f"memory.{what} = '{getattr(self.memory, what)}': not yet; use 'device'")

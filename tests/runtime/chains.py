@@ -138,7 +138,10 @@ def run_rank(
         outputs = run_driven(executor, drive(program, stages, slack), data)
     else:
         outputs = executor.run(program, data)
-    grads = {f"{u.name}.{n}": u.main_grad(n) for u in executor.units.values() for n in u.params}  # type: ignore[attr-defined]
+    units: Any = executor.units.values()
+    for unit in units:
+        unit.finish()
+    grads = {f"{u.name}.{n}": u.reduced_grad(n) for u in units for n in u.params}
     assert all(stage.in_flight == 0 for stage in executor.stages.values())
     losses = [outputs[m].item() for m in sorted(outputs)]
     return losses, grads, [span.what for span in executor.spans], executor

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.config import ModelConfig, RopeScaling
 
-__all__ = ["IGNORE", "MLP", "Attention", "Block", "Embedding", "Head", "Rotary", "make_norm"]
+__all__ = ["IGNORE", "MLP", "Attention", "Block", "Embedding", "Head", "Positions", "Rotary", "TokenLoss", "make_norm"]
 
 IGNORE = -100
 """Target of a token that is not predicted."""
@@ -110,11 +110,11 @@ class Attention(_Part):
         super().__init__(m)
         self.widths = (m.heads * m.head_dim, m.kv_heads * m.head_dim, m.kv_heads * m.head_dim)
         self.head_dim, self.grouped, self.causal = m.head_dim, m.kv_heads != m.heads, m.family != "bert"
-        self.qkv = nn.Linear(m.hidden, sum(self.widths), bias=bool(m.qkv_bias))
+        self.qkv: nn.Module = nn.Linear(m.hidden, sum(self.widths), bias=bool(m.qkv_bias))
         self.q_norm = make_norm(m, m.head_dim) if m.qk_norm else None
         self.k_norm = make_norm(m, m.head_dim) if m.qk_norm else None
         self.rotary = rotary
-        self.out = nn.Linear(self.widths[0], m.hidden, bias=m.family != "llama")
+        self.out: nn.Module = nn.Linear(self.widths[0], m.hidden, bias=m.family != "llama")
 
     def branch(self, x_btd: Tensor) -> Tensor:
         parts = self.qkv(x_btd).split(self.widths, dim=-1)
@@ -138,8 +138,8 @@ class MLP(_Part):
         super().__init__(m)
         self.family = m.family
         gated = m.family == "llama"
-        self.up = nn.Linear(m.hidden, (2 if gated else 1) * m.ffn, bias=not gated)
-        self.down = nn.Linear(m.ffn, m.hidden, bias=not gated)
+        self.up: nn.Module = nn.Linear(m.hidden, (2 if gated else 1) * m.ffn, bias=not gated)
+        self.down: nn.Module = nn.Linear(m.ffn, m.hidden, bias=not gated)
 
     def branch(self, x_btd: Tensor) -> Tensor:
         h = self.up(x_btd)
@@ -161,37 +161,55 @@ class Block(nn.Module):
         return self.mlp(self.attn(x_btd))
 
 
+class Positions(nn.Embedding):
+    """Learned positions: a row for every place in the sequences of token ids [B, T]."""
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        return self.weight[: tokens_bt.shape[1]]
+
+
 class Embedding(nn.Module):
     """Token ids [B, T] to the residual stream [B, T, D]: tokens, learned positions (gpt, bert), norm (bert)."""
 
     def __init__(self, m: ModelConfig):
         super().__init__()
-        self.tokens = nn.Embedding(m.vocab, m.hidden)
-        self.positions = nn.Embedding(m.positions, m.hidden) if m.family != "llama" else None
+        self.tokens: nn.Module = nn.Embedding(m.vocab, m.hidden)
+        self.positions: nn.Module | None = Positions(m.positions, m.hidden) if m.family != "llama" else None
         self.norm = make_norm(m) if m.family == "bert" else None
         self.dropout = m.dropout
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         x_btd = self.tokens(tokens_bt)
         if self.positions is not None:
-            x_btd = x_btd + self.positions.weight[: tokens_bt.shape[1]]
+            x_btd = x_btd + self.positions(tokens_bt)
         if self.norm is not None:
             x_btd = self.norm(x_btd)
         return F.dropout(x_btd, self.dropout, self.training)
 
 
+class TokenLoss(nn.Module):
+    """Sum of the tokens' cross entropies from logits [B, T, V] and targets [B, T], at least fp32; IGNORE counts for nothing."""
+
+    def forward(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+        logits_nv = logits_btv.flatten(0, 1)
+        logits_nv = logits_nv if logits_nv.dtype == torch.float64 else logits_nv.float()
+        return F.cross_entropy(logits_nv, targets_bt.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
 class Head(nn.Module):
     """The residual stream to logits [B, T, V], or with targets [B, T] to the sum of the tokens' cross entropies.
 
-    The projection's weight is the embedding's when tied. Targets equal to IGNORE count for nothing. The loss is at least fp32.
+    The projection's weight is the embedding's when tied.
     """
 
     def __init__(self, m: ModelConfig):
         super().__init__()
         bert = m.family == "bert"
-        self.dense = nn.Linear(m.hidden, m.hidden) if bert else None
+        self.dense: nn.Module | None = nn.Linear(m.hidden, m.hidden) if bert else None
         self.norm = make_norm(m)
-        self.proj = nn.Linear(m.hidden, m.vocab, bias=bert)
+        self.proj: nn.Module = nn.Linear(m.hidden, m.vocab, bias=bert)
+        self.tied = bool(m.tie)
+        self.loss: nn.Module = TokenLoss()
 
     def forward(self, x_btd: Tensor, targets_bt: Tensor | None = None) -> Tensor:
         if self.dense is not None:
@@ -199,6 +217,4 @@ class Head(nn.Module):
         logits_btv = self.proj(self.norm(x_btd))
         if targets_bt is None:
             return logits_btv
-        logits_nv = logits_btv.flatten(0, 1)
-        logits_nv = logits_nv if logits_nv.dtype == torch.float64 else logits_nv.float()
-        return F.cross_entropy(logits_nv, targets_bt.flatten(), ignore_index=IGNORE, reduction="sum")
+        return self.loss(logits_btv, targets_bt)

@@ -14,6 +14,7 @@ from fourfold.config import ModelConfig
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.spec import unit_flops
 from fourfold.plan import Plan
+from fourfold.program.choices import UnitChoice, unit_choices
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.instructions import Programs, Unit
 from fourfold.program.lowering import lower
@@ -30,9 +31,11 @@ class PipelineLayout:
 
     schedule: Schedule
     units: tuple[tuple[str, ...], ...]
-    """Units of every stage, in the order of the forward."""
+    """Units of every stage, in the order of the forward; slices of a split unit one by one."""
     programs: Programs
     evaluation: Programs
+    choices: dict[str, UnitChoice]
+    """By unit of the model."""
 
     @property
     def rank_of(self) -> dict[str, int]:
@@ -56,14 +59,37 @@ def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int) -> Pipel
     except ScheduleError as e:
         raise PlanError(str(e)) from None
     ends = list(accumulate(counts))
-    units = tuple(
-        tuple(unit for layer in layers[end - count : end] for unit in layer)
+    choices, flops = unit_choices(model, plan), unit_flops(model)
+    described = [
+        [
+            unit
+            for layer in layers[end - count : end]
+            for name in layer
+            for unit in _describe(choices[name], flops[name])
+        ]
         for end, count in zip(ends, counts, strict=True)
-    )
-    flops = unit_flops(model)
-    described = [[_describe(name, plan, flops[name]) for name in names] for names in units]
+    ]
     evaluation = forward_only(schedule.placement, micro_batches)
-    return PipelineLayout(schedule, units, lower(schedule, described), lower(evaluation, described))
+    ahead = plan.memory.prefetch
+    layout = PipelineLayout(
+        schedule,
+        tuple(tuple(unit.name for unit in units) for units in described),
+        lower(schedule, described, prefetch=ahead),
+        lower(evaluation, described, prefetch=ahead),
+        choices,
+    )
+    _check_tied(model, layout)
+    return layout
+
+
+def _check_tied(model: ModelConfig, layout: PipelineLayout) -> None:
+    """A weight that two ranks use is exchanged once a step."""
+    embed, head = layout.choices["embed"], layout.choices["head"]
+    apart = layout.rank_of[embed.names[0]] != layout.rank_of[head.names[0]]
+    if model.tie and apart and embed.reduce == "micro-batch":
+        raise PlanError(
+            "unit 'embed': reduce = 'micro-batch', but its weight is tied to the head's on another rank; use reduce = 'step'"
+        )
 
 
 def _layers(model: ModelConfig) -> list[list[str]]:
@@ -90,6 +116,5 @@ def _counts(model: ModelConfig, plan: Plan, layers: list[list[str]], schedule: S
     return list(partition([sum(flops[unit] for unit in layer) for layer in layers], schedule.placement))
 
 
-def _describe(name: str, plan: Plan, flops: float) -> Unit:
-    rule = plan.rule_for(name)
-    return Unit(name, rule.mode, rule.reduce, weight=flops)
+def _describe(choice: UnitChoice, flops: float) -> list[Unit]:
+    return [Unit(name, choice.mode, choice.reduce, weight=flops / len(choice.names)) for name in choice.names]

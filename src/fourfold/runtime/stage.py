@@ -42,6 +42,7 @@ class UnitVerbs(Protocol):
     def parameters(self) -> Sequence[Tensor]: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
+    def add_grad(self, name: str, grad: Tensor, /) -> None: ...
 
 
 @dataclass
@@ -53,6 +54,10 @@ class Link:
     module: nn.Module
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False
+    adds: Literal["no", "more", "last"] = "no"
+    """more: (h, acc) becomes (h, acc + module(h)); last: acc + module(h). Nothing of acc is kept for the backward."""
+    takes_extra: bool = False
+    """Whether it is given `extra` beside its input; the last link of a stage is."""
 
 
 @dataclass
@@ -80,7 +85,8 @@ class Stage:
         self.queue = WeightGradQueue() if split else None
         if self.queue is not None:
             for link in self.links:
-                defer(link.module, self.queue, link.unit.add_weight_grad)
+                device = next((p.device for p in link.unit.parameters()), None)
+                defer(link.module, self.queue, link.unit, device)
         self._runs = [_make_run(link, split) for link in self.links]
         self._reseed = reseed
         self._kept: dict[int, list[_Kept]] = {}
@@ -88,7 +94,7 @@ class Stage:
     # ---- what a program asks for: ops, or the parts of ops that use one link ----
 
     def forward(self, micro_batch: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
-        """Run the links on `value`; `extra` is handed to the last link beside its input (the targets)."""
+        """Run the links on `value`; `extra` (the targets) is handed to the last link, and to those that take it."""
         for index in range(len(self.links)):
             value = self.forward_part(index, micro_batch, value, extra)
         return value
@@ -97,17 +103,19 @@ class Stage:
         """Run one link on the output of the one before."""
         kept = self._kept.setdefault(micro_batch, [])
         assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
-        link, args = self.links[index], self._args(index, value, extra)
+        link = self.links[index]
+        value, acc = value if link.adds != "no" else (value, None)
+        args = self._args(index, value, extra)
         link.unit.need()
         if link.recompute == "full":
             with torch.no_grad():
-                value = self._run(micro_batch, index, args)
+                out = self._run(micro_batch, index, args)
             kept.append(_Kept(args, None))
         else:
             with torch.enable_grad():
-                value = self._run(micro_batch, index, args)
-            kept.append(_Kept(args, _edges(value)))
-        return _detached(value)
+                out = self._run(micro_batch, index, args)
+            kept.append(_Kept(args, _edges(out)))
+        return _joined(link, value, acc, _detached(out))
 
     def backward(self, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
         """Run the links in reverse from the gradient of the output (a tree like it); `split`: as I, leaving W for later.
@@ -153,10 +161,11 @@ class Stage:
     @torch.no_grad()
     def evaluate_part(self, index: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         link = self.links[index]
+        value, acc = value if link.adds != "no" else (value, None)
         link.unit.need()
         link.module.eval()
         try:
-            return link.module(*self._args(index, value, extra))
+            return _joined(link, value, acc, link.module(*self._args(index, value, extra)))
         finally:
             link.module.train()
 
@@ -177,7 +186,8 @@ class Stage:
         """Positional arguments of a link: leaves of a new graph, differentiable where their values are."""
         parts = value if isinstance(value, tuple) else (value,)
         leaves = (p.detach().requires_grad_(p.is_floating_point()) if isinstance(p, Tensor) else p for p in parts)
-        return (*leaves, *(extra if index == len(self.links) - 1 else ()))
+        takes = index == len(self.links) - 1 or self.links[index].takes_extra
+        return (*leaves, *(extra if takes else ()))
 
     def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Any:
         if self._reseed is not None:
@@ -186,6 +196,9 @@ class Stage:
 
     def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
         link, edges = self.links[index], kept.edges
+        before = None  # gradient of h from the links after this one
+        if link.adds == "more":
+            before, grad = grad
         link.unit.need()
         if edges is None:
             with torch.enable_grad():
@@ -194,6 +207,8 @@ class Stage:
         inputs = [*wanted, *link.unit.parameters()]
         grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
         link.unit.accumulate(grads[len(wanted) :])
+        if link.adds != "no":
+            return (grads[0] if before is None else before + grads[0]), grad
         return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
 
 
@@ -210,6 +225,16 @@ def _make_run(link: Link, split: bool) -> Callable[..., Any]:
 
 def _edges(value: Any) -> list[GradientEdge]:
     return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
+
+
+def _joined(link: Link, value: Any, acc: Any, out: Any) -> Any:
+    """A link's output, given what it came from."""
+    match link.adds:
+        case "more":
+            return value, acc + out
+        case "last":
+            return acc + out
+    return out
 
 
 def _detached(value: Any) -> Any:

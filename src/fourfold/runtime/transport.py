@@ -39,7 +39,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CommunicationError
-from fourfold.runtime.wire import HEADER_BYTES, Headers, HostPort, Kind, Name, Port, flatten, join_bytes
+from fourfold.runtime.wire import (
+    HEADER_BYTES,
+    Headers,
+    HostPort,
+    Kind,
+    Name,
+    Port,
+    flatten,
+    join_bytes,
+    joined_size,
+    room_for,
+    write_light,
+)
 
 __all__ = ["Name", "Transport"]
 
@@ -102,7 +114,6 @@ class Transport:
             raise CommunicationError(f"cannot send {name} to rank {target}: {self.inbox.error}")
         structure, tensors = flatten(value)
         assert tensors, f"{name} has no tensors"
-        self.port.pool.borrow(tensors)
         self._out[target].put(name, structure, tensors)
 
     def post(self, source: int) -> None:
@@ -195,32 +206,66 @@ def _list(names: Sequence[Name]) -> str:
     return " or ".join(map(str, names[:4])) + (" …" if len(names) > 4 else "")
 
 
+INLINED = -1  # in place of a generation: the data follow in the header's transfer
+LIGHT = 32
+
+
 class _Sender:
-    """Sends to one rank, in order; a thread lets go of what has left (and sends, where that may block)."""
+    """Sends to one rank, in order.
+
+    A short message is copied and sent by the caller, who looks after the last LIGHT of them. A thread waits for the others to
+    have left (and sends them, where that may block), and lets go of their tensors.
+    """
 
     def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup):
         self.transport, self.target, self.group = transport, target, group
-        self.address = transport.address(target)
+        self.peer = dist.get_group_rank(group, transport.address(target))
         self.jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._unsent = 0
         self._generation = self._capacity = 0
+        self._light: deque[tuple[Tensor, Any]] = deque()  # buffers and their transfers
         threading.Thread(target=self._run, name=f"send to {target}", daemon=True).start()
 
     def put(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
-        with self._idle:
-            self._unsent += 1
         port = self.transport.port
-        if port.sends_at_once:
-            try:
+        try:
+            if port.inline and joined_size(tensors) <= port.inline:
+                self._put_light(name, structure, tensors)
+                return
+            port.pool.borrow(tensors)
+            with self._idle:
+                self._unsent += 1
+            if port.sends_at_once:
                 self.jobs.put((tensors, self._start(name, structure, tensors, None)))
-            except RuntimeError as e:
-                raise CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})") from e
-        else:
-            self.jobs.put((tensors, name, structure, port.computed()))
+            else:
+                self.jobs.put((tensors, name, structure, port.computed()))
+        except RuntimeError as e:
+            raise CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})") from e
+
+    def _put_light(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
+        size = HEADER_BYTES + joined_size(tensors)
+        buffer = self.transport.port.pool.take(size)
+        write_light(self.transport.headers.encode(name, INLINED, structure, tensors), tensors, buffer)
+        self._light.append((buffer, self.group.send([buffer[:size]], self.peer, 0)))
+        if len(self._light) > LIGHT:
+            oldest, work = self._light.popleft()
+            with self._idle:
+                self._unsent += 1
+            self.jobs.put(([oldest], [work]))
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until nothing is left to send (or nothing can be sent any more)."""
+        deadline = time.monotonic() + timeout
+        while self._light:
+            buffer, work = self._light.popleft()
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as e:
+                if time.monotonic() >= deadline:
+                    return False
+                raise CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})") from e
+            self.transport.port.pool.give_back([buffer])
         with self._idle:
             return self._idle.wait_for(lambda: not self._unsent or self.transport.inbox.error is not None, timeout)
 
@@ -230,7 +275,8 @@ class _Sender:
                 tensors, *rest = job
                 works = rest[0] if len(rest) == 1 else self._start(rest[0], rest[1], tensors, rest[2])
                 for work in works:
-                    work.wait()
+                    if work is not None:
+                        work.wait()
                 self.transport.port.pool.give_back(tensors)
                 del job, tensors, rest, works  # or they would live until the next message
                 with self._idle:
@@ -241,23 +287,14 @@ class _Sender:
             with self._idle:
                 self._idle.notify_all()
 
-    def _start(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> list[dist.Work]:
+    def _start(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> list[Any]:
         data = join_bytes(tensors)
         if data.numel() > self._capacity:
-            self._generation, self._capacity = self._generation + 1, data.numel()
-        header = self.transport.headers.encode(name, self._generation, structure, tensors)
-        work = dist.isend(header, self.address, group=self.group)
-        assert work is not None
-        return [work, self.transport.port.send(data, self.address, self.group, self._generation, computed)]
-
-
-@dataclass
-class _Posted:
-    """Receives posted for one message: of its header, and of its data once their length is known."""
-
-    header: Tensor
-    work: Any
-    data: tuple[Tensor, Any] | None = None
+            self._generation, self._capacity = self._generation + 1, room_for(data.numel())
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        write_light(self.transport.headers.encode(name, self._generation, structure, tensors), (), header)
+        work = self.group.send([header], self.peer, 0)
+        return [work, self.transport.port.send(data, self.peer, self.group, self._generation, computed)]
 
 
 class _Receiver:
@@ -265,40 +302,49 @@ class _Receiver:
 
     def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup):
         self.transport, self.source, self.group = transport, source, group
-        self.address = transport.address(source)
+        self.peer = dist.get_group_rank(group, transport.address(source))
         self.thread: threading.Thread | None = None
         self.jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._posted: deque[_Posted] = deque()
+        self._headers: deque[tuple[Tensor, Any]] = deque()  # posted: buffers and their transfers
+        self._data: deque[tuple[Tensor, Any]] = deque()  # as many, of this generation, where they are posted ahead
         self._generation = self._capacity = 0
         self.listening = 0  # messages that the thread has yet to receive
 
     def post(self) -> None:
         """Post the receives of one more message."""
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._posted.append(_Posted(header, dist.irecv(header, self.address, group=self.group)))
+        buffer = self.transport.port.pool.take(HEADER_BYTES + self.transport.port.inline)
+        self._headers.append((buffer, self.group.recv([buffer], self.peer, 0)))
+        self._post_data()
+
+    def _post_data(self) -> None:
+        """Post receives of data for all messages that are posted; one whose data came inline leaves its own to the next."""
         if self._capacity and self.transport.port.posts_ahead:
-            self._posted[-1].data = self._post_data(self._capacity)
+            while len(self._data) < len(self._headers):
+                self._data.append(self._posted(self._capacity))
 
-    def _post_data(self, size: int) -> tuple[Tensor, Any]:
-        return self.transport.port.post(size, self.address, self.group, self._generation)
-
-    def _new_generation(self, number: int, size: int) -> None:
-        """Messages are longer from now on: post the receives of data anew, in order ([Note: generations] in wire.py)."""
-        self._generation, self._capacity = number, size
-        for posted in self._posted:
-            posted.data = self._post_data(size) if self.transport.port.posts_ahead else None
+    def _posted(self, size: int) -> tuple[Tensor, Any]:
+        return self.transport.port.post(size, self.peer, self.group, self._generation)
 
     def take(self, timeout: float, wanted: Name | None = None) -> _Message:
         """The oldest message posted for, waited for."""
-        assert self._posted, f"nothing is posted that could bring {wanted}"
+        assert self._headers, f"nothing is posted that could bring {wanted}"
         start = time.monotonic()
+        port = self.transport.port
         try:
-            self._posted[0].work.wait(timedelta(seconds=timeout))
-            name, generation, form = self.transport.headers.decode(self._posted[0].header)
-            if generation != self._generation:
-                self._new_generation(generation, form.size)
-            data = self._posted.popleft().data
-            found, ready = self.transport.port.receive(data or self._post_data(form.size), form.size)
+            header, work = self._headers[0]
+            work.wait(timedelta(seconds=timeout))
+            name, generation, form = self.transport.headers.decode(header)
+            if generation == INLINED:
+                self._headers.popleft()
+                return _Message(name, form.tree(header[HEADER_BYTES:]), _nothing)
+            if generation != self._generation:  # messages are longer from now on: [Note: generations] in wire.py
+                self._generation, self._capacity = generation, room_for(form.size)
+                self._data.clear()
+                self._post_data()
+            self._headers.popleft()
+            port.pool.give_back([header])
+            posted = self._data.popleft() if port.posts_ahead else self._posted(form.size)
+            found, ready = port.receive(posted, form.size)
         except RuntimeError as e:
             what = str(wanted) if wanted else f"the next message from rank {self.source}"
             if time.monotonic() - start >= timeout:
@@ -330,3 +376,7 @@ class _Receiver:
 
 def _plain(error: Exception) -> str:
     return str(error).split(". This is typically")[0].splitlines()[0] if str(error) else type(error).__name__
+
+
+def _nothing() -> None:
+    """It is usable as it is."""

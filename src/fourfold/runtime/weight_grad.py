@@ -1,7 +1,8 @@
 """Weight gradients on their own: linears hand (input, output gradient) to a queue, and the product is computed later.
 
 In a split backward, I computes the gradient of a stage's input and W the gradients of its weights. `defer` makes every
-`nn.Linear` of a module do so: its backward computes dX at once and queues (X, dY); W runs the queue. Gradients of biases, norms
+`nn.Linear` of a module do so: its backward computes dX at once and queues (X, dY); W runs the queue. A linear of another kind can
+do so too (`DefersWeightGrad`): it queues what it likes and computes the product itself. Gradients of biases, norms
 and embeddings are cheap and stay in I. The product is the one autograd computes, added to the accumulator in the same
 order (that of the micro-batches), so the bits are those of a whole backward. (autograd's generic way of splitting, two walks
 over the graph, costs two to three backwards on small layers.)
@@ -15,16 +16,17 @@ compiled with COMPILE_OPTIONS, or it may reuse their memory.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["COMPILE_OPTIONS", "WeightGradQueue", "defer"]
+__all__ = ["COMPILE_OPTIONS", "DefersWeightGrad", "WeightGradQueue", "defer"]
 
 COMPILE_OPTIONS: Mapping[str, bool] = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
@@ -70,22 +72,51 @@ _numbers = itertools.count()
 _queues: weakref.WeakValueDictionary[int, WeightGradQueue] = weakref.WeakValueDictionary()  # [Note: compiled graphs]
 
 
-def defer(module: nn.Module, queue: WeightGradQueue, accumulate: Callable[[str, Tensor, Tensor], None]) -> None:
-    """Make the linears of `module` queue their weight gradients: W calls accumulate(name of the weight, input, dY)."""
+class DefersWeightGrad(Protocol):
+    """A module whose `weight` has a gradient that can be computed later, from two tensors its backward has."""
+
+    weight: nn.Parameter
+
+    def defer(
+        self, put_off: Callable[[Tensor, Tensor, Tensor, int, int], None], token: Tensor, queue: int, place: int, /
+    ) -> None:
+        """From now on the backward calls put_off(a, b, token, queue, place)."""
+
+    def weight_grad(self, a: Tensor, b: Tensor, /) -> Tensor: ...
+
+
+class Accumulates(Protocol):
+    """What takes the gradients: adds dYᵀX, or a gradient, to those of a weight."""
+
+    def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
+    def add_grad(self, name: str, grad: Tensor, /) -> None: ...
+
+
+def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates, device: torch.device | None = None) -> None:
+    """Make the linears of `module` queue their weight gradients; W hands them to `unit`, by the name of the weight.
+
+    `device`: where it computes, if not where its weights are now (a released weight is nowhere).
+    """
     for name, child in module.named_modules():
+        weight, place = f"{name}.weight" if name else "weight", len(queue._sinks)
         if type(child) is nn.Linear:
-            weight = f"{name}.weight" if name else "weight"
-            queue._sinks.append(_sink(queue, accumulate, weight))
+            queue._sinks.append(_sink(queue, functools.partial(unit.add_weight_grad, weight)))
             child.__class__ = _DeferredLinear
             assert isinstance(child, _DeferredLinear)
-            child.queue, child.place = queue.number, len(queue._sinks) - 1
-            child.register_buffer("token", torch.zeros(1, device=child.weight.device), persistent=False)
+            child.queue, child.place = queue.number, place
+            child.register_buffer("token", torch.zeros(1, device=device or child.weight.device), persistent=False)
+        elif hasattr(child, "defer") and hasattr(child, "weight_grad"):
+            linear = cast(DefersWeightGrad, child)
+            queue._sinks.append(_sink(queue, _computed(linear, functools.partial(unit.add_grad, weight))))
+            linear.defer(_put_off, torch.zeros(1, device=device or linear.weight.device), queue.number, place)
 
 
-def _sink(
-    queue: WeightGradQueue, accumulate: Callable[[str, Tensor, Tensor], None], name: str
-) -> Callable[[Tensor, Tensor], None]:
-    return lambda x, dy: queue.put(lambda: accumulate(name, x, dy))
+def _computed(linear: DefersWeightGrad, add: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    return lambda a, b: add(linear.weight_grad(a, b))
+
+
+def _sink(queue: WeightGradQueue, work: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    return lambda a, b: queue.put(lambda: work(a, b))
 
 
 class _DeferredLinear(nn.Linear):

@@ -1,18 +1,20 @@
 """What goes over a wire: a header with name and shapes, the bytes of a tree of tensors, and how they leave and reach a device.
 
-A message is two transfers. The header is HEADER_BYTES: name and generation as four numbers, then JSON of structure, dtypes
-and shapes; so a receiver needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a
-multiple of 64.
+A message starts with a header of HEADER_BYTES: name and generation as four numbers, then JSON of structure, dtypes and
+shapes; so a receiver needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a
+multiple of 64. Up to INLINE bytes of host memory follow the header in the same transfer (copied: cheaper than a second
+wake-up); more are a transfer of their own.
 
 [Note: generations]
 A receive can be posted before its message is there because gloo takes a shorter message into a longer buffer. The buffer must
-be long enough: both sides know the longest message so far. When a longer one comes, the sender starts a new generation, whose
+be long enough: both sides know the length of the generation. When a longer message comes, the sender starts a new one, whose
 number is the tag of the transfer; receives that were posted for the old one never match, and are left behind. Receives of a
 generation match in the order in which they were posted, so they are posted for all messages or for none.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 import threading
@@ -26,6 +28,7 @@ from torch import Tensor
 
 __all__ = [
     "HEADER_BYTES",
+    "INLINE",
     "DevicePort",
     "Form",
     "Headers",
@@ -36,9 +39,14 @@ __all__ = [
     "StagedPort",
     "flatten",
     "join_bytes",
+    "joined_size",
+    "room_for",
+    "write_light",
 ]
 
 HEADER_BYTES = 1024
+INLINE = 128 << 10
+FREE = 16  # buffers kept for use again; older ones, of lengths gone by, are dropped
 Kind = Literal["activation", "gradient"]
 
 
@@ -89,20 +97,51 @@ def _unflatten(structure: Any, tensors: deque[Tensor]) -> Any:
             return tensors.popleft()
 
 
+def joined_size(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors one after another."""
+    return tensors[0].nbytes if len(tensors) == 1 else sum(_padded(t.nbytes) for t in tensors)
+
+
+def write_bytes(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Copy the tensors into a run of bytes."""
+    at = 0
+    for t in tensors:
+        out[at : at + t.nbytes].copy_(_bytes(t))
+        at += _padded(t.nbytes)
+
+
+def write_light(header: bytes, tensors: Sequence[Tensor], out: Tensor) -> None:
+    """A header, then the tensors (in host memory); by plain copies, which cost a fraction of torch's for little data."""
+    start = out.data_ptr()
+    ctypes.memmove(start, header, HEADER_BYTES)
+    start += HEADER_BYTES
+    for t in tensors:
+        source = t if t.is_contiguous() else t.contiguous()
+        ctypes.memmove(start, source.data_ptr(), t.nbytes)
+        start += _padded(t.nbytes)
+
+
 def join_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors as one run of bytes; a single contiguous tensor is not copied."""
     if len(tensors) == 1:
-        return tensors[0].detach().contiguous().view(-1).view(torch.uint8)
-    out = torch.empty(sum(_padded(t.nbytes) for t in tensors), dtype=torch.uint8, device=tensors[0].device)
-    at = 0
-    for t in tensors:
-        out[at : at + t.nbytes] = t.detach().contiguous().view(-1).view(torch.uint8)
-        at += _padded(t.nbytes)
+        return _bytes(tensors[0])
+    out = torch.empty(joined_size(tensors), dtype=torch.uint8, device=tensors[0].device)
+    write_bytes(tensors, out)
     return out
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _padded(count: int) -> int:
     return -(-count // 64) * 64
+
+
+def room_for(size: int) -> int:
+    """Length of the buffers of a generation whose first message has `size` bytes: the next of 8 steps per doubling."""
+    step = max(64, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
 
 
 _FIXED = struct.Struct("<4q")  # stage, kind, micro-batch, generation
@@ -139,21 +178,23 @@ class Headers:
         self._texts: dict[Any, bytes] = {}
         self._forms: dict[bytes, Form] = {}
 
-    def encode(self, name: Name, generation: int, structure: Any, tensors: Sequence[Tensor]) -> Tensor:
+    def encode(self, name: Name, generation: int, structure: Any, tensors: Sequence[Tensor]) -> bytes:
+        """The header of a message."""
         key = (repr(structure), *((t.dtype, t.shape) for t in tensors))
         text = self._texts.get(key)
         if text is None:
             shapes = [[str(t.dtype).removeprefix("torch."), *t.shape] for t in tensors]
-            text = self._texts[key] = json.dumps([structure, shapes], separators=(",", ":")).encode()
-        if len(text) > HEADER_BYTES - _FIXED.size:
-            raise ValueError(f"{name}: {len(tensors)} tensors are too many for one message")
-        fixed = _FIXED.pack(name.stage, _KINDS.index(name.kind), name.micro_batch, generation)
-        return torch.frombuffer(bytearray((fixed + text).ljust(HEADER_BYTES)), dtype=torch.uint8)
+            text = json.dumps([structure, shapes], separators=(",", ":")).encode()
+            if len(text) > HEADER_BYTES - _FIXED.size:
+                raise ValueError(f"{name}: {len(tensors)} tensors are too many for one message")
+            text = self._texts[key] = text.ljust(HEADER_BYTES - _FIXED.size)
+        return _FIXED.pack(name.stage, _KINDS.index(name.kind), name.micro_batch, generation) + text
 
-    def decode(self, header: Tensor) -> tuple[Name, int, Form]:
-        data = header.numpy().tobytes()
+    def decode(self, message: Tensor) -> tuple[Name, int, Form]:
+        """Name, generation and form of the message that begins with its header."""
+        data = ctypes.string_at(message.data_ptr(), HEADER_BYTES)
         stage, kind, micro_batch, generation = _FIXED.unpack_from(data)
-        text = data[_FIXED.size :].rstrip()
+        text = data[_FIXED.size :]
         form = self._forms.get(text)
         if form is None:
             structure, shapes = json.loads(text)
@@ -179,6 +220,11 @@ class Pool:
             self._loans[buffer.data_ptr()] = buffer, 1
         return buffer
 
+    @property
+    def buffers(self) -> int:
+        """Buffers there are, lent or free."""
+        return len(self._free) + len(self._loans)
+
     def borrow(self, tensors: Sequence[Tensor]) -> None:
         """One more user of those that lie in a buffer of ours (a stage may hand on what it was given)."""
         self._count(tensors, 1)
@@ -196,6 +242,7 @@ class Pool:
                         self._loans[address] = buffer, users + change
                     else:
                         self._free.append(buffer)
+                        del self._free[:-FREE]
 
 
 # ---- how bytes leave a device and reach it ----
@@ -204,11 +251,12 @@ class Pool:
 class HostPort:
     """CPU tensors over gloo. Receives are posted ahead: [Note: generations].
 
-    `sends_at_once`: `send` does not block, so the thread that computes may call it.
+    `sends_at_once`: `send` does not block, so the thread that computes may call it. `inline`: bytes that may follow the header.
     """
 
     posts_ahead = True
     sends_at_once = True
+    inline = INLINE
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -218,16 +266,14 @@ class HostPort:
         """A mark of everything computed so far, for `send` to wait for."""
         return None
 
-    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
-        """Start sending; what is returned is waited for before `data` is let go."""
-        work = dist.isend(data, target, group=group, tag=tag)
-        assert work is not None
-        return work
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work | None:
+        """Start sending to a rank of the group; what is returned is waited for before `data` is let go. None: it has left."""
+        return group.send([data], target, tag)
 
     def post(self, size: int, source: int, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         """Start receiving at most `size` bytes."""
         buffer = self.pool.take(size)
-        return buffer, dist.irecv(buffer, source, group=group, tag=tag)
+        return buffer, group.recv([buffer], source, tag)
 
     def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
         """The received bytes, and what the consumer calls before it uses them."""
@@ -240,6 +286,7 @@ class StagedPort(HostPort):
     """CUDA tensors over gloo, through pinned host memory, on side streams: for ranks that share a GPU."""
 
     sends_at_once = False
+    inline = 0
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -249,23 +296,30 @@ class StagedPort(HostPort):
     def computed(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> None:
         host = self.pool.take(data.numel())
-        with torch.cuda.stream(self._out):
-            self._out.wait_event(computed)
-            host[: data.numel()].copy_(data, non_blocking=True)
-            self._out.record_event().synchronize()
+        self.to_host(data, host[: data.numel()], computed)
         work = super().send(host[: data.numel()], target, group, tag, None)
-        work.wait()
+        assert work is not None
+        work.wait()  # once: a second wait for a transfer of gloo never ends
         self.pool.give_back([host])
-        return work
 
     def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
         host, _ = super().receive(posted, size)
-        with torch.cuda.stream(self._in):
-            data = host[:size].to(self.device, non_blocking=True)
-            self._in.record_event().synchronize()
+        found = self.to_device(host[:size])
         self.pool.give_back([host])
+        return found
+
+    def to_host(self, data: Tensor, host: Tensor, computed: Any) -> None:
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(computed)
+            host.copy_(data, non_blocking=True)
+            self._out.record_event().synchronize()
+
+    def to_device(self, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        with torch.cuda.stream(self._in):
+            data = host.to(self.device, non_blocking=True)
+            self._in.record_event().synchronize()
         return data, lambda: data.record_stream(torch.cuda.current_stream(self.device))
 
 
@@ -274,6 +328,7 @@ class DevicePort(HostPort):
 
     posts_ahead = False
     sends_at_once = False
+    inline = 0
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -282,17 +337,17 @@ class DevicePort(HostPort):
     def computed(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work:
+    def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> None:
         with torch.cuda.stream(self._out):
             self._out.wait_event(computed)
             work = super().send(data, target, group, 0, None)  # NCCL knows no tags
+            assert work is not None
             work.wait()  # orders the stream
             self._out.record_event().synchronize()
-        return work
 
     def post(self, size: int, source: int, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return buffer, dist.irecv(buffer, source, group=group)
+        return buffer, group.recv([buffer], source, 0)
 
     def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
         data, work = posted

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from fourfold.piece import Box, parts_of_range, shape_of
 from fourfold.shard.unit import Unit
 
 __all__ = ["unequal_replicas"]
 
 
 def unequal_replicas(units: Iterable[Unit], group: dist.ProcessGroup | None) -> list[str]:
-    """Pieces that are not the same on all ranks of `group` that hold them, each with the ranks that differ from the first."""
-    mine = {
-        (piece.name, piece.global_slice): hashlib.blake2b(_bytes(unit, name, piece.local_slice)).hexdigest()
-        for unit in units
-        for name, pieces in unit.pieces.items()
-        for piece in pieces
-    }
+    """Parts that are not the same on all ranks of `group` that hold them, each with the ranks that differ from the first."""
+    mine = {(name, box): hashlib.blake2b(_bytes(part)).hexdigest() for u in units for name, box, part in _parts(u)}
     if group is None:
         return []
-    everyone: list[dict[tuple[str, object], str]] = [{}] * dist.get_world_size(group)
+    everyone: list[dict[tuple[str, Box], str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     problems = []
     for key in sorted({key for held in everyone for key in held}, key=str):
         holders = {rank: held[key] for rank, held in enumerate(everyone) if key in held}
         first = next(iter(holders.values()))
         if wrong := [rank for rank, digest in holders.items() if digest != first]:
-            problems.append(f"{key[0]}{list(key[1])}: ranks {wrong} differ from rank {next(iter(holders))}")  # type: ignore[call-overload]
+            problems.append(f"{key[0]}{list(key[1])}: ranks {wrong} differ from rank {next(iter(holders))}")
     return problems
 
 
-def _bytes(unit: Unit, name: str, box: tuple[tuple[int, int], ...]) -> bytes:
-    part = unit.params[name].detach()[tuple(slice(a, b) for a, b in box)].contiguous().cpu()
-    return part.view(-1).view(torch.uint8).numpy().tobytes()
+def _parts(unit: Unit) -> Iterator[tuple[str, Box, Tensor]]:
+    """What this rank's shard holds: serial name, place in the serial parameter, values."""
+    low, _ = unit.shard_range
+    for slot, start, stop in unit.slots():
+        shift = low - slot.start
+        for part in parts_of_range(slot.shape, unit.pieces[slot.name], start + shift, stop + shift):
+            at = part.start - shift
+            inside = unit.shard[at : at + torch.Size(shape_of(part.inside)).numel()].view(shape_of(part.inside))
+            yield part.piece.name, part.global_box, inside[tuple(slice(a, b) for a, b in part.within)]
+
+
+def _bytes(part: Tensor) -> bytes:
+    return part.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()

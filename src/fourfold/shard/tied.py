@@ -1,10 +1,11 @@
 """A weight that two ranks use: the embedding's on the first stage, tied to the head on the last.
 
 The embedding's rank owns it: it holds the optimizer state, counts it in the norm and writes it to checkpoints. The head's rank
-holds a copy. In a step the copy's gradient goes to the owner, which adds it once, after its own; after the update the new
-weight comes back. So the two are equal by construction, and memory for the optimizer is paid once.
+holds a copy of the embedding's unit, sharded alike, from which the head borrows. In a step the copy's gradient goes to the
+owner, which adds it once, after its own; after the update the new weights come back, each rank's shard to the rank that holds
+the same one. So the two are equal by construction, and memory for the optimizer is paid once.
 
-Per step and replica: V·D elements of the reduce dtype one way, V·D of the compute dtype the other.
+Per step and rank of N shards: V·D elements of the reduce dtype one way, V·D / N of the compute dtype the other.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ class _Verbs:
             raise CommunicationError(f"waited in vain for {what} of {self.name}: {e}") from e
         return tensor
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until everything has been sent."""
         for work, _ in self._sending:
             work.wait()
         self._sending = []
 
 
 class TiedOwner(_Verbs):
-    """The embedding's unit: its reduction first takes the copy's gradient; `publish` sends the new weight."""
+    """The embedding's unit: its reduction first takes the copy's gradient; `publish` sends the new weights."""
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -60,25 +62,26 @@ class TiedOwner(_Verbs):
         self.unit.reduce()
 
     def publish(self) -> None:
-        """After the update: send the new weight to the copy."""
-        self._flush()
-        self._send(self.unit.params[self.name].detach().clone())
+        """After the update: send the new weights to the copy."""
+        self.flush()
+        self._send(self.unit.shard.detach().clone())
 
 
 class TiedCopy(_Verbs):
-    """The head's unit, whose projection is `copy`'s parameter: its reduction sends that gradient to the owner."""
+    """The last of the head's units to be reduced; its projection is `copy`'s parameter, whose gradient goes to the owner."""
 
     def __init__(self, unit: Unit, copy: Unit, group: dist.ProcessGroup, peer: int, name: str):
         super().__init__(unit, group, peer, name)
         self.copy = copy
 
     def reduce(self) -> None:
-        self._flush()
-        borrowed = next(theirs for theirs, (owner, _) in self.unit.borrowed.items() if owner is self.copy)
-        self._send(self.unit.main_grad(borrowed))
+        self.flush()
+        self.copy.collect()
+        self._send(self.copy.main_grad(self.name))
+        self.copy.zero_grad()
         self.unit.reduce()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the update: receive the new weight from the owner."""
-        self._receive(self.copy.params[self.name].data, "the new value")
+        """After the update: receive the new weights from the owner."""
+        self._receive(self.copy.shard, "the new value")

@@ -1,35 +1,71 @@
-"""A unit: the parameters of one part of the model, as views of one flat buffer, with verbs that the loop calls.
+"""A unit: the parameters of one part of the model, as views of one flat buffer, with verbs that a program calls.
 
-    full  [total]   compute dtype; every parameter is a view of it
-    grad  [total]   reduce dtype; gradients accumulate here, in the order of the calls (the order of micro-batches)
+With N shards (`sharing.py`), all flat, in elements:
 
-Verbs: `gather` starts making the parameters usable, `need` makes them usable now, `release` gives their memory back,
-`accumulate` adds one micro-batch's gradients, `reduce` starts summing them over the replica group, `finish` waits for it.
-In mode `replicate` (the only one so far) parameters are always here, and the reduction is one all-reduce of `total`
-elements per unit and step: 2 (N - 1) / N · total received elements on each of N ranks.
+    full        [total]      compute dtype; every parameter is a view of it. Has memory only while gathered (N = 1: always)
+    shard       [total / N]  compute dtype; this rank's part: what is gathered, and what the optimizer writes (N = 1: `full`)
+    grad        [total]      reduce dtype; gradients accumulate here, in the order of the calls (the order of micro-batches)
+    shard_grad  [total / N]  reduce dtype; this rank's part of the sum over the replica group: what the optimizer reads
 
-Collectives are issued in the order of the calls, which must be the same on every rank of the group. Nothing here is
-called by a hook, and nothing knows a schedule.
+Verbs: `gather` starts making the parameters usable, `need` waits until they are, `release` gives their memory back,
+`accumulate` and `add_weight_grad` add gradients, `reduce` starts summing them over the replica group and frees `grad`,
+`finish` waits for the sums. Which verb when is the program's business: the modes zero2, zero3 and keep differ in nothing else.
+
+Received elements on each of N ranks: gather and reduce (N - 1) / N · total each; a unit in one shard with N copies, 2 (N - 1) / N
+· total for its all-reduce. Collectives are issued in the order of the calls, which must be the same on all ranks that share
+them. Memory is taken and freed on the caller's stream; a wait blocks on the CPU and orders streams on CUDA.
+
+[Note: parameters are views]
+Nothing is copied in or out, and what autograd saved of a parameter is valid again after a later gather, since the storage
+is emptied and refilled and never replaced. Parameters are views of `full.data`, which has its own version counter: a
+gather is no change in place to autograd. While they are released, stand-ins lie in the module: touching one is an error
+that names it, where touching an emptied tensor would crash.
 
 [Note: tied weights]
-A tied head uses the embedding's parameter: the head's unit *borrows* it. Both units accumulate their own part of the
-gradient; the owner's `reduce` adds the borrower's once, after its own. So the order of the sum does not depend on the
-order in which micro-batches ran.
+A tied head uses the embedding's parameter: the head's unit *borrows* it, or rows of it. The lender is gathered as long as
+it or a borrower is. All accumulate their own part of the gradient; the lender's `reduce` adds the borrowers' once, after
+its own. So the order of the sum does not depend on the order in which micro-batches ran.
+
+[Note: gradients summed over more ranks]
+On a grid, norms and biases are copies over more ranks than matrices are. `sum_over` names such parameters with the group
+that holds the other copies; they are laid out last, and one small all-reduce for each group comes before the reduction. So
+layers need no collective for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fourfold.collectives import Pending, all_reduce
+from fourfold.collectives import Pending, all_gather, all_reduce
+from fourfold.errors import ReleasedError
 from fourfold.piece import Piece
-from fourfold.shard.layout import Layout, lay_out
+from fourfold.shard.layout import Layout, Slot, lay_out
+from fourfold.shard.sharing import ALONE, Reduction, Reductions, Sharing
 
-__all__ = ["Unit"]
+__all__ = ["Borrowed", "Unit"]
+
+
+class Borrowed(NamedTuple):
+    """Another unit's parameter: all of it, or rows [start, stop)."""
+
+    lender: Unit
+    name: str
+    rows: tuple[int, int] | None = None
+
+
+class _Place(NamedTuple):
+    """Where a parameter lies in a module."""
+
+    registry: dict[str, Any]
+    leaf: str
+    parameter: nn.Parameter
+    stand_in: Tensor
 
 
 class Unit:
@@ -42,18 +78,25 @@ class Unit:
         pieces: Mapping[str, tuple[Piece, ...]],
         full: Tensor,
         params: Mapping[str, nn.Parameter],
-        borrowed: Mapping[str, tuple[Unit, str]],
+        borrowed: Mapping[str, Borrowed],
         reduce_dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
+        sharing: Sharing = ALONE,
+        reductions: Reductions | None = None,
+        sums: Sequence[tuple[int, int, dist.ProcessGroup]] = (),
     ):
         self.name, self.layout, self.pieces, self.full = name, layout, dict(pieces), full
-        self.params, self.borrowed, self.reduce_dtype, self.group = dict(params), dict(borrowed), reduce_dtype, group
+        self.params, self.borrowed, self.reduce_dtype = dict(params), dict(borrowed), reduce_dtype
+        self.sharing, self.reductions, self.sums = sharing, reductions or Reductions(), tuple(sums)
+        self.shard = full if sharing.shards == 1 else full.new_empty(layout.total // sharing.shards)
         self.grad: Tensor | None = None
-        self._grads: dict[str, Tensor] = {}  # views of `grad` by name; accumulators of borrowed parameters
-        self._borrowers: list[tuple[Unit, str, str]] = []  # unit, its name for the parameter, ours
-        self._work: Pending | None = None
-        for theirs, (owner, ours) in self.borrowed.items():
-            owner._borrowers.append((self, theirs, ours))
+        self.shard_grad: Tensor | None = None
+        self._grads: dict[str, Tensor] = {}  # accumulators: views of `grad`, and those of borrowed parameters
+        self._rows: dict[str, nn.Parameter] = {}  # borrowed parameters as this unit's module holds them
+        self._borrowers: list[tuple[Unit, str, Borrowed]] = []
+        self._holders: set[str] = {name}  # units that have gathered this one and not released it
+        self._gathering: Pending | None = None
+        self._reducing: list[Reduction] = []
+        self._places: list[_Place] = []
 
     @classmethod
     @torch.no_grad()
@@ -66,55 +109,168 @@ class Unit:
         device: torch.device,
         compute: torch.dtype,
         reduce: torch.dtype,
-        group: dist.ProcessGroup | None = None,
-        borrow: Mapping[str, tuple[Unit, str]] | None = None,
+        sharing: Sharing = ALONE,
+        reductions: Reductions | None = None,
+        borrow: Mapping[str, Borrowed] | None = None,
+        sum_over: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> Unit:
-        """Make a unit of `module`'s parameters (still on the meta device); they become views of its flat buffer.
+        """Make a unit of `module`'s parameters (their shapes: they may be on the meta device), gathered and zero.
 
-        `pieces` says what each is. Those in `borrow` are another unit's, by that unit and its name for them.
+        They become views of its flat buffer. `pieces` says what each is. Those in `borrow` are another unit's. Fill them,
+        then call `scatter`.
         """
-        borrowed = dict(borrow or {})
+        borrowed, also = dict(borrow or {}), dict(sum_over or {})
         mine = {n: p for n, p in module.named_parameters() if n not in borrowed}
-        layout = lay_out({n: tuple(p.shape) for n, p in mine.items()})
+        groups = list(dict.fromkeys(also.values()))
+        order = sorted(
+            mine, key=lambda n: 1 + groups.index(also[n]) if n in also else 0
+        )  # copies over more ranks: last
+        layout = lay_out({n: tuple(mine[n].shape) for n in order}, sharing.shards)
         full = torch.zeros(layout.total, dtype=compute, device=device)
-        params = {}
-        for slot in layout.slots:
-            params[slot.name] = nn.Parameter(full[slot.start : slot.stop].view(slot.shape))
-            _place(module, slot.name, params[slot.name])
-        for theirs, (owner, ours) in borrowed.items():
-            _place(module, theirs, owner.params[ours])
-        return cls(name, layout, {n: pieces[n] for n in params}, full, params, borrowed, reduce, group)
+        alias = full.data  # [Note: parameters are views]
+        params = {
+            s.name: nn.Parameter(alias[s.start : s.stop].view(s.shape), mine[s.name].requires_grad)
+            for s in layout.slots
+        }
+        sums = [_span([s for s in layout.slots if also.get(s.name) is group], group) for group in groups]
+        unit = cls(
+            name,
+            layout,
+            {n: pieces[n] for n in params},
+            full,
+            params,
+            borrowed,
+            reduce,
+            sharing,
+            reductions,
+            sums,
+        )
+        for n, parameter in params.items():
+            unit._put(module, n, parameter, f"{name}.{n}")
+        for theirs, borrowing in borrowed.items():
+            unit._borrow(module, theirs, borrowing)
+        return unit
+
+    def _put(self, module: nn.Module, name: str, parameter: nn.Parameter, title: str) -> None:
+        """Lay a parameter of this unit's buffer into a module."""
+        owner, _, leaf = name.rpartition(".")
+        registry: dict[str, Any] = module.get_submodule(owner)._parameters
+        registry[leaf] = parameter
+        self._places.append(_Place(registry, leaf, parameter, _stand_in(parameter, title, self.name)))
+
+    def _borrow(self, module: nn.Module, name: str, borrowed: Borrowed) -> None:
+        lender, theirs, rows = borrowed
+        parameter = lender.params[theirs]
+        if rows is not None:
+            with lender._with_memory():  # torch makes no view of an empty storage
+                parameter = nn.Parameter(parameter.data[slice(*rows)], parameter.requires_grad)
+        self._rows[name] = parameter
+        lender._put(module, name, parameter, f"{self.name}.{name}")
+        lender._borrowers.append((self, name, borrowed))
+
+    @contextmanager
+    def _with_memory(self) -> Iterator[None]:
+        storage = self.full.untyped_storage()
+        size = storage.size()
+        storage.resize_(self.full.numel() * self.full.element_size())
+        yield
+        storage.resize_(size)
 
     # ---- parameters ----
 
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """The parameters were written: keep this rank's shard of them, and release them."""
+        if self.sharing.shards > 1:
+            self.shard.copy_(self.full[slice(*self.shard_range)])
+            self.release()
+
+    @property
+    def shard_range(self) -> tuple[int, int]:
+        """The elements of the flat buffer that this rank holds."""
+        return self.layout.shard_range(self.sharing.index)
+
     def gather(self) -> None:
-        """Start making the parameters usable."""
+        """Start making the parameters usable, and those that are borrowed."""
+        self._hold(self.name)
+        for lender, *_ in self.borrowed.values():
+            lender._hold(self.name)
 
     def need(self) -> None:
-        """Make the parameters usable by what the caller does next."""
+        """Make the parameters usable by what the caller does next; they must be gathered."""
+        self._arrive()
+        for lender, *_ in self.borrowed.values():
+            lender._arrive()
 
     def release(self) -> None:
         """The parameters are not needed for now."""
+        self._let_go(self.name)
+        for lender, *_ in self.borrowed.values():
+            lender._let_go(self.name)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the parameters are here, or on their way."""
+        return self.sharing.shards == 1 or bool(self._holders)
+
+    def _hold(self, who: str) -> None:
+        there = bool(self._holders)
+        self._holders.add(who)
+        if self.sharing.shards == 1 or there or not self.layout.total:
+            return
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        assert self.sharing.gathers is not None
+        self._gathering = all_gather(self.full, self.shard, self.sharing.gathers, f"the parameters of {self.name}")
+
+    def _arrive(self) -> None:
+        assert self.gathered, f"{self.name} is used and was not gathered"
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            for place in self._places:
+                place.registry[place.leaf] = place.parameter
+
+    def _let_go(self, who: str) -> None:
+        self._holders.discard(who)
+        if self.sharing.shards == 1 or self._holders:
+            return
+        self._arrive_quietly()
+        for place in self._places:
+            place.registry[place.leaf] = place.stand_in
+        self.full.untyped_storage().resize_(0)
+
+    def _arrive_quietly(self) -> None:
+        """Nobody used what was gathered: it still must not be written to after its memory is gone."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
     def parameters(self) -> list[nn.Parameter]:
         """What the unit's module computes with: its own parameters, then the borrowed ones."""
-        return [*self.params.values(), *(owner.params[ours] for owner, ours in self.borrowed.values())]
+        return [*self.params.values(), *self._rows.values()]
 
     # ---- gradients ----
 
+    @torch.no_grad()
     def main_grad(self, name: str) -> Tensor:
         """The accumulator of one parameter, of the reduce dtype and the parameter's shape."""
+        if name in self._rows:
+            if name not in self._grads:
+                self._grads[name] = torch.zeros_like(self._rows[name], dtype=self.reduce_dtype)
+        else:
+            self._whole_grad()
+        return self._grads[name]
+
+    def _whole_grad(self) -> Tensor:
         if self.grad is None:
             self.grad = torch.zeros(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
-            self._grads = {s.name: self.grad[s.start : s.stop].view(s.shape) for s in self.layout.slots}
-            for theirs, (owner, ours) in self.borrowed.items():
-                self._grads[theirs] = torch.zeros_like(owner.params[ours], dtype=self.reduce_dtype)
-        return self._grads[name]
+            self._grads |= {s.name: self.grad[s.start : s.stop].view(s.shape) for s in self.layout.slots}
+        return self.grad
 
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""
-        for name, grad in zip([*self.params, *self.borrowed], grads, strict=True):
+        for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
                 self.main_grad(name).add_(grad)
 
@@ -127,29 +283,93 @@ class Unit:
         self.main_grad(name).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
 
     @torch.no_grad()
+    def add_grad(self, name: str, grad: Tensor) -> None:
+        """Add a gradient that was computed by itself."""
+        self.main_grad(name).add_(grad)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Take over the gradients of those that borrow from this unit: [Note: tied weights]."""
+        for borrower, theirs, (_, ours, rows) in self._borrowers:
+            grad = borrower._grads.pop(theirs, None)
+            if grad is not None:
+                target = self.main_grad(ours)
+                (target if rows is None else target[slice(*rows)]).add_(grad)
+
+    @torch.no_grad()
     def reduce(self) -> None:
-        """Start summing the gradient over the replica group. A unit without a gradient takes part with zeros."""
-        assert self._work is None, f"{self.name} is being reduced"
-        first = self.layout.slots[0].name
-        self.main_grad(first)
-        assert self.grad is not None
-        for borrower, theirs, ours in self._borrowers:
-            self.main_grad(ours).add_(borrower.main_grad(theirs))
-        if self.group is not None and self.group.size() > 1:
-            self._work = all_reduce(self.grad, self.group, f"the sum of {self.name}'s gradients")
+        """Start summing what has accumulated over the replica group. A unit without a gradient takes part with zeros."""
+        self.collect()
+        if not self.layout.total:
+            return
+        grad, self.grad = self._whole_grad(), None
+        self._grads = {n: g for n, g in self._grads.items() if n in self._rows}
+        what = f"the sum of {self.name}'s gradients"
+        for start, stop, group in self.sums:
+            all_reduce(grad[start:stop], group, f"{what} over their copies").wait()
+        self._reducing.append(self.reductions.start(grad, self.sharing, what, self._reduced))
+
+    @torch.no_grad()
+    def _reduced(self, part: Tensor) -> None:
+        self.shard_grad = part if self.shard_grad is None else self.shard_grad.add_(part)
 
     def finish(self) -> None:
-        """Wait for the reduction: `grad` is final."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait for the reductions: `shard_grad` is final."""
+        for reduction in self._reducing:
+            reduction.complete()
+        self._reducing = []
+
+    def reduced_grad(self, name: str) -> Tensor:
+        """The final gradient of one parameter, of its shape; where the unit is in one shard."""
+        assert self.sharing.shards == 1, f"{self.name} is sharded"
+        assert self.shard_grad is not None, f"{self.name} was not reduced"
+        slot = next(s for s in self.layout.slots if s.name == name)
+        return self.shard_grad[slot.start : slot.stop].view(slot.shape)
 
     def zero_grad(self) -> None:
         """Forget the gradients and free their memory."""
-        assert self._work is None, f"{self.name} is being reduced"
-        self.grad, self._grads = None, {}
+        assert not self._reducing, f"{self.name} is being reduced"
+        self.grad, self.shard_grad, self._grads = None, None, {}
+
+    # ---- what a shard holds ----
+
+    def slots(self) -> list[tuple[Slot, int, int]]:
+        """The slots of which this rank's shard holds a part, each with the part's place in the shard."""
+        low, high = self.shard_range
+        cut = [(s, max(s.start, low) - low, min(s.stop, high) - low) for s in self.layout.slots]
+        return [(s, start, stop) for s, start, stop in cut if start < stop]
 
 
-def _place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    module.get_submodule(owner)._parameters[leaf] = parameter
+def _span(slots: Sequence[Slot], group: dist.ProcessGroup) -> tuple[int, int, dist.ProcessGroup]:
+    return slots[0].start, slots[-1].stop, group
+
+
+# ---- what lies in a module in place of a released parameter ----
+
+
+class _Released(Tensor):
+    """Has a parameter's shape and type and no values; using it is an error that names it."""
+
+    title: str
+    unit: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found = next((a for a in [*args, *(kwargs or {}).values()] if isinstance(a, cls)), None)
+        name, unit = (found.title, found.unit) if found is not None else ("a parameter", "its unit")
+        raise ReleasedError(
+            f"{name} was used while it is released: it has no memory now. GATHER {unit} comes before its use"
+        )
+
+
+_HARMLESS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "requires_grad_")
+
+
+def _stand_in(parameter: nn.Parameter, title: str, unit: str) -> Tensor:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    made = torch.Tensor._make_subclass(_Released, empty, parameter.requires_grad)
+    made.title, made.unit = title, unit
+    return made

@@ -65,13 +65,21 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 @dataclass(frozen=True)
 class Holding:
-    """A flat buffer of this rank: elements [start, start + len) of a unit's layout, under a prefix of names."""
+    """A flat buffer of this rank: elements [start, start + len) of a unit's layout, under a prefix of names.
+
+    `place`: the rank's coordinates and the degrees by which copies of its pieces are told apart; None: there are none.
+    """
 
     prefix: str
     flat: Tensor
     start: int
     layout: Layout
     pieces: Mapping[str, tuple[Piece, ...]]
+    place: tuple[Mapping[str, int], Mapping[str, int]] | None = None
+
+    def writes(self, piece: Piece) -> bool:
+        """Whether this rank is the one of a piece's holders that saves it."""
+        return self.place is None or piece.written_at(*self.place)
 
 
 def holding_of(name: str, tensor: Tensor) -> Holding:
@@ -95,14 +103,15 @@ class _Chunks:
         return [ChunkStorageMetadata(offset, view.shape) for offset, view in self.views.items()]
 
 
-def _chunks(holdings: Iterable[Holding], keep: Callable[[Piece], bool]) -> dict[str, _Chunks]:
+def _chunks(holdings: Iterable[Holding], *, written: bool = False) -> dict[str, _Chunks]:
+    """What the holdings hold, or what of it this rank writes."""
     out: dict[str, _Chunks] = {}
     for h in holdings:
         stop = h.start + h.flat.numel()
         for slot in h.layout.slots:
             low, high = max(h.start, slot.start), min(stop, slot.stop)
             for part in parts_of_range(slot.shape, h.pieces[slot.name], low - slot.start, high - slot.start):
-                if keep(part.piece):
+                if not written or h.writes(part.piece):
                     at = slot.start + part.start - h.start
                     name = h.prefix + part.piece.name
                     chunks = out.setdefault(name, _Chunks(part.piece.global_shape, h.flat.dtype))
@@ -309,7 +318,7 @@ def load(
             raise CheckpointError(f"{'; '.join(problems)}. Delete {directory} to resume from the checkpoint before it")
     try:
         dcp.load(
-            _chunks(holdings, keep=lambda piece: True),
+            _chunks(holdings),
             storage_reader=_Reader(directory),
             planner=_LoadPlanner(),
             process_group=group,
@@ -341,7 +350,7 @@ def _root_cause(error: dcp.CheckpointException) -> str:
 class Checkpointer:
     """Saves a rank's holdings every so often; ranks of `group` (a gloo group of its own) call every method together.
 
-    Of pieces that several ranks hold, `mine` says which this rank writes: exactly one of them does.
+    Of the holders of a piece one writes it (`Holding.writes`).
     """
 
     def __init__(
@@ -351,10 +360,8 @@ class Checkpointer:
         keep: int = 2,
         background: bool = False,
         group: dist.ProcessGroup | None = None,
-        mine: Callable[[Piece], bool] = lambda piece: True,
     ):
         self.directory, self.keep, self.background, self.group = directory, keep, background, group
-        self.mine = mine
         self.rank = dist.get_rank(group) if group is not None else 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -364,7 +371,7 @@ class Checkpointer:
         """Save as step-<step>; `finished` tells when it is complete."""
         self.wait()
         path = self.directory / f"step-{step:06d}"
-        owned = _chunks(holdings, keep=self.mine)
+        owned = _chunks(holdings, written=True)
         if not self.background:
             self._write(path, owned, state)
             return

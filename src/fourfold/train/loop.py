@@ -78,6 +78,7 @@ class Loop:
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
+        self.counts_loss = mesh.coordinates["col"] == 0  # the ranks of a column have the same
         self.saved_step = -1
         self._clock = time.perf_counter()
 
@@ -111,6 +112,8 @@ class Loop:
         if done == steps:
             self.save(done)
         self.checkpointer.wait()
+        for tie in self.ties:
+            tie.flush()
         self._tell_saved()
         self._call(lambda c: c.on_end(self.info, done))
         if self.trace is not None:
@@ -128,7 +131,7 @@ class Loop:
         for unit in self.units:
             unit.finish()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for m in sorted(losses):
+        for m in sorted(losses) if self.counts_loss else ():
             loss_sum += losses[m]
         if self.trace is not None:
             self.trace.hold(index + 1, self.runner.spans)
@@ -169,10 +172,22 @@ class Loop:
         """Sum of squares of the gradients this rank owns; over all ranks, every element counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for unit in self.units:
-            assert unit.grad is not None
-            if all(p.owned_at(self.mesh.coordinates) for pieces in unit.pieces.values() for p in pieces):
-                total += torch.linalg.vector_norm(unit.grad, dtype=torch.float64).square()
+            for start, stop in self._owned(unit):
+                assert unit.shard_grad is not None
+                total += torch.linalg.vector_norm(unit.shard_grad[start:stop], dtype=torch.float64).square()
         return total
+
+    def _owned(self, unit: Unit) -> list[tuple[int, int]]:
+        """The parts of a unit's shard that this rank owns; neighbouring parameters as one (padding between them is zero)."""
+        here, _ = unit.sharing.place(self.mesh.coordinates, self.mesh.degrees)
+        spans: list[tuple[int, int]] = []
+        joined = False
+        for slot, start, stop in unit.slots():
+            owned = all(piece.owned_at(here) for piece in unit.pieces[slot.name])
+            if owned:
+                spans = [*spans[:-1], (spans[-1][0], stop)] if joined else [*spans, (start, stop)]
+            joined = owned
+        return spans
 
     def _gather(self, *values: Tensor | float) -> Tensor:
         """[ranks, len(values)]: every rank's values on every rank, so that all decide alike."""
@@ -219,7 +234,7 @@ class Loop:
         for index in range(self.config.train.eval_batches):
             batches = list(self._micro_batches(self.eval_samples, index))
             for loss in self.runner.evaluate(_Feed(batches, total[1])).values():
-                total[0] += loss
+                total[0] += loss if self.counts_loss else 0.0
             if self.counts_targets:
                 total[1] += sum((targets != IGNORE).sum() for _, targets in batches)
         if self.world is not None:
@@ -252,11 +267,12 @@ class Loop:
 
     def holdings(self) -> list[Holding]:
         """What this rank has to put into a checkpoint, or to fill from one."""
-        return [
-            Holding(prefix, flat, 0, unit.layout, unit.pieces)
-            for unit in self.units
-            for prefix, flat in self.optimizer.flats(unit).items()
-        ]
+        holdings = []
+        for unit in self.units:
+            place = unit.sharing.place(self.mesh.coordinates, self.mesh.degrees)
+            for prefix, flat in self.optimizer.flats(unit).items():
+                holdings.append(Holding(prefix, flat, unit.shard_range[0], unit.layout, unit.pieces, place))
+        return holdings
 
     def _pause_at(self, done: int) -> bool:
         return self._every(self.config.train.eval_every, done) or self._every(self.config.checkpoint.every, done)

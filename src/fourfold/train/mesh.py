@@ -55,6 +55,18 @@ class RankMesh:
             return None
         return dist.new_group(members, timeout=self._timeout, backend=backend, use_local_synchronization=True)
 
+    def divided(self, size: int, *axes: str) -> tuple[list[int], list[int]]:
+        """`members(*axes)` in runs of `size`: those in this rank's run, and those at its place in every run."""
+        line, at = self.members(*axes), self.index(*axes)
+        first = at // size * size
+        return line[first : first + size], line[at % size :: size]
+
+    def group_of(self, members: list[int]) -> dist.ProcessGroup | None:
+        """A new process group of these ranks, this one among them; None when that is this rank alone."""
+        if len(members) == 1:
+            return None
+        return dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+
     def pair(self, axis: str, first: int, second: int) -> dist.ProcessGroup | None:
         """A new group of the two ranks at these coordinates of an axis; None on other ranks, which must ask for it too."""
         line, mine = self.members(axis), self.coordinates[axis] in (first, second)

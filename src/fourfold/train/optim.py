@@ -1,6 +1,6 @@
 """AdamW over units: torch's fused kernel on slices of flat buffers.
 
-Per unit, all of the length of the unit's buffer:
+Per unit, all of the length of the unit's shard (its whole buffer, where it is not sharded):
 
     master       what is updated: the weights themselves (fp32, fp64), or an fp32 copy of bf16 weights
     exp_avg, exp_avg_sq     the moments, of the master's type
@@ -35,20 +35,20 @@ class AdamW:
         matrices: list[Tensor] = []
         vectors: list[Tensor] = []
         state = {}
-        self._slots: list[tuple[Tensor, Unit, int, int]] = []
+        self._slots: list[tuple[Tensor, Unit, int, int]] = []  # start and stop in the shard
         for u in self.units:
-            wide = u.full.dtype in (torch.float32, torch.float64)
-            master = u.full.detach() if wide else u.full.detach().float()
+            wide = u.shard.dtype in (torch.float32, torch.float64)
+            master = u.shard.detach() if wide else u.shard.detach().float()
             first, second = torch.zeros_like(master), torch.zeros_like(master)
             self.master[u.name], self.exp_avg[u.name], self.exp_avg_sq[u.name] = master, first, second
-            for s in u.layout.slots:
-                p = master[s.start : s.stop]
-                (matrices if len(s.shape) > 1 else vectors).append(p)
+            for slot, start, stop in u.slots():
+                p = master[start:stop]
+                (matrices if len(slot.shape) > 1 else vectors).append(p)
                 steps = torch.zeros((), dtype=torch.float32, device=master.device)
-                state[p] = {"step": steps, "exp_avg": first[s.start : s.stop], "exp_avg_sq": second[s.start : s.stop]}
-                self._slots.append((p, u, s.start, s.stop))
+                state[p] = {"step": steps, "exp_avg": first[start:stop], "exp_avg_sq": second[start:stop]}
+                self._slots.append((p, u, start, stop))
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [g for g in groups if g["params"]]
+        groups = [g for g in groups if g["params"]] or [{"params": [torch.zeros(0)]}]  # only padding here
         self._torch = torch.optim.AdamW(
             groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
         )
@@ -60,12 +60,11 @@ class AdamW:
         for group in self._torch.param_groups:
             group["lr"] = lr
         for u in self.units:
-            assert u.grad is not None, f"{u.name} has no gradient"
-            if self.config.clip:
-                u.grad.mul_((self.config.clip / (norm + 1e-6)).clamp(max=1.0).to(u.grad.dtype))
+            if self.config.clip and u.shard_grad is not None:
+                u.shard_grad.mul_((self.config.clip / (norm + 1e-6)).clamp(max=1.0).to(u.shard_grad.dtype))
         for p, u, start, stop in self._slots:
-            assert u.grad is not None
-            p.grad = u.grad[start:stop].to(p.dtype)
+            assert u.shard_grad is not None, f"{u.name} has no gradient"
+            p.grad = u.shard_grad[start:stop].to(p.dtype)
         self._torch.found_inf = skip  # type: ignore[attr-defined]  # read by the fused kernel
         self._torch.step()
         for p, *_ in self._slots:
@@ -77,8 +76,8 @@ class AdamW:
     def publish(self, unit: Unit) -> None:
         """Give a unit the weights of its master."""
         master = self.master[unit.name]
-        if master.data_ptr() != unit.full.data_ptr():
-            unit.full.copy_(round_half_up(master))
+        if master.data_ptr() != unit.shard.data_ptr():
+            unit.shard.copy_(round_half_up(master))
 
     def flats(self, unit: Unit) -> dict[str, Tensor]:
         """What a checkpoint holds of a unit, by the prefix of its names; all laid out as the unit is."""
@@ -90,8 +89,8 @@ class AdamW:
 
     @property
     def updates(self) -> int:
-        """Steps that changed the weights (skipped ones are not among them)."""
-        return int(self._torch.state[self._slots[0][0]]["step"].item())
+        """Steps that changed the weights (skipped ones are not among them); 0 on a rank that holds nothing but padding."""
+        return int(self._torch.state[self._slots[0][0]]["step"].item()) if self._slots else 0
 
     @updates.setter
     def updates(self, count: int) -> None:

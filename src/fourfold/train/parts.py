@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from fourfold.config import Config
 from fourfold.model.build import fill_initial
 from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
-from fourfold.piece import whole
 from fourfold.plan import Plan
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor, Verbs
@@ -26,26 +23,58 @@ from fourfold.runtime.runner import Runner
 from fourfold.runtime.stage import Link, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
+from fourfold.shard.sharing import Reductions, Sharing
+from fourfold.shard.split import Slice, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
-from fourfold.shard.unit import Unit
+from fourfold.shard.unit import Borrowed, Unit
+from fourfold.tensor.grid import Axis, Grid
+from fourfold.tensor.linear import Setting
+from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
 
-__all__ = ["Held", "make_runner", "make_stages", "make_transport", "make_units"]
+__all__ = ["Held", "make_grid", "make_runner", "make_stages", "make_transport", "make_units", "put_on_grid"]
 
 
 @dataclass
 class Held:
-    """The units of a rank: by name; as the program's verbs; and its end of a weight tied across ranks."""
+    """The units of a rank: by name; what each is made of; as the program's verbs; its end of a weight tied across ranks."""
 
     units: dict[str, Unit] = field(default_factory=dict)
+    slices: dict[str, Slice] = field(default_factory=dict)
     verbs: dict[str, Verbs] = field(default_factory=dict)
     ties: list[TiedOwner | TiedCopy] = field(default_factory=list)
+
+
+def make_grid(mesh: RankMesh) -> Grid:
+    """This rank's lines of the tensor grid."""
+    row, col = (Axis(axis, mesh.size(axis), mesh.coordinates[axis], mesh.group(axis)) for axis in ("row", "col"))
+    return Grid(row, col, tuple(axis for axis in ("data", "depth") if mesh.size(axis) > 1))
+
+
+def put_on_grid(
+    model: Transformer, grid: Grid, config: Config, plan: Plan, compute: torch.dtype, reduce: torch.dtype
+) -> None:
+    """Swap the model's layers for those of the grid, where it is more than one rank."""
+    if grid.row.size * grid.col.size == 1:
+        return
+    setting = Setting(
+        grid,
+        seq_len=config.model.seq_len,
+        tokens=plan.micro_batch_size(config.train.global_batch) * config.model.seq_len,
+        flow=plan.tensor.flow,
+        residual=plan.tensor.residual,
+        compute_bytes=compute.itemsize,
+        reduce_bytes=reduce.itemsize,
+    )
+    parallelize(model, setting)
+    model.tie()
 
 
 def make_units(
     config: Config,
     plan: Plan,
     mesh: RankMesh,
+    grid: Grid,
     layout: PipelineLayout,
     model: Transformer,
     *,
@@ -58,69 +87,116 @@ def make_units(
     A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
     holds a copy (shard/tied.py).
     """
-    replicas = mesh.group("data", "depth")
-    copies = tuple(axis for axis, degree in plan.mesh.degrees.items() if degree > 1 and axis != "pipe")
+    sharings = {shards: _sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
+    reductions = Reductions()
+    row, plane = grid.row.group, mesh.group("row", "col")
 
-    def make(name: str, module: nn.Module, borrow: dict[str, tuple[Unit, str]] | None = None) -> Unit:
-        found = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        pieces = {n: (whole(f"{name}.{n}", shape, copies),) for n, shape in found.items()}
+    def make(name: str, of: str, part: Slice, borrow: dict[str, Borrowed] | None = None) -> Unit:
+        copied = {n: held[0].copies_over for n, held in part.pieces.items() if held}
+        sums = {n: plane if "col" in over else row for n, over in copied.items() if {"row", "col"} & {*over}}
         unit = Unit.of(
-            name, module, pieces=pieces, borrow=borrow, device=device, compute=compute, reduce=reduce, group=replicas
+            name,
+            part.module,
+            pieces=part.pieces,
+            borrow=borrow,
+            device=device,
+            compute=compute,
+            reduce=reduce,
+            sharing=sharings[layout.choices[of].shards],
+            reductions=reductions,
+            sum_over={n: group for n, group in sums.items() if group is not None},
         )
         for n, parameter in unit.params.items():
             for piece in unit.pieces[n]:
                 fill_initial(parameter, piece, config.model, config.train.seed)
+        unit.scatter()
         return unit
 
     held, place, here = Held(), layout.rank_of, mesh.coordinates["pipe"]
-    apart = bool(tied_parameters(config.model)) and place["embed"] != place["head"]
-    pair = mesh.pair("pipe", place["embed"], place["head"]) if apart else None
-    for name, module in model.units().items():
-        if place[name] != here:
+    first, last = layout.choices["embed"].names[0], layout.choices["head"].names[0]
+    tied = bool(tied_parameters(config.model))
+    apart = tied and place[first] != place[last]
+    pair = mesh.pair("pipe", place[first], place[last]) if apart else None
+    for of, module in model.units().items():
+        names = layout.choices[of].names
+        if place[names[0]] != here:
             continue
-        borrow = {}
-        if name == "head" and tied_parameters(config.model):
-            lender = (
-                (make("embed.tokens", model.embed.tokens), "weight")
-                if apart
-                else (held.units["embed"], "tokens.weight")
-            )
-            borrow = {"proj.weight": lender}
-        unit = held.units[name] = make(name, module, borrow)
-        held.verbs[name] = unit
-        if pair is not None and name in ("embed", "head"):
-            tie: TiedOwner | TiedCopy
-            if name == "embed":
-                tie = TiedOwner(unit, pair, 1, "tokens.weight")
-            else:
-                tie = TiedCopy(unit, borrow["proj.weight"][0], pair, 0, "weight")
-            held.verbs[name] = tie
-            held.ties.append(tie)
+        lender = None
+        if of == "head" and tied:
+            whole_embed = _sliced("embed", model.embed, 1, grid)[0]
+            lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
+        for name, part in zip(names, _sliced(of, module, len(names), grid), strict=True):
+            rows = part.tied_rows.get("proj.weight")
+            borrow = {"proj.weight": Borrowed(lender, "tokens.weight", rows)} if lender is not None else None
+            held.units[name] = held.verbs[name] = make(name, of, part, borrow)
+            held.slices[name] = part
+        if pair is not None and of == "embed":
+            held.ties.append(TiedOwner(held.units[first], pair, 1, "tokens.weight"))
+            held.verbs[first] = held.ties[-1]
+        elif pair is not None and lender is not None:
+            held.ties.append(TiedCopy(held.units[last], lender, pair, 0, "tokens.weight"))
+            held.verbs[last] = held.ties[-1]
     return held
 
 
-def make_stages(
-    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, model: Transformer, units: dict[str, Unit]
-) -> dict[int, Stage]:
+def _sliced(name: str, module: nn.Module, count: int, grid: Grid) -> list[Slice]:
+    """A unit's module in slices, or in one that is the module itself."""
+    if count > 1:
+        return slices_of(name, module, count, grid.copies("row", "col"))
+    return [Slice(module, pieces_of(module, name, grid))]
+
+
+def _sharing(mesh: RankMesh, shards: int) -> Sharing:
+    """The replica group cut into runs of `shards` ranks, with new process groups; all ranks call it alike."""
+    run, across = mesh.divided(shards, "data", "depth")
+    at = mesh.index("data", "depth")
+    return Sharing(
+        shards,
+        at % shards,
+        len(across),
+        at // shards,
+        mesh.group_of(run),
+        mesh.group_of(run),
+        mesh.group_of(across),
+    )
+
+
+def make_stages(config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: Held) -> dict[int, Stage]:
     """This rank's stages by number, each a chain of its units' modules."""
-    modules = model.units()
-    before = [0, *accumulate(len(names) for names in layout.units)]
+    recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
+    number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
     stages = {}
     for number, names in enumerate(layout.units):
         if layout.schedule.placement[number] == mesh.coordinates["pipe"]:
-            recompute: Any = {name: plan.rule_for(name).recompute for name in names}
-            links = [Link(n, units[n], modules[n], recompute[n], plan.precision.compile) for n in names]
-            reseed = _reseeder(config, mesh, before[number]) if config.model.dropout else None
+            links = []
+            for name in names:
+                part = held.slices[name]
+                links.append(
+                    Link(
+                        name,
+                        held.units[name],
+                        part.module,
+                        recompute[name],
+                        plan.precision.compile,
+                        part.adds,
+                        part.takes_extra,
+                    )
+                )
+            reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
             stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed)
     return stages
 
 
-def _reseeder(config: Config, mesh: RankMesh, first: int) -> Callable[[int, int, int], None]:
-    """Seed torch by (seed, step, micro-batch, unit, place in the batch) before a unit draws random numbers."""
-    part = mesh.index("data", "depth", "row")
+def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[int, int, int], None]:
+    """Seed torch by (seed, step, micro-batch, unit, rank but for pipe) before a unit draws random numbers.
+
+    `numbers` are those of the links' units in the model; slices of a unit share its number. Ranks of a column hold other
+    tokens or features of one batch: every rank has a stream of its own.
+    """
+    part = mesh.index("data", "depth", "row", "col")
 
     def reseed(step: int, micro_batch: int, link: int) -> None:
-        key = f"{config.train.seed}:{step}:{micro_batch}:{first + link}:{part}"
+        key = f"{config.train.seed}:{step}:{micro_batch}:{numbers[link]}:{part}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
 
     return reseed
@@ -156,4 +232,6 @@ def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: Pipeline
         place = layout.schedule.placement
         mine = {u: tuple(s for s in at if place[s] == here) for u, at in layout.programs.stages_with.items()}
         freedom = drive(program, mine, plan.pipeline.slack)
-    return Runner(executor, program, evaluation, drive=freedom)
+    # ranks of a plane meet inside their ops
+    together = mesh.group("row", "col") if freedom is not None else None
+    return Runner(executor, program, evaluation, drive=freedom, together=together)

@@ -1,8 +1,8 @@
 """Where the parts meet: one rank, assembled from a config and a plan. Reads like a recipe.
 
-Build the model without storage; make the units of this rank's stages, each with its parameters in one flat buffer and their
-initial values; chain them into stages; give the stages, their messages and the rank's program to an executor; give the units
-an optimizer; open the data; resume if there is something to resume; run the loop.
+Build the model without storage; put it on the tensor grid; make the units of this rank's stages, each with its parameters in one
+flat buffer and their initial values; chain them into stages; give the stages, their messages and the rank's program to an
+executor; give the units an optimizer; open the data; resume if there is something to resume; run the loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
 from fourfold.train.optim import AdamW
-from fourfold.train.parts import make_runner, make_stages, make_transport, make_units
+from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
 from fourfold.train.rundir import RunDir
 from fourfold.train.trace import TraceFile, device_mark
 from fourfold.view.console import Progress
@@ -174,13 +174,15 @@ def assemble(
 
     layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
     model = build_model(config.model)
+    grid = make_grid(mesh)
+    put_on_grid(model, grid, config, plan, compute, reduce)
     model.to(compute)
-    held = make_units(config, plan, mesh, layout, model, device=device, compute=compute, reduce=reduce)
+    held = make_units(config, plan, mesh, grid, layout, model, device=device, compute=compute, reduce=reduce)
     materialize_buffers(model, device, compute)
     executor = Executor(
         layout.schedule.placement,
         mesh.coordinates["pipe"],
-        make_stages(config, plan, mesh, layout, model, held.units),
+        make_stages(config, plan, mesh, layout, held),
         held.verbs,
         make_transport(mesh, layout, device, timeout),
         watch=guard.instruction,
@@ -198,7 +200,6 @@ def assemble(
         keep=config.checkpoint.keep,
         background=config.checkpoint.mode == "async",
         group=saving,
-        mine=lambda piece: piece.written_at(mesh.coordinates, mesh.degrees),
     )
     loop = Loop(
         info,

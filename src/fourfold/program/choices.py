@@ -1,0 +1,64 @@
+"""What a plan's rules come to for each unit of a model: its mode, in how many shards and slices, what is computed again.
+
+- A mode on a replica group of one, or `within = 1`, shards nothing: it is `replicate`.
+- A tied head's matrix is the embedding's, so the head follows the embedding's mode, `within` and `reduce`.
+- `split` cuts the MLP along its hidden size and the head along the vocabulary, into *slices* that are units of their own,
+  named `blocks.3.mlp/0`, `blocks.3.mlp/1`, …; other units stay whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.config import ModelConfig
+from fourfold.errors import PlanError
+from fourfold.model.spec import unit_names
+from fourfold.plan import Plan
+
+__all__ = ["UnitChoice", "unit_choices"]
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """How one unit of the model is run."""
+
+    names: tuple[str, ...]
+    """The units it becomes: itself, or its slices in order."""
+    mode: Literal["replicate", "zero2", "zero3", "keep"]
+    reduce: Literal["step", "micro-batch"]
+    shards: int
+    recompute: Literal["none", "selective", "full"]
+    """Slices are computed again one by one."""
+
+
+def unit_choices(model: ModelConfig, plan: Plan) -> dict[str, UnitChoice]:
+    """The choice for every unit of the model, by name, in forward order."""
+    replicas = plan.mesh.data * plan.mesh.depth
+    out = {}
+    for name in unit_names(model):
+        rule = plan.rule_for(name)
+        sharing = plan.rule_for("embed") if name == "head" and model.tie else rule
+        shards = 1 if sharing.mode == "replicate" else sharing.within or replicas
+        slices = _slices(name, rule.split, model)
+        out[name] = UnitChoice(
+            names=(name,) if slices == 1 else tuple(f"{name}/{i}" for i in range(slices)),
+            mode=sharing.mode if shards > 1 else "replicate",
+            reduce=sharing.reduce if replicas > 1 else "step",
+            shards=shards,
+            recompute="full" if rule.recompute == "per-slice" else rule.recompute,
+        )
+    return out
+
+
+def _slices(name: str, split: int, model: ModelConfig) -> int:
+    """Into how many slices a unit is cut."""
+    what, width = ("hidden features", model.ffn) if name.endswith(".mlp") else ("words", model.vocab)
+    if name != "head" and not name.endswith(".mlp"):
+        return 1
+    assert width is not None
+    if split > width:
+        raise PlanError(
+            f"unit '{name}': split = {split} is wider than the layer, which has {width} {what}; use at most {width}"
+        )
+    return split

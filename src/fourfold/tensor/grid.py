@@ -1,0 +1,68 @@
+"""The grid: the depth × row × col part of the mesh, as one rank sees it.
+
+    depth   planes: copies of every matrix, other tokens. Their gradients meet in the units' reductions, never in a layer
+    row     splits tokens (whole sequences) and every matrix
+    col     splits features and heads inside a layer, and every matrix
+
+An `Axis` is the line of ranks through this one along an axis, with the collectives that layers use; on a line of one rank they
+are the identity and call nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold import collectives
+
+__all__ = ["Axis", "Grid"]
+
+
+class Axis:
+    """`size` ranks, of which this is number `index`. Tensors are cut and joined along their first dim, in rank order."""
+
+    def __init__(self, name: str, size: int = 1, index: int = 0, group: dist.ProcessGroup | None = None):
+        self.name, self.size, self.index, self.group = name, size, index, group
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, one after another."""
+        return x if self.group is None else collectives.gathered(x, self.group, f"a gather over {self.name}")
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum of all x."""
+        return x if self.group is None else collectives.scattered(x, self.group, f"a scatter over {self.name}")
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x if self.group is None else collectives.summed(x, self.group, f"a sum over {self.name}")
+
+    def max(self, x: Tensor) -> Tensor:
+        return x if self.group is None else collectives.summed(x, self.group, f"a maximum over {self.name}", "max")
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Part r of x goes to rank r."""
+        return x if self.group is None else collectives.exchanged(x, self.group, f"an exchange over {self.name}")
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """x of rank `source`."""
+        return (
+            x if self.group is None else collectives.broadcasted(x, source, self.group, f"a broadcast over {self.name}")
+        )
+
+    def reduce(self, x: Tensor, target: int) -> Tensor:
+        """The sum of all x, of use on rank `target` alone."""
+        return x if self.group is None else collectives.reduced(x, target, self.group, f"a reduction over {self.name}")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's lines, and the axes of degree > 1 beside them along which everything here is copied (`data`, `depth`)."""
+
+    row: Axis
+    col: Axis
+    replicas: tuple[str, ...] = ()
+
+    def copies(self, *axes: str) -> tuple[str, ...]:
+        """Axes along which a parameter that is not split over `axes` (of row, col) is copied."""
+        return (*self.replicas, *(a.name for a in (self.row, self.col) if a.name in axes and a.size > 1))

@@ -1,0 +1,256 @@
+"""What a model has beside linears, on the grid: embedding tables, norms, key heads that columns share, cross entropy.
+
+    table          W[V / (col · row), D]; a rank gathers its column's rows of W over row, looks up those of its tokens, and the
+                   columns' answers are summed into the residual stream. Received: (row - 1) |W| + (col - 1) m D, forward and
+                   backward. The same shares serve the output projection (flow `os`), so a tied weight is held once.
+    positions      copied: [P, D], or its block of features
+    norm           with features split, statistics over col: LayerNorm merges (mean, square sum) of all columns, which is stable,
+                   RMSNorm sums squares; fp32 or wider. With tokens split, the serial norm is right as it is
+    cross entropy  logits [n, V / col] stay where they are: a maximum and two sums per token over col
+
+n tokens on this row, m = n / col. Padding: rows of W that no token has; places of logits that count as -inf; features that
+no statistic counts and whose gradient is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fourfold.model.layers import IGNORE
+from fourfold.piece import Piece
+from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
+from fourfold.tensor.flows import join, scatter_sum
+from fourfold.tensor.grid import Axis, Grid
+from fourfold.tensor.linear import GridLinear, Setting, Side
+
+__all__ = ["GridCrossEntropy", "GridNorm", "GridPositions", "GridTable", "SharedKeys"]
+
+
+class GridTable(nn.Module):
+    """Rows of a table by token id, into the residual stream."""
+
+    def __init__(self, setting: Setting, rows: int, residual: Side):
+        super().__init__()
+        grid = setting.grid
+        self.setting, self.residual, self.rows = setting, residual, even(rows, grid.col.size)
+        held = round_up(self.rows.size, grid.row.size) // grid.row.size
+        blocks = residual.blocks
+        width = blocks.total if residual.tokens else blocks.parts * blocks.size
+        self.weight = nn.Parameter(torch.empty(held, width, device="meta"))
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        s = self.setting
+        ids = tokens_bt.flatten() - s.grid.col.index * self.rows.size
+        x = _Lookup.apply(ids, self.weight, s.grid, self.rows.size, self.residual, s.seq_len)
+        return x if self.residual.tokens else x.unflatten(0, (-1, s.seq_len))
+
+    def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
+        row, col = self.setting.grid.row, self.setting.grid.col
+        rows, _ = cut(self.rows.runs[col.index], self.rows.size, row.size, row.index)
+        width = self.residual.blocks.total
+        shape = self.rows.total, width
+        return {"weight": make_pieces(f"{prefix}.weight", shape, (rows, single(width)), self.setting.grid.copies())}
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, w: Tensor, grid: Grid, block: int, residual: Side, seq_len: int) -> Tensor:
+        mine = (ids >= 0) & (ids < block)
+        ctx.save_for_backward(torch.where(mine, ids, block))
+        ctx.grid, ctx.block, ctx.residual, ctx.seq_len, ctx.dtype = grid, block, residual, seq_len, w.dtype
+        found = F.embedding(torch.where(mine, ids, 0), grid.row.gather(w)[:block]) * mine[:, None]
+        return scatter_sum(found, grid.col, residual.tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (ids,) = ctx.saved_tensors
+        grid, block = ctx.grid, ctx.block
+        d = join(dy, grid.col, ctx.residual.tokens, ctx.seq_len)
+        wide = d.to(torch.promote_types(d.dtype, torch.float32))
+        # ids of other columns go to one more row, which is left out: as many rows as tables of all rows have in all
+        rows = round_up(block, grid.row.size)
+        dw = torch.ops.aten.embedding_dense_backward(wide, ids, max(rows, block + 1), block, False)
+        if rows > block:
+            dw[block:] = 0
+        return None, grid.row.scatter(dw[:rows]).to(ctx.dtype), None, None, None, None
+
+
+class GridPositions(nn.Module):
+    """Learned positions of the tokens that this rank holds, for the residual stream."""
+
+    def __init__(self, setting: Setting, rows: int, residual: Side):
+        super().__init__()
+        self.setting, self.residual, self.rows = setting, residual, rows
+        width = residual.blocks.total if residual.tokens else residual.blocks.size
+        self.weight = nn.Parameter(torch.empty(rows, width, device="meta"))
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        if not self.residual.tokens:
+            return self.weight[: self.setting.seq_len]
+        col = self.setting.grid.col
+        m = round_up(tokens_bt.numel(), col.size) // col.size
+        at = torch.arange(col.index * m, (col.index + 1) * m, device=tokens_bt.device) % self.setting.seq_len
+        return F.embedding(at, self.weight)
+
+    def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
+        grid, blocks = self.setting.grid, self.residual.blocks
+        tokens = self.residual.tokens
+        columns = single(blocks.total) if tokens else blocks.runs[grid.col.index]
+        copies = grid.copies("row", "col") if tokens else grid.copies("row")
+        return {
+            "weight": make_pieces(f"{prefix}.weight", (self.rows, blocks.total), (single(self.rows), columns), copies)
+        }
+
+
+class GridNorm(nn.Module):
+    """LayerNorm or RMSNorm over features that are split over col."""
+
+    def __init__(self, setting: Setting, blocks: Blocks, *, eps: float, centred: bool):
+        super().__init__()
+        self.setting, self.blocks, self.eps, self.centred = setting, blocks, eps, centred
+        self.weight = nn.Parameter(torch.empty(blocks.size, device="meta"))
+        self.bias = nn.Parameter(torch.empty(blocks.size, device="meta")) if centred else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        col = self.setting.grid.col
+        filled = tuple(self.blocks.filled(p) for p in range(col.size))
+        normal = _Normalize.apply(x, col, filled, self.eps, self.centred)
+        y = normal * self.weight
+        return y if self.bias is None else y + self.bias
+
+    def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
+        grid = self.setting.grid
+        runs = (self.blocks.runs[grid.col.index],)
+        shape, copies = (self.blocks.total,), grid.copies("row")
+        names = ["weight"] if self.bias is None else ["weight", "bias"]
+        return {n: make_pieces(f"{prefix}.{n}", shape, runs, copies) for n in names}
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / deviation over the features of all columns, of which column p has `filled[p]`; the rest stays 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, col: Axis, filled: tuple[int, ...], eps: float, centred: bool) -> Tensor:
+        wide, mine, total = x.to(torch.promote_types(x.dtype, torch.float32)), filled[col.index], sum(filled)
+        used = wide[..., :mine]
+        if centred:
+            mean = used.sum(-1, keepdim=True) / max(mine, 1)
+            squares = (used - mean).square().sum(-1, keepdim=True)
+            parts = col.gather(torch.stack((mean, squares))).unflatten(0, (col.size, 2))
+            counts = torch.tensor(filled, dtype=wide.dtype, device=x.device).view(-1, *(1,) * x.dim())
+            mean = (parts[:, 0] * counts).sum(0) / total
+            variance = (parts[:, 1] + counts * (parts[:, 0] - mean).square()).sum(0) / total
+            used = used - mean
+        else:
+            variance = col.sum(used.square().sum(-1, keepdim=True)) / total
+        scale = torch.rsqrt(variance + eps)
+        normal = F.pad(used * scale, (0, x.shape[-1] - mine))
+        ctx.save_for_backward(normal.to(x.dtype) if x.dtype == torch.float64 else normal, scale)
+        ctx.col, ctx.mine, ctx.total, ctx.centred = col, mine, total, centred
+        return normal.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        normal, scale = ctx.saved_tensors
+        g, mine = dy.to(normal.dtype)[..., : ctx.mine], ctx.mine
+        normal = normal[..., :mine]
+        sums = [(g * normal).sum(-1, keepdim=True)]
+        if ctx.centred:
+            sums.append(g.sum(-1, keepdim=True))
+        means = ctx.col.sum(torch.stack(sums)) / ctx.total
+        dx = (g - normal * means[0] - (means[1] if ctx.centred else 0)) * scale
+        return F.pad(dx, (0, dy.shape[-1] - mine)).to(dy.dtype), None, None, None, None
+
+
+class SharedKeys(GridLinear):
+    """The q, k and v projection with fewer key heads than columns: k and v are dealt evenly by features, and gathered.
+
+    A rank uses one key head, that of its query heads. Received, forward and backward: (col - 1) n · 2 |k| elements, where
+    |k| is a column's share of the key features.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        inputs: Side,
+        blocks: tuple[Blocks, Blocks, Blocks],
+        outputs: Side,
+        head: int | None,
+        head_dim: int,
+        *,
+        bias: bool,
+    ):
+        super().__init__(setting, inputs, outputs, bias=bias)
+        self.widths, self.head, self.head_dim = [b.size for b in blocks], head, head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = super().forward(x).split(self.widths, dim=-1)
+        col, at = self.setting.grid.col, (self.head or 0) * self.head_dim
+        whole = _Gather.apply(torch.cat((k, v), -1).flatten(0, 1), col).unflatten(0, q.shape[:2])
+        both = whole.unflatten(-1, (col.size, 2, -1)).transpose(-3, -2).flatten(-2)  # [B, T, 2, col · |k|]
+        mine = both[..., at : at + self.head_dim]
+        return torch.cat((q, mine[..., 0, :], mine[..., 1, :]), -1)
+
+
+class _Gather(torch.autograd.Function):
+    """Features of all columns [n, col · k] on each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, col: Axis) -> Tensor:
+        ctx.col = col
+        return join(x, col, False, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return scatter_sum(dy, ctx.col, False), None
+
+
+class GridCrossEntropy(nn.Module):
+    """The sum of the tokens' cross entropies from logits split over col; the same on every column. Fp32 or wider."""
+
+    def __init__(self, setting: Setting, vocab: Blocks):
+        super().__init__()
+        self.col, self.vocab = setting.grid.col, vocab
+
+    def forward(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+        filled = self.vocab.filled(self.col.index)
+        first = self.col.index * self.vocab.size
+        return _CrossEntropy.apply(logits_btv.flatten(0, 1), targets_bt.flatten(), self.col, first, filled)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, col: Axis, first: int, filled: int) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, :filled]
+        lowest = torch.finfo(wide.dtype).min
+        top = col.max(wide.amax(-1) if filled else wide.new_full(wide.shape[:1], lowest))
+        shifted = wide - top[:, None]
+        at = targets - first
+        mine = (at >= 0) & (at < filled)
+        at = torch.where(mine, at, 0)
+        own = shifted.gather(1, at[:, None])[:, 0] * mine if filled else torch.zeros_like(top)
+        sums = col.sum(torch.stack((shifted.exp().sum(-1), own)))
+        log_sum = sums[0].log()
+        valid = targets != IGNORE
+        ctx.save_for_backward(logits, top + log_sum, at, mine, valid)
+        ctx.filled = filled
+        return ((log_sum - sums[1]) * valid).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        logits, log_total, at, mine, valid = ctx.saved_tensors
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, : ctx.filled]
+        d = (wide - log_total[:, None]).exp()
+        if ctx.filled:
+            d = d.scatter_add(1, at[:, None], -mine.to(d.dtype)[:, None])
+        d = d * (dy * valid)[:, None]
+        return F.pad(d, (0, logits.shape[1] - ctx.filled)).to(logits.dtype), None, None, None, None

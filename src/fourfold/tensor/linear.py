@@ -1,0 +1,148 @@
+"""A linear layer on the grid: a serial `nn.Linear` [outputs, inputs], of which every rank holds row × col-th.
+
+Its sides are the residual stream, held as tokens [m, width] or features [B, T, block], or the inside of a layer, held as
+features in blocks that suit what is done with them (whole heads, gate beside up). It works by one flow (costs.py), and
+converts where a side is not what the flow works on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.piece import Piece
+from fourfold.tensor.blocks import Blocks, cut, make_pieces, single
+from fourfold.tensor.costs import Product, choose_flow
+from fourfold.tensor.flows import Matmul, PutOff, multiply, to_features, to_tokens
+from fourfold.tensor.grid import Grid
+
+__all__ = ["GridLinear", "Setting", "Side"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all layers of a model on a grid share.
+
+    `tokens` of a micro-batch on this rank's row are what flows are chosen for; any number of sequences of `seq_len` tokens
+    can be computed.
+    """
+
+    grid: Grid
+    seq_len: int
+    tokens: int
+    flow: str = "auto"
+    residual: str = "sequence"
+    compute_bytes: int = 4
+    reduce_bytes: int = 4
+
+
+@dataclass(frozen=True)
+class Side:
+    """What goes into or comes out of a linear: as tokens [m, blocks.total], or as features [B, T, blocks.size]."""
+
+    blocks: Blocks
+    tokens: bool = False
+
+
+class GridLinear(nn.Module):
+    """y = x Wᵀ + b. The bias lies as y does, and is added once.
+
+    `trim`: the padding at the end of the input's block may hold something, and is taken as 0.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        inputs: Side,
+        outputs: Side,
+        *,
+        bias: bool,
+        flow: str | None = None,
+        moves_output: bool = True,
+        trim: bool = False,
+    ):
+        super().__init__()
+        grid = setting.grid
+        sizes = Product(
+            setting.tokens,
+            inputs.blocks.total,
+            outputs.blocks.total,
+            inputs.blocks.size,
+            outputs.blocks.size,
+            inputs.tokens,
+            outputs.tokens,
+            grid.row.size,
+            grid.col.size,
+        )
+        chosen = flow or choose_flow(
+            sizes, setting.flow, setting.compute_bytes, setting.reduce_bytes, moves_output=moves_output
+        )
+        self.setting, self.inputs, self.outputs = setting, inputs, outputs
+        self.filled = inputs.blocks.filled(grid.col.index) if trim else inputs.blocks.size
+        self.matmul = Matmul(chosen, grid, sizes, setting.seq_len)
+        self.weight = nn.Parameter(torch.empty(sizes.weight_shape(chosen), device="meta"))
+        width = outputs.blocks.total if outputs.tokens else outputs.blocks.size
+        self.bias = nn.Parameter(torch.empty(width, device="meta")) if bias else None
+        self._put_off: PutOff | None = None
+        self._queue = self._place = 0
+        self.register_buffer("token", None, persistent=False)
+        self.token: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        matmul, grid, seq_len = self.matmul, self.setting.grid, self.setting.seq_len
+        if not self.inputs.tokens:
+            x = x.flatten(0, -2)
+            if self.filled < x.shape[1]:
+                x = F.pad(x[:, : self.filled], (0, x.shape[1] - self.filled))
+        if matmul.takes_tokens and not self.inputs.tokens:
+            x = to_tokens(x, grid.col, grid.col.size * x.shape[1], seq_len)
+        elif self.inputs.tokens and not matmul.takes_tokens:
+            x = to_features(x, grid.col, self.inputs.blocks.size, seq_len)
+        y = multiply(x, self.weight, matmul, self.token, self._put_off, self._queue, self._place)
+        if matmul.gives_tokens and not self.outputs.tokens:
+            y = to_features(y, grid.col, self.outputs.blocks.size, seq_len)
+        elif self.outputs.tokens and not matmul.gives_tokens:
+            y = to_tokens(y, grid.col, self.outputs.blocks.total, seq_len)
+        if self.bias is not None:
+            y = y + self.bias
+        return y if self.outputs.tokens else y.unflatten(0, (-1, seq_len))
+
+    # ---- a weight gradient that is put off ----
+
+    def defer(self, put_off: PutOff, token: Tensor, queue: int, place: int) -> None:
+        """From now on the backward calls put_off(x, kept, token, queue, place); the gradient is `weight_grad` of the two."""
+        self._put_off, self._queue, self._place, self.token = put_off, queue, place, token
+
+    @torch.no_grad()
+    def weight_grad(self, x: Tensor, kept: Tensor) -> Tensor:
+        """The gradient of the weight, summed over row, fp32 or wider."""
+        return self.matmul.weight_grad(x, kept, torch.promote_types(self.weight.dtype, torch.float32))
+
+    # ---- which part of what ----
+
+    def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
+        grid, sizes, ins, outs = self.setting.grid, self.matmul.sizes, self.inputs, self.outputs
+        i, j, r = grid.row.index, grid.col.index, grid.row.size
+        all_in = single(ins.blocks.total) if ins.tokens else ins.blocks.joined()
+        all_out = single(outs.blocks.total) if outs.tokens else outs.blocks.joined()
+        wide_in = ins.blocks.total if ins.tokens else sizes.col * sizes.k
+        wide_out = outs.blocks.total if outs.tokens else sizes.col * sizes.b
+        match self.matmul.flow:
+            case "os":
+                runs = cut(outs.blocks.runs[j], sizes.b, r, i)[0], all_in
+            case "ls" | "ws-out":
+                runs = cut(all_out, wide_out, r, i)[0], ins.blocks.runs[j]
+            case "ws-in":
+                runs = outs.blocks.runs[j], cut(all_in, wide_in, r, i)[0]
+            case _:
+                runs = outs.blocks.runs[j], ins.blocks.runs[i]
+        shape = outs.blocks.total, ins.blocks.total
+        found = {"weight": make_pieces(f"{prefix}.weight", shape, runs, grid.copies())}
+        if self.bias is not None:
+            mine = single(shape[0]) if outs.tokens else outs.blocks.runs[j]
+            copies = grid.copies("row", "col") if outs.tokens else grid.copies("row")
+            found["bias"] = make_pieces(f"{prefix}.bias", shape[:1], (mine,), copies)
+        return found

@@ -1,0 +1,134 @@
+"""The swap: a serial model becomes a model on the grid, module by module, in place, by type.
+
+    model = build_model(config)                               # no storage yet
+    parallelize(model, Setting(grid, seq_len=…, tokens=…))    # its linears, tables, norms and loss are now this rank's
+    pieces_of(model.embed, "embed", grid)                     # which parts of which serial parameters
+
+The rules for our attention, MLP, embedding and head are below. A module of another type that holds parameters needs a rule of
+its own, or is refused by name: a rule is a function of the module and the setting that replaces the module's children.
+Modules without parameters, and containers, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from fourfold.errors import PlanError
+from fourfold.model.layers import MLP, Attention, Embedding, Head, Positions
+from fourfold.piece import Piece, whole
+from fourfold.tensor.blocks import even, fuse, grouped_heads
+from fourfold.tensor.grid import Grid
+from fourfold.tensor.layers import GridCrossEntropy, GridNorm, GridPositions, GridTable, SharedKeys
+from fourfold.tensor.linear import GridLinear, Setting, Side
+
+__all__ = ["Rule", "parallelize", "pieces_of", "residual_side", "swap_norm"]
+
+Rule = Callable[[nn.Module, Setting], None]
+
+
+def parallelize(model: nn.Module, setting: Setting, rules: Mapping[type, Rule] | None = None) -> None:
+    """Put `model` on the grid. `rules` add to ours, or replace them, by the type of the module."""
+    known = {Attention: _attention, MLP: _mlp, Embedding: _embedding, Head: _head, **(rules or {})}
+    _walk("", model, setting, known)
+
+
+def _walk(name: str, module: nn.Module, setting: Setting, rules: Mapping[type, Rule]) -> None:
+    rule = rules.get(type(module))
+    if rule is not None:
+        rule(module, setting)
+        return
+    if own := [n for n, _ in module.named_parameters(recurse=False)]:
+        kind = type(module).__name__
+        raise PlanError(
+            f"'{name}' is a {kind} with parameters ({', '.join(own)}), and nothing says how it lies on a grid: give "
+            f"parallelize(…, rules={{{kind}: rule}}), where rule(module, setting) replaces its children, or use a plan "
+            f"without depth, row and col"
+        )
+    for child_name, child in module.named_children():
+        _walk(f"{name}.{child_name}".lstrip("."), child, setting, rules)
+
+
+def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Piece, ...]]:
+    """What every parameter of `module` (whose serial name is `prefix`) is; one that no grid module holds is copied."""
+    found: dict[str, tuple[Piece, ...]] = {}
+    for name, child in module.named_modules():
+        inner = f"{name}." if name else ""
+        if isinstance(child, GridLinear | GridTable | GridPositions | GridNorm):
+            found |= {inner + n: p for n, p in child.pieces(f"{prefix}.{name}" if name else prefix).items()}
+        else:
+            for n, parameter in child.named_parameters(recurse=False):
+                copies = grid.copies("row", "col")
+                found[inner + n] = (whole(f"{prefix}.{inner}{n}", tuple(parameter.shape), copies),)
+    return found
+
+
+def residual_side(setting: Setting, width: int) -> Side:
+    """How the residual stream is held."""
+    return Side(even(width, setting.grid.col.size), tokens=setting.residual == "sequence")
+
+
+def swap_norm(norm: nn.Module, setting: Setting) -> nn.Module:
+    """A norm over the residual stream: itself, unless its features are split."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    side = residual_side(setting, norm.normalized_shape[0])
+    if side.tokens:
+        return norm
+    assert norm.eps is not None
+    return GridNorm(setting, side.blocks, eps=norm.eps, centred=isinstance(norm, nn.LayerNorm))
+
+
+def _linear(module: nn.Module) -> tuple[int, int, bool]:
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features, module.bias is not None
+
+
+def _attention(a: nn.Module, s: Setting) -> None:
+    assert isinstance(a, Attention)
+    width, _, qkv_bias = _linear(a.qkv)
+    residual, col = residual_side(s, width), s.grid.col
+    heads, kv_heads = a.widths[0] // a.head_dim, a.widths[1] // a.head_dim
+    q, k, shared = grouped_heads(heads, kv_heads, a.head_dim, col.size)
+    inside, sharing = Side(fuse(q, k, k)), kv_heads < col.size
+    if sharing:
+        a.qkv = SharedKeys(s, residual, (q, k, k), inside, shared[col.index], a.head_dim, bias=qkv_bias)
+    else:
+        a.qkv = GridLinear(s, residual, inside, bias=qkv_bias)
+    keys = a.head_dim if sharing else k.size
+    a.widths, a.grouped = (q.size, keys, keys), q.size != keys
+    a.out = GridLinear(s, Side(q), residual, bias=_linear(a.out)[2], trim=sharing)
+    a.norm = swap_norm(a.norm, s)
+
+
+def _mlp(m: nn.Module, s: Setting) -> None:
+    assert isinstance(m, MLP)
+    width, wide, bias = _linear(m.up)
+    inner = _linear(m.down)[0]
+    residual, block = residual_side(s, width), even(inner, s.grid.col.size)
+    m.up = GridLinear(s, residual, Side(fuse(*[block] * (wide // inner))), bias=bias)
+    m.down = GridLinear(s, Side(block), residual, bias=bias)
+    m.norm = swap_norm(m.norm, s)
+
+
+def _embedding(e: nn.Module, s: Setting) -> None:
+    assert isinstance(e, Embedding)
+    assert isinstance(e.tokens, nn.Embedding)
+    residual = residual_side(s, e.tokens.embedding_dim)
+    if e.positions is not None:
+        assert isinstance(e.positions, Positions)
+        e.positions = GridPositions(s, e.positions.num_embeddings, residual)
+    e.tokens = GridTable(s, e.tokens.num_embeddings, residual)
+    if e.norm is not None:
+        e.norm = swap_norm(e.norm, s)
+
+
+def _head(h: nn.Module, s: Setting) -> None:
+    assert isinstance(h, Head)
+    width, vocab, bias = _linear(h.proj)
+    residual, words = residual_side(s, width), even(vocab, s.grid.col.size)
+    if h.dense is not None:
+        h.dense = GridLinear(s, residual, residual, bias=True)
+    h.norm = swap_norm(h.norm, s)
+    h.proj = GridLinear(s, residual, Side(words), bias=bias, flow="os" if h.tied else None, moves_output=False)
+    h.loss = GridCrossEntropy(s, words)

@@ -1,0 +1,104 @@
+"""On a GPU: one rank, several ranks that share it, against one process on the CPU. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import MODELS, make_config
+
+pytestmark = pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no NVIDIA GPU here")
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "recompute": (1, {"unit": [{"match": "*", "recompute": "full"}]}),
+    "data": (2, {"mesh": {"data": 2}}),
+    "1f1b": (2, {"mesh": {"pipe": 2}}),
+    "zb-v": (2, {"mesh": {"pipe": 2}, "pipeline": {"schedule": "zb-v"}}),
+    "message-driven": (
+        2,
+        {"mesh": {"pipe": 2}, "pipeline": {"schedule": "wave", "executor": "message-driven", "slack": 1}},
+    ),
+    "pipe and data": (4, {"mesh": {"pipe": 2, "data": 2}, "pipeline": {"schedule": "wave"}}),
+}
+
+
+def train(folder: Path, name: str, ranks: int, plan: dict[str, Any], **sections: Any) -> list[dict[str, Any]]:
+    """Train with the command line; returns the steps' metrics."""
+    model = MODELS["gpt"] | {"layers": 4}
+    train = {"steps": 6, "device": "cuda"} | sections.pop("train", {})
+    config = make_config(folder / name, model, train=train, **sections)
+    (folder / f"{name}.json").write_text(json.dumps(config.to_dict()))
+    (folder / f"{name}.plan.json").write_text(json.dumps(plan))
+    command = [
+        sys.executable,
+        "-m",
+        "fourfold",
+        "train",
+        f"{folder / name}.json",
+        "--plan",
+        f"{folder / name}.plan.json",
+    ]
+    out = subprocess.run([*command, "--nproc", str(ranks)], capture_output=True, text=True, timeout=110)
+    assert out.returncode == 0, out.stdout + out.stderr
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cuda")
+
+
+@pytest.fixture(scope="module")
+def serial(folder: Path) -> list[dict[str, Any]]:
+    return train(folder, "serial", 1, {"precision": {"compute": "fp64"}}, train={"device": "cpu"})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_fp64_matches_one_process_on_the_cpu(name: str, folder: Path, serial: list[dict[str, Any]]) -> None:
+    ranks, plan = PLANS[name]
+    found = train(folder, name, ranks, plan | {"precision": {"compute": "fp64"}})
+    for key in ("loss", "grad_norm"):
+        assert [f[key] for f in found] == pytest.approx([s[key] for s in serial], rel=1e-9)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_two_ranks_on_one_gpu_match_one(compute: str, folder: Path) -> None:
+    precision = {"precision": {"compute": compute}}
+    one = train(folder, f"one {compute}", 1, {"batch": {"micro_batches": 4}} | precision)
+    two = train(folder, f"two {compute}", 2, {"mesh": {"pipe": 2}, "batch": {"micro_batches": 4}} | precision)
+    assert [s["loss"] for s in two] == pytest.approx([s["loss"] for s in one], rel=1e-5 if compute == "fp32" else 5e-3)
+
+
+def test_compiled_with_a_split_backward(folder: Path) -> None:
+    plan = {"mesh": {"pipe": 2}, "pipeline": {"schedule": "zb-h1"}}
+    plain = train(folder, "plain", 2, plan)
+    compiled = train(folder, "compiled", 2, plan | {"precision": {"compile": True}})
+    assert [s["loss"] for s in compiled] == pytest.approx([s["loss"] for s in plain], rel=1e-4)
+
+
+def test_the_same_bits_twice_and_after_a_stop(folder: Path) -> None:
+    """Deterministic kernels, dropout, bf16: stopped and resumed, the metrics of the later steps are the same."""
+    how: dict[str, Any] = {"checkpoint": {"every": 3}, "train": {"steps": 6}}
+    plan = {"precision": {"compute": "bf16"}}
+    whole = train(folder, "whole", 1, plan, **how)
+    train(folder, "stopped", 1, plan, **how | {"train": {"steps": 3}})
+    command = [sys.executable, "-m", "fourfold", "train", "--resume", str(folder / "stopped"), "--train.steps", "6"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert out.returncode == 0, out.stdout + out.stderr
+    lines = [json.loads(line) for line in (folder / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    again = [line for line in lines if "loss" in line]
+    assert [s["loss"] for s in again[-3:]] == [s["loss"] for s in whole[-3:]]
+
+
+def test_a_gpu_run_can_be_sampled(folder: Path) -> None:
+    train(folder, "sampled", 1, {})
+    command = [sys.executable, "-m", "fourfold", "sample", str(folder / "sampled"), "--prompt", "1 times"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert out.returncode == 0, out.stdout + out.stderr
