@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fourfold.plan import Plan as Plan
     from fourfold.planner.make import make_plan as make_plan
     from fourfold.train.callbacks import Callback as Callback
+    from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOMES = {
     "StreamedAdamW": "fourfold.offload.adamw",
     "fit": "fourfold.train.worker",
     "make_plan": "fourfold.planner.make",
+    "parallelize": "fourfold.train.parallelize",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "StreamedAdamW",
     "fit",
     "make_plan",
+    "parallelize",
 ]
 
 

@@ -111,7 +111,13 @@ def test_training_has_the_same_bits(
     found = []
     for where in ("device", "host"):
         config = make_config(tmp_path / where, MODELS["llama"] | {"dropout": 0.1})
-        rules = {"unit": [{"match": "blocks.*", "recompute": recompute}], "memory": {"activations": where}}
+        rules = {
+            "unit": [
+                {"match": "*.mlp", "split": 2, "recompute": recompute},
+                {"match": "blocks.*", "recompute": recompute},
+            ],
+            "memory": {"activations": where},
+        }
         metrics = run_training(config, {**plan, **rules, "precision": {"compute": "bf16"}}, 2 if plan else 1)
         found.append((series(metrics, "loss"), series(metrics, "grad_norm")))
     assert found[0] == found[1]
