@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fourfold.plan import Plan as Plan
     from fourfold.planner.make import make_plan as make_plan
     from fourfold.train.callbacks import Callback as Callback
+    from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOMES = {
     "PlanError": "fourfold.errors",
     "fit": "fourfold.train.worker",
     "make_plan": "fourfold.planner.make",
+    "parallelize": "fourfold.train.parallelize",
 }
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "PlanError",
     "fit",
     "make_plan",
+    "parallelize",
 ]
 
 

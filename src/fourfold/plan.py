@@ -164,7 +164,7 @@ class Memory:
     activations: Literal["device", "host"] = "device"
     """Where saved activations wait for the backward."""
     prefetch: int = 1
-    """Units gathered ahead of the one that is computed with."""
+    """Units gathered ahead of the one that is computed with; 0: no overlap, not of reductions either, and least memory."""
 
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)
@@ -252,7 +252,7 @@ class Plan:
         self._check_batch(config.train.global_batch)
         units = unit_names(config.model)
         self._check_rules(units)
-        self._check_sharding(units)
+        self.check_sharding(units)
         self._check_pipeline()
         self._check_grid(config.model)
         self._check_supported()
@@ -291,7 +291,7 @@ class Plan:
             if not fnmatch.filter(units, rule.match):
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
-    def _check_sharding(self, units: Iterable[str]) -> None:
+    def check_sharding(self, units: Iterable[str]) -> None:
         """Groups that the replicas can form, and modes whose collectives have one order on all of them."""
         replicas = self.mesh.data * self.mesh.depth
         for rule in self.unit:

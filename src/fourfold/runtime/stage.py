@@ -13,6 +13,14 @@ alone.
 Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
 its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
 
+[Note: links that add]
+The slices of a layer pass a tuple on: what feeds all of them, and a sum that they add to. A link that is fed one value, and
+keeps only that for its backward, says how its output joins the rest:
+
+    beside   (h, acc)      → (h, acc, module(h))
+    more     (h, acc)      → (h, acc + module(h))          (h, acc, a) → (h, acc + module(a))
+    last     (h, acc)      → acc + module(h)               (h, acc, a) → acc + module(a)
+
 Random numbers (dropout) are a function of (seed, step, micro-batch, link): the order in which micro-batches run, and
 whether a link runs twice, change nothing.
 """
@@ -54,8 +62,8 @@ class Link:
     module: nn.Module
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False
-    adds: Literal["no", "more", "last"] = "no"
-    """more: (h, acc) becomes (h, acc + module(h)); last: acc + module(h). Nothing of acc is kept for the backward."""
+    adds: Literal["no", "beside", "more", "last"] = "no"
+    """How the output joins the input, where that is (h, acc) or (h, acc, a): [Note: links that add]."""
     takes_extra: bool = False
     """Whether it is given `extra` beside its input; the last link of a stage is."""
 
@@ -66,6 +74,7 @@ class _Kept:
 
     args: tuple[Any, ...]
     edges: list[GradientEdge] | None  # where the outputs lie in the graph; None: recompute
+    fed: int = 0  # which of the input's values the link was fed: [Note: links that add]
 
 
 class Stage:
@@ -104,18 +113,18 @@ class Stage:
         kept = self._kept.setdefault(micro_batch, [])
         assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
         link = self.links[index]
-        value, acc = value if link.adds != "no" else (value, None)
-        args = self._args(index, value, extra)
+        fed = _fed(link, value)
+        args = self._args(index, value if link.adds == "no" else value[fed], extra)
         link.unit.need()
         if link.recompute == "full":
             with torch.no_grad():
                 out = self._run(micro_batch, index, args)
-            kept.append(_Kept(args, None))
+            kept.append(_Kept(args, None, fed))
         else:
             with torch.enable_grad():
                 out = self._run(micro_batch, index, args)
-            kept.append(_Kept(args, _edges(out)))
-        return _joined(link, value, acc, _detached(out))
+            kept.append(_Kept(args, _edges(out), fed))
+        return _joined(link, value, _detached(out))
 
     def backward(self, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
         """Run the links in reverse from the gradient of the output (a tree like it); `split`: as I, leaving W for later.
@@ -161,11 +170,11 @@ class Stage:
     @torch.no_grad()
     def evaluate_part(self, index: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         link = self.links[index]
-        value, acc = value if link.adds != "no" else (value, None)
+        args = self._args(index, value if link.adds == "no" else value[_fed(link, value)], extra)
         link.unit.need()
         link.module.eval()
         try:
-            return _joined(link, value, acc, link.module(*self._args(index, value, extra)))
+            return _joined(link, value, link.module(*args))
         finally:
             link.module.train()
 
@@ -196,9 +205,10 @@ class Stage:
 
     def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
         link, edges = self.links[index], kept.edges
-        before = None  # gradient of h from the links after this one
-        if link.adds == "more":
-            before, grad = grad
+        others: list[Any] = []  # gradients of h and acc, from the links after this one
+        if link.adds != "no":
+            others = [None, grad] if link.adds == "last" else list(grad[:2])
+            grad = grad[2] if link.adds == "beside" else others[1]
         link.unit.need()
         if edges is None:
             with torch.enable_grad():
@@ -208,7 +218,9 @@ class Stage:
         grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
         link.unit.accumulate(grads[len(wanted) :])
         if link.adds != "no":
-            return (grads[0] if before is None else before + grads[0]), grad
+            if kept.fed == 2:
+                return (*others, grads[0])
+            return (grads[0] if others[0] is None else others[0] + grads[0]), others[1]
         return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
 
 
@@ -227,13 +239,20 @@ def _edges(value: Any) -> list[GradientEdge]:
     return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
 
 
-def _joined(link: Link, value: Any, acc: Any, out: Any) -> Any:
-    """A link's output, given what it came from."""
+def _fed(link: Link, value: Any) -> int:
+    """Which of the input's values a link that adds is fed: h, or a where there is one."""
+    return len(value) - 1 if link.adds in ("more", "last") and len(value) == 3 else 0
+
+
+def _joined(link: Link, value: Any, out: Any) -> Any:
+    """A link's output, joined to its input: [Note: links that add]."""
     match link.adds:
+        case "beside":
+            return (*value, out)
         case "more":
-            return value, acc + out
+            return value[0], value[1] + out
         case "last":
-            return acc + out
+            return value[1] + out
     return out
 
 

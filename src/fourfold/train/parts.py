@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fourfold.config import Config
 from fourfold.model.build import fill_initial
@@ -32,7 +31,16 @@ from fourfold.tensor.linear import Setting
 from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
 
-__all__ = ["Held", "make_grid", "make_runner", "make_stages", "make_transport", "make_units", "put_on_grid"]
+__all__ = [
+    "Held",
+    "make_grid",
+    "make_runner",
+    "make_sharing",
+    "make_stages",
+    "make_transport",
+    "make_units",
+    "put_on_grid",
+]
 
 
 @dataclass
@@ -87,8 +95,8 @@ def make_units(
     A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
     holds a copy (shard/tied.py).
     """
-    sharings = {shards: _sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
-    reductions = Reductions()
+    sharings = {shards: make_sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
+    reductions = Reductions(min(plan.memory.prefetch, 1))
     row, plane = grid.row.group, mesh.group("row", "col")
 
     def make(name: str, of: str, part: Slice, borrow: dict[str, Borrowed] | None = None) -> Unit:
@@ -123,9 +131,14 @@ def make_units(
             continue
         lender = None
         if of == "head" and tied:
-            whole_embed = _sliced("embed", model.embed, 1, grid)[0]
+            whole_embed = Slice(model.embed, pieces_of(model.embed, "embed", grid))
             lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
-        for name, part in zip(names, _sliced(of, module, len(names), grid), strict=True):
+        slices = layout.choices[of].slices
+        parts = [Slice(module, pieces_of(module, of, grid))]
+        if slices > 1:
+            copies = grid.copies("row", "col")
+            parts = slices_of(of, module, slices, apart=len(names) > slices, copies_over=copies)
+        for name, part in zip(names, parts, strict=True):
             rows = part.tied_rows.get("proj.weight")
             borrow = {"proj.weight": Borrowed(lender, "tokens.weight", rows)} if lender is not None else None
             held.units[name] = held.verbs[name] = make(name, of, part, borrow)
@@ -139,14 +152,7 @@ def make_units(
     return held
 
 
-def _sliced(name: str, module: nn.Module, count: int, grid: Grid) -> list[Slice]:
-    """A unit's module in slices, or in one that is the module itself."""
-    if count > 1:
-        return slices_of(name, module, count, grid.copies("row", "col"))
-    return [Slice(module, pieces_of(module, name, grid))]
-
-
-def _sharing(mesh: RankMesh, shards: int) -> Sharing:
+def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
     """The replica group cut into runs of `shards` ranks, with new process groups; all ranks call it alike."""
     run, across = mesh.divided(shards, "data", "depth")
     at = mesh.index("data", "depth")
