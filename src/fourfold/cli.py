@@ -18,6 +18,7 @@ from rich.table import Table
 
 import fourfold
 from fourfold import schema
+from fourfold.commands.calibrate import CalibrateArgs, calibrate_command
 from fourfold.commands.demo import DemoArgs, demo
 from fourfold.commands.look import (
     CompareArgs,
@@ -48,6 +49,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "sample": (SampleArgs, sample),
     "compare": (CompareArgs, compare),
     "tokenize": (TokenizeArgs, tokenize),
+    "calibrate": (CalibrateArgs, calibrate_command),
     "doctor": (DoctorArgs, doctor),
 }
 

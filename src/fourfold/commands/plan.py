@@ -17,7 +17,7 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.layout import Setting
 from fourfold.planner.layouts import Constraints, parse_fixes
-from fourfold.planner.make import default_batch, default_precision, find_plan, with_report
+from fourfold.planner.make import default_batch, default_precision, find_plan, judge, with_report
 from fourfold.planner.search import Progress
 
 __all__ = ["PlanArgs", "plan_command"]
@@ -71,7 +71,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     setting = read_setting(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
     if args.judge:
-        plan = judged(Plan.load(args.judge), setting)
+        plan = judge(Plan.load(args.judge), setting)
     else:
         plan = _planned(setting, wanted, args)
     if args.out:
@@ -124,22 +124,6 @@ def read_model(path: str, seq_len: int | None) -> tuple[ModelSpec, int | None]:
     config = Config.load(path)
     model: ModelConfig = config.model if seq_len is None else replace(config.model, seq_len=seq_len)
     return ModelSpec.from_config(model, where.stem), config.train.global_batch
-
-
-def judged(plan: Plan, setting: Setting) -> Plan:
-    """A plan as it is, with the planner's prediction."""
-    from fourfold.planner.predict import layout_of_plan, predict
-    from fourfold.planner.search import Candidate, Found
-
-    if setting.global_batch % (plan.mesh.batch_ways * (plan.batch.micro_batches or 1)):
-        raise PlanError(
-            f"global batch {setting.global_batch} does not divide by data · depth · row · micro_batches = "
-            f"{plan.mesh.batch_ways * (plan.batch.micro_batches or 1)}"
-        )
-    setting = replace(setting, precision=plan.precision, moments=plan.memory.moments)
-    candidate = Candidate(layout_of_plan(plan, setting), plan, predict(plan, setting), 0.0, 0.0)
-    report = with_report(Found(candidate, (candidate,), {}), setting, 1)
-    return replace(report, certificate=None)
 
 
 def _planned(setting: Setting, wanted: Constraints, args: PlanArgs) -> Plan:

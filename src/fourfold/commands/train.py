@@ -23,7 +23,7 @@ from fourfold.config import (
     TrainConfig,
 )
 from fourfold.errors import ConfigError, RankFailure
-from fourfold.plan import Mesh, Plan
+from fourfold.plan import Mesh, Plan, Precision
 
 if TYPE_CHECKING:
     from fourfold.train.rundir import RunDir
@@ -38,7 +38,7 @@ class TrainArgs:
     config: Annotated[str | None, tyro.conf.Positional] = None
     """Config file: what to train (TOML, JSON or YAML)."""
     plan: str | None = None
-    """Plan file: how to train it. Without one, every rank holds a whole copy of the model."""
+    """Plan file: how to train it. Without one, the planner makes one for the ranks there are."""
     resume: str | None = None
     """Run directory to go on with, instead of a config."""
     nproc: int | None = None
@@ -118,7 +118,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
         plan = Plan.load(Path(args.resume) / "plan.json")
     else:
         ranks = (_ranks_started() or _gpus(config) or 1) if ranks is None else ranks
-        plan = Plan(mesh=Mesh(data=ranks))
+        plan = _planned(config, ranks)
     plan.check(config, ranks)
     if config.train.device == "cuda" and not _gpus(config):
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
@@ -128,6 +128,20 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
     extra_callbacks(config)
     open_samples(config)
     return config, plan, plan.mesh.ranks
+
+
+def _planned(config: Config, ranks: int) -> Plan:
+    """The planner's plan for these ranks, on this machine's GPUs or its cores."""
+    from fourfold.cluster import Cluster
+    from fourfold.planner.runnable import plan_run
+
+    if ranks == 1:
+        return Plan(mesh=Mesh())
+    if not _gpus(config):
+        return plan_run(config, Cluster.local(ranks))
+    from fourfold.launch.place import gpu_cluster
+
+    return plan_run(config, gpu_cluster(ranks), Precision())
 
 
 def _ranks_started() -> int:
@@ -180,11 +194,19 @@ def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
             ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {number(parameter_count(m))} parameters"),
             ("data", f"{config.data.source}, {batch} × {m.seq_len} tokens a step"),
             ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
+            *([("predicted", _predicted(plan))] if plan.predicted else []),
             ("steps", f"{config.train.steps}"),
             ("run", config.train.run_dir),
         ],
         console,
     )
+
+
+def _predicted(plan: Plan) -> str:
+    from fourfold.schema import format_bytes
+
+    p = plan.predicted or {}
+    return f"{p['seconds']:.3g} s a step, {format_bytes(p['peak_bytes'])} on the fullest rank ({p['cluster']})"
 
 
 def loaded_defaults(args: list[str]) -> TrainArgs:

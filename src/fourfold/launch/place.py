@@ -17,9 +17,11 @@ rank 0 offers another as soon as the living rank's number replaces it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import subprocess
 import time
 import uuid
 from collections.abc import Mapping
@@ -29,9 +31,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fourfold.cluster import Cluster
 from fourfold.errors import ConfigError, RankFailure
 
-__all__ = ["Place", "agree", "choose_device", "current_place", "join", "leave", "open_store", "place_from_environment"]
+__all__ = [
+    "Place",
+    "agree",
+    "choose_device",
+    "current_place",
+    "gpu_cluster",
+    "join",
+    "leave",
+    "open_store",
+    "place_from_environment",
+]
 
 
 @dataclass(frozen=True)
@@ -158,6 +171,31 @@ def choose_device(wish: str, place: Place) -> torch.device:
     if wish == "cuda" and not gpus:
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu")
+
+
+def gpu_cluster(ranks: int) -> Cluster:
+    """The cluster that this machine's GPUs are, from the preset of their name, with their real memory; read without
+    starting CUDA in this process."""
+    out = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"], capture_output=True, text=True
+    )
+    lines = [line.split(",") for line in out.stdout.splitlines() if "," in line] or [["", "0"]]
+    name, memory = lines[0][0].strip(), float(lines[0][1])
+    parts = {
+        "B200": "b200",
+        "H200": "h200",
+        "H100": "h100-sxm",
+        "A100": "a100-80g",
+        "V100": "v100-16g",
+        "L4": "l4-pcie",
+    }
+    preset = next((p for part, p in parts.items() if part in name), "a100-40g")
+    cluster = Cluster.preset(preset)
+    local = max(1, min(len(lines), ranks))
+    device = dataclasses.replace(cluster.device, memory=f"{memory:.0f}MiB") if memory else cluster.device
+    inside = dataclasses.replace(cluster.level[0], ranks=local) if local > 1 else None
+    levels = tuple(x for x in (inside, cluster.level[1]) if x is not None)
+    return dataclasses.replace(cluster, nodes=max(1, ranks // local), devices=local, device=device, level=levels)
 
 
 def join(place: Place, store: dist.Store | None, device: torch.device, timeout: float) -> None:

@@ -78,7 +78,13 @@ class UnitSpec:
     saved: Mapping[str, Held] = field(hash=False)
     """By recomputation, what is kept between forward and backward."""
     workspace: Held
-    """The most that the backward holds besides what was kept."""
+    """The most that the backward holds besides what was kept (what it has used by then is given back)."""
+    late: float = 1.0
+    """Share of the weights whose gradients are there by then."""
+    last_input: float = 0.0
+    """Elements of the last product's input."""
+    cast: float = 0.0
+    """Elements of the forward that are also held in fp32, where the compute type is narrower."""
     forward_workspace: Held = NOTHING
     """The most that the forward holds besides what it keeps and its output."""
     for_weight_grad: Held = NOTHING
@@ -188,11 +194,12 @@ class ModelSpec:
         text = json.dumps([asdict(u) for u in self.units], sort_keys=True, default=str)
         return hashlib.blake2b(f"{self.seq_len} {self.tied} {text}".encode(), digest_size=6).hexdigest()
 
-    def with_plain_attention(self, dropout: bool = True) -> ModelSpec:
+    def with_plain_attention(self, dropout: bool = True, residual_copies: int = 1) -> ModelSpec:
         """As models were before fused attention: scores, softmax and dropout go through memory.
 
         For every head and token a row of `seq_len` scores is written and read by every step, and kept (selective
-        recomputation drops it). Only for predicting runs of that time.
+        recomputation drops it). `residual_copies`: ranks of a tensor-parallel group that compute the same norms and residual
+        sums. Only for predicting runs of that time.
         """
         assert self.config is not None
         m, keys = self.config, self.seq_len
@@ -217,6 +224,12 @@ class ModelSpec:
             if dropout and u.kind in ("attn", "mlp"):
                 extra = Operator("dropout", "memory", moved=2.5 * m.hidden, backward=1.0)
                 u = replace(u, operators=(*u.operators, extra))
+            if residual_copies > 1:
+                alike = ("norm", "residual", "dropout")
+                operators = tuple(
+                    replace(o, moved=o.moved * residual_copies) if o.name in alike else o for o in u.operators
+                )
+                u = replace(u, operators=operators)
             units.append(u)
         return replace(self, units=tuple(units))
 
@@ -299,7 +312,9 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "full": Held(d),
             "per-slice": Held(2 * d),
         },
-        workspace=Held(2 * qkv + 2 * d + turned),
+        workspace=Held(d + q + qkv),
+        late=d * q / (d * qkv + d * q),
+        last_input=q,
         forward_workspace=Held(d + (2 * turned if llama else 0)),
         for_weight_grad=Held(2 * d + q + qkv),
         unfused=float(d + (q + kv if m.qk_norm else 0)) if llama else 0.0,
@@ -330,7 +345,9 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "full": Held(d),
             "per-slice": Held(2 * d),
         },
-        workspace=Held(d + (4 * f if llama else 2 * f)),
+        workspace=Held(d + (2 * f if llama else f)),
+        late=f / (f + wide),
+        last_input=f,
         forward_workspace=Held(d + f),
         for_weight_grad=Held(2 * d + f + wide),
         unfused=float(d) if llama else 0.0,
@@ -360,8 +377,10 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "selective": Held(d + v + (d if bert else 0), 2),
             "full": Held(d, 2),
         },
-        workspace=Held(v, 2 * v),
-        forward_workspace=Held(v, v),
+        workspace=Held(0, 2 * v),
+        forward_workspace=Held(v),
+        cast=float(v),
+        late=0.0,
         for_weight_grad=Held(d + v + more),
         unfused=float(d) if llama else 0.0,
         output=0.0,

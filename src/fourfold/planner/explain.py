@@ -29,7 +29,7 @@ def explain(plan: Plan) -> str:
         )
     p, c = plan.predicted, plan.certificate or {}
     lines = [
-        f"{p['model']}, {p['parameters'] / 1e9:.3g} B parameters, {p['global_batch']} × {p['seq_len']} tokens a step, "
+        f"{p['model']}, {_count(p['parameters'])} parameters, {p['global_batch']} × {p['seq_len']} tokens a step, "
         f"on {p['ranks']} × {p['cluster']}",
         f"{p['seconds']:.4g} s a step, {p['tokens_per_second']:,.0f} tokens/s, {p['mfu']:.1%} of the devices' peak (MFU)",
         "  " + "; ".join(f"{told} {p[name]:.3g} s" for name, told in PARTS.items() if p[name] > 0.0005 * p["seconds"]),
@@ -45,6 +45,10 @@ def explain(plan: Plan) -> str:
             f"{c['lower_bound']:.4g} s: this plan is within {c['gap']:.2%} of the best"
         )
     return "\n".join(lines)
+
+
+def _count(n: float) -> str:
+    return f"{n / 1e9:.3g} B" if n >= 1e9 else f"{n / 1e6:.3g} M"
 
 
 def _why(plan: Plan) -> list[str]:

@@ -15,10 +15,11 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.layout import Setting
 from fourfold.planner.layouts import Constraints, parse_fixes
+from fourfold.planner.predict import layout_of_plan, predict
 from fourfold.planner.search import Candidate, Found, Progress, search
 from fourfold.planner.units import Choice, unit_cost
 
-__all__ = ["default_batch", "default_precision", "find_plan", "make_plan", "with_report"]
+__all__ = ["default_batch", "default_precision", "find_plan", "judge", "make_plan", "with_report"]
 
 TOKENS = 4 * 2**20
 """Tokens of a step where no batch is given."""
@@ -89,6 +90,19 @@ def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
     }
     others = tuple(_short(c) for c in found.ranked[:top])
     return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)
+
+
+def judge(plan: Plan, setting: Setting) -> Plan:
+    """A plan as it is, its own or one written by hand, with the planner's prediction."""
+    ways = plan.mesh.batch_ways * (plan.batch.micro_batches or 1)
+    if setting.global_batch % ways:
+        raise PlanError(
+            f"global batch {setting.global_batch} does not divide by data · depth · row · micro_batches = {ways}; "
+            f"use {max(1, setting.global_batch // ways) * ways} sequences"
+        )
+    setting = replace(setting, precision=plan.precision, moments=plan.memory.moments)
+    candidate = Candidate(layout_of_plan(plan, setting), plan, predict(plan, setting), 0.0, 0.0)
+    return replace(with_report(Found(candidate, (candidate,), {}), setting, 1), certificate=None)
 
 
 def _short(c: Candidate) -> dict[str, Any]:

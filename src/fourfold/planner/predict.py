@@ -110,8 +110,8 @@ def _shape_of(plan: Plan, micro_batches: int) -> Plan:
     return Plan(mesh=type(plan.mesh)(pipe=plan.mesh.pipe), pipeline=plan.pipeline)
 
 
-def stage_layers(setting: Setting, layout: Layout, schedule: Schedule, wish: tuple[int, ...] | str) -> tuple[int, ...]:
-    """Layers of every stage, embedding and head among them: as the plan says, or by the time they take."""
+def stage_layers(setting: Setting, schedule: Schedule, wish: tuple[int, ...] | str) -> tuple[int, ...]:
+    """Layers of every stage, embedding and head among them: as the plan says, or as they are dealt out by FLOPs."""
     spec, stages = setting.spec, schedule.stages
     if isinstance(wish, tuple):
         if len(wish) != stages or sum(wish) != spec.layers - 2:
@@ -119,24 +119,13 @@ def stage_layers(setting: Setting, layout: Layout, schedule: Schedule, wish: tup
                 f"pipeline.layers = {list(wish)} must be {stages} numbers that sum to the model's {spec.layers - 2} layers"
             )
         return tuple(n + (s == 0) + (s == stages - 1) for s, n in enumerate(wish))
-    return _balanced(
-        setting, layout.micro_batch_size, layout.mesh.row, layout.mesh.col, layout.flow, schedule.placement
-    )
+    return _by_flops(setting, schedule.placement)
 
 
-@lru_cache(maxsize=4096)
-def _balanced(
-    setting: Setting, size: int, row: int, col: int, flow: str, placement: tuple[int, ...]
-) -> tuple[int, ...]:
-    from fourfold.planner.units import compute_times
-
-    spec, tokens = setting.spec, size * setting.spec.seq_len
-    work = []
-    for layer in range(spec.layers):
-        times = [compute_times(setting, u.kind, tokens, row, col, flow, 1, "none") for u in spec.of_layer(layer)]
-        work.append(sum(t.forward + t.input_grad + t.weight_grad for t in times))
-    counts = list(partition(work, placement))
-    return tuple(counts)
+@lru_cache(maxsize=1024)
+def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
+    spec = setting.spec
+    return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
 
 
 def predict(
@@ -146,7 +135,7 @@ def predict(
     spec, layout = setting.spec, layout_of_plan(plan, setting)
     try:
         schedule = _schedule(_shape_of(plan, layout.micro_batches), _simulated(layout), spec.layers)
-        counts = stage_layers(setting, layout, schedule, plan.pipeline.layers)
+        counts = stage_layers(setting, schedule, plan.pipeline.layers)
     except ScheduleError as e:
         raise PlanError(str(e)) from None
     if choices is None:
@@ -270,7 +259,9 @@ class _Judge:
     def _update(self, local: float) -> float:
         """Seconds of the update of `local` parameters: as fast as memory, or as the host's link for what is there."""
         s, cluster = self.setting, self.setting.cluster
-        on_device = local * (2 * s.state + 2 * s.compute + s.reduce) / cluster.device.memory_rate
+        # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master
+        moved = 2 * s.state + 5 * s.reduce + (45 if s.compute < 4 else 2 * s.compute)
+        on_device = local * moved / cluster.device.memory_rate
         away = local * (1 - self.share) * s.streamed / cluster.host.link
         return max(on_device * self.share, away) if self.share < 1 else on_device
 

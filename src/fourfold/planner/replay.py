@@ -141,13 +141,11 @@ def _walk(op: Op, first: bool, last: bool, steady: bool, units: Sequence[Planned
             now[ACTIVATIONS] += c.activation
             mark(gathered=gathered, workspace=c.forward_workspace)
             continue
-        if op.kind in "BI":
-            mark(gathered=gathered, workspace=c.workspace)
+        work = {"B": c.workspace, "I": c.split_workspace, "W": c.product}[op.kind]
+        mark(gathered=gathered if op.kind != "W" else 0.0, workspace=work)
         gives = {"B": c.activation, "I": c.activation - c.kept_for_weight_grad, "W": c.kept_for_weight_grad}[op.kind]
         if op.kind in "BW":
-            _contribute(u, first, last, now, mark)
-        elif op.kind == "I":
-            mark(gathered=gathered, workspace=c.workspace)
+            _contribute(u, first, last, work, now, mark)
         now[ACTIVATIONS] -= gives
         kept = op.kind != "W" and c.gather and u.choice.mode in ("keep", "zero2")
         if kept and (last or (u.choice.mode == "zero2" and not steady)):
@@ -156,7 +154,7 @@ def _walk(op: Op, first: bool, last: bool, steady: bool, units: Sequence[Planned
     return _Walk(sum(high), tuple(high), sum(now), left)
 
 
-def _contribute(u: PlannedUnit, first: bool, last: bool, now: Bytes, mark: object) -> None:
+def _contribute(u: PlannedUnit, first: bool, last: bool, work: float, now: Bytes, mark: object) -> None:
     """Gradients of one micro-batch: accumulated, then reduced at once or at the end of the step."""
     c = u.cost
     assert callable(mark)
@@ -164,7 +162,7 @@ def _contribute(u: PlannedUnit, first: bool, last: bool, now: Bytes, mark: objec
     at_once = u.choice.reduce == "micro-batch"
     if first and not at_once:
         now[GRADIENTS] += c.gradients
-    mark(workspace=c.workspace, gradients=(c.gradients + (c.reduced if sharded else 0.0)) if at_once else 0.0)
+    mark(workspace=work, gradients=(c.gradients + (c.reduced if sharded else 0.0)) if at_once else 0.0)
     if at_once:
         if first:
             now[GRADIENTS] += c.reduced

@@ -19,11 +19,12 @@ from typing import Any
 
 from fourfold.errors import ScheduleError
 from fourfold.plan import Plan, UnitRule
+from fourfold.planner.deal import deal_layers
 from fourfold.planner.inner import Solved, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, layouts, loads, waits
 from fourfold.planner.options import RankLoad, Solver
-from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, predict, stage_layers
+from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, predict
 from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice
 from fourfold.program.costs import Costs
@@ -245,7 +246,10 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = flo
     """
     frame = layout.plan(setting, (), None)
     schedule = _schedule(_shape_of(frame, layout.micro_batches), _simulated(layout), setting.spec.layers)
-    counts = stage_layers(setting, layout, schedule, "auto")
+    mesh = layout.mesh
+    size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
+    message = setting.cluster.message(size, mesh.ranks // mesh.pipe) if mesh.pipe > 1 else 0.0
+    counts = deal_layers(setting, layout, schedule, message)
     stages = units_of_stages(setting.spec, counts)
     flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
     shape = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat)

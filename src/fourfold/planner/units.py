@@ -1,7 +1,8 @@
 """What a unit costs on a layout: time, bytes moved and bytes held, for every choice of mode, split and recomputation.
 
 **Compute.** A product of T tokens takes what [T, K] · [K, N/col] takes on the device; attention and memory-bound operators their
-FLOPs and bytes. The backward of a product is two products: of the input (I) and of the weight (W).
+FLOPs and bytes. The backward of a product is two products: of the input (I) and of the weight (W), whose result is then
+added to the gradients of the micro-batches before.
 
 **The grid.** Every product moves as its flow says (buffer sizes in elements; col and row are the groups):
 
@@ -88,6 +89,10 @@ class UnitCost:
     """Of them, what W still needs."""
     workspace: float
     """Bytes that its backward holds for a while: gradients inside, what is recomputed, weight gradients as they are made."""
+    split_workspace: float
+    """What I holds for a while: inputs that a whole backward would have given back by then wait for W."""
+    product: float
+    """What W holds for a while: one product."""
     forward_workspace: float
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
@@ -106,11 +111,9 @@ def compute_times(
         if o.kind == "product":
             f, i, w = _product(setting, o, tokens, col, split)
             moves = _moves(setting, o, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0, 0.0)
-            forward, input_grad, weight_grad = (
-                forward + f + moves[0],
-                input_grad + i + moves[1],
-                weight_grad + w + moves[2],
-            )
+            added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
+            forward, input_grad = forward + f + moves[0], input_grad + i + moves[1]
+            weight_grad += w + moves[2] + cluster.memory_bound(added)
             grid += sum(moves)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
@@ -204,12 +207,13 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     full = _bytes(setting, unit.saved["none"], unit, "none") * scale
     slices = choice.split if choice.recompute == "per-slice" else 1
     inside = max(0.0, full - kept) / slices if choice.recompute != "none" else 0.0
-    work = unit.workspace.bytes(e) * scale / slices + inside
-    work += n * e / (choice.split if choice.split > 1 else 1)  # weight gradients, before they are added up
-    if mesh.col > 1:
-        work += 2 * tokens * setting.spec.hidden * e  # a gathered input and a gradient before it is scattered
-    if mesh.row > 1:
-        work += unit.matrices / mesh.col * e
+    grads = n * e / choice.split  # weight gradients, before they are added up
+    within = inside + unit.workspace.bytes(e) * scale / slices
+    work = max(within + unit.late * grads, grads + unit.output * e * scale - kept)
+    more = (
+        2 * tokens * setting.spec.hidden * e if mesh.col > 1 else 0.0
+    )  # a gathered input, a gradient not yet scattered
+    more += unit.matrices / mesh.col * e if mesh.row > 1 else 0.0
     return UnitCost(
         compute=compute,
         gather=gather,
@@ -222,8 +226,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         local=n / shards,
         activation=kept if layout.activations == "device" else 0.0,
         kept_for_weight_grad=min(kept, unit.for_weight_grad.bytes(e) * scale),
-        workspace=work + (kept if layout.activations == "host" else 0.0),
-        forward_workspace=(unit.forward_workspace.bytes(e) + unit.output * e) * scale
+        workspace=work + more + (kept if layout.activations == "host" else 0.0),
+        split_workspace=within + more + unit.last_input * e * scale,
+        product=max(unit.late, 1 - unit.late) * grads,
+        forward_workspace=(unit.forward_workspace.bytes(e) + unit.output * e + (4 * unit.cast if e < 4 else 0)) * scale
         + (full - kept if choice.recompute in ("full", "per-slice") else 0.0) / slices,
         transient=n * e / choice.split if mode == "zero3" else 0.0,
         offloaded=kept if layout.activations == "host" else 0.0,

@@ -1,0 +1,150 @@
+"""Memory predicted against bytes counted: real training on the CPU, every rank's peak, plan by plan.
+
+    python -m benchmarks.memory [--quick] [--json PATH]
+
+Each plan trains three steps in forked ranks under `fourfold.testing.budget`, which counts every storage from its making to its
+last use. `ours` is the planner's prediction for the fullest rank, `theirs` the counted peak of the last two steps; ratio 1 is
+right. Plans that this version does not run are left out, by name.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row, arguments, finish, show
+from fourfold.cluster import Cluster
+from fourfold.config import Config
+from fourfold.errors import NotYetError, PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Plan
+from fourfold.planner.layout import Setting
+from fourfold.planner.predict import predict
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"family": "gpt", "layers": 4, "hidden": 192, "heads": 4, "seq_len": 96, "vocab": 256},
+    "llama": {
+        "family": "llama", "layers": 4, "hidden": 192, "heads": 4, "kv_heads": 2, "ffn": 512, "seq_len": 96, "vocab": 256,
+    },
+}  # fmt: skip
+
+
+def plans() -> list[tuple[str, str, dict[str, Any]]]:
+    """(name, model, plan): recomputation, pipelines, modes, splits, grids, placements."""
+    out: list[tuple[str, str, dict[str, Any]]] = []
+
+    def add(name: str, model: str, **sections: Any) -> None:
+        out.append((name, model, sections))
+
+    for model in ("gpt", "llama"):
+        add("data 2", model, mesh={"data": 2})
+        for recompute in ("selective", "full"):
+            add(f"data 2, {recompute}", model, mesh={"data": 2}, unit=[{"match": "*", "recompute": recompute}])
+        add("data 2, 4 micro-batches", model, mesh={"data": 2}, batch={"micro_batches": 4})
+        add("data 2, bf16", model, mesh={"data": 2}, precision={"compute": "bf16"}, batch={"micro_batches": 2})
+        for schedule in ("1f1b", "gpipe", "zb-h1", "wave", "interleaved", "zb-v"):
+            add(
+                f"pipe 2, {schedule}",
+                model,
+                mesh={"pipe": 2},
+                batch={"micro_batches": 4},
+                pipeline={"schedule": schedule},
+            )
+        add("pipe 2 · data 2, 1f1b", model, mesh={"pipe": 2, "data": 2}, batch={"micro_batches": 4})
+        for mode in ("zero2", "zero3", "keep"):
+            rule = {"match": "*", "mode": mode}
+            add(f"data 4, {mode}", model, mesh={"data": 4}, unit=[rule])
+            add(f"data 4, {mode}, 2 micro-batches", model, mesh={"data": 4}, unit=[rule], batch={"micro_batches": 2})
+        rule = {"match": "*", "mode": "zero3", "reduce": "micro-batch", "recompute": "full"}
+        add("data 4, zero3, reduced each", model, mesh={"data": 4}, unit=[rule], batch={"micro_batches": 2})
+        rule = {"match": "*.mlp", "mode": "zero3", "split": 4, "recompute": "per-slice"}
+        add("data 2, split 4", model, mesh={"data": 2}, unit=[rule, {"match": "*", "mode": "zero3"}])
+        add("pipe 2 · data 2, keep", model, mesh={"pipe": 2, "data": 2}, unit=[{"match": "*", "mode": "keep"}])
+        add("col 2", model, mesh={"col": 2})
+        add("row 2 · col 2", model, mesh={"row": 2, "col": 2})
+        add("data 2, optimizer on the host", model, mesh={"data": 2}, memory={"optimizer": "host"})
+    return out
+
+
+def config(model: str, folder: str) -> Config:
+    text = Path(folder) / "corpus.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(4000)))
+    data = {
+        "model": MODELS[model],
+        "data": {"source": str(text)},
+        "train": {"steps": 3, "global_batch": 16, "run_dir": f"{folder}/run", "device": "cpu"},
+        "optim": {"warmup": 1},
+        "log": {"trace": 0},
+    }
+    return Config.from_dict(data).resolve()
+
+
+def counted(config: Config, plan: Plan) -> list[int]:
+    """The peak of every rank, in bytes, over the last two steps."""
+    from fourfold.testing.ranks import run_ranks
+
+    return run_ranks(_train, plan.mesh.ranks, config, plan, timeout=120)
+
+
+def _train(rank: int, ranks: int, config: Config, plan: Plan) -> int:
+    from fourfold.testing.budget import Budget
+    from fourfold.train.callbacks import Callback
+    from fourfold.train.worker import fit
+
+    budget = Budget(None)
+    peaks: list[int] = []
+
+    class Watch(Callback):
+        def on_step(self, run: Any, metrics: dict[str, Any]) -> None:
+            peaks.append(budget.peak.bytes)
+            budget.reset_peak()
+
+    with open("/dev/null", "w") as nowhere:
+        sys.stdout = nowhere
+        with budget:
+            fit(config, plan, callbacks=[Watch()])
+    return max(peaks[1:])
+
+
+def measure(name: str, model: str, sections: dict[str, Any]) -> Row | str:
+    """A row, or why there is none."""
+    plan = Plan.from_dict(sections)
+    with tempfile.TemporaryDirectory() as folder:
+        resolved = config(model, folder)
+        try:
+            plan.check(resolved, plan.mesh.ranks)
+        except NotYetError as e:
+            return f"{model}, {name}: not run here: {e}"
+        except PlanError as e:
+            return f"{model}, {name}: {e}"
+        spec = ModelSpec.from_config(resolved.model)
+        setting = Setting(spec, Cluster.local(plan.mesh.ranks), resolved.train.global_batch, plan.precision)
+        predicted = predict(plan, setting)
+        real = counted(resolved, plan)
+    by_rank = plan.mesh.ranks // plan.mesh.pipe
+    stages = [max(real[r * by_rank : (r + 1) * by_rank]) for r in range(plan.mesh.pipe)]
+    worst = max(range(plan.mesh.pipe), key=lambda r: stages[r])
+    ours = predicted.memory[worst].peak
+    return Row(f"{model}, {name}", "counted", "peak_bytes", ours, stages[worst], ours / stages[worst])
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+    rows: list[Row] = []
+    for name, model, sections in plans()[:: 5 if args.quick else 1]:
+        found = measure(name, model, sections)
+        if isinstance(found, str):
+            print(found)
+        else:
+            rows.append(found)
+            print(f"{found.case}: predicted / counted = {found.ratio:.4f}", flush=True)
+    show("memory: ours predicted, theirs counted, ratio 1 is right", rows)
+    errors = [abs(r.ratio - 1) for r in rows]
+    print(f"{len(rows)} plans: mean error {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}")
+    finish("memory", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""`fourfold calibrate`: measure this machine, or the job this is a rank of, and write a cluster file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from fourfold.cluster import Cluster
+from fourfold.errors import ClusterError
+
+__all__ = ["CalibrateArgs", "calibrate_command"]
+
+
+@dataclass(frozen=True)
+class CalibrateArgs:
+    """Measure matrix products, collectives and links here, and write a cluster file for `fourfold plan`."""
+
+    out: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "cluster.toml"
+    """Cluster file to write (.toml, .json)."""
+    nproc: int | None = None
+    """Ranks to start on this machine; default: one per GPU, else one per two cores. Under torchrun or srun: the job's."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA when there is a GPU."""
+    json: bool = False
+    """Print the cluster as JSON."""
+    debug: bool = False
+    """Show tracebacks of errors."""
+
+
+def calibrate_command(args: CalibrateArgs) -> int:
+    if Path(args.out).suffix not in (".toml", ".json"):
+        raise ClusterError(f"{args.out}: a cluster is saved as .json or .toml")
+    if args.nproc is not None and args.nproc < 1:
+        raise ClusterError(f"--nproc {args.nproc}: at least one rank is needed")
+    from fourfold.launch.place import current_place
+
+    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+        if _measure(args, current_place(), None) and current_place().rank == 0:
+            _tell(args)
+        return 0
+    from fourfold.launch.local import launch_local
+
+    ranks = args.nproc or _gpus(args.device) or max(1, (os.cpu_count() or 2) // 2)
+    if not args.json:
+        Console(highlight=False).print(f"measuring with {ranks} {'ranks' if ranks > 1 else 'rank'} …", style="dim")
+    with tempfile.TemporaryDirectory(prefix="fourfold-calibrate-") as logs:
+        launch_local(lambda place, store, screen: _measure(args, place, store), ranks, Path(logs))
+    _tell(args)
+    return 0
+
+
+def _gpus(wish: str) -> int:
+    if wish == "cpu" or not (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _measure(args: CalibrateArgs, place: object, store: object) -> bool:
+    """One rank's part; rank 0 writes the file."""
+    import torch
+
+    from fourfold.launch.place import Place, choose_device, join, leave
+    from fourfold.train.calibrate import calibrate
+
+    assert isinstance(place, Place)
+    torch.set_num_threads(1)
+    device = choose_device(args.device, place)
+    if place.ranks > 1:
+        join(place, store, device, 120.0)  # type: ignore[arg-type]
+    try:
+        cluster = calibrate(place, device)
+        if place.rank == 0:
+            cluster.save(args.out)
+        return True
+    finally:
+        if place.ranks > 1:
+            leave()
+
+
+def _tell(args: CalibrateArgs) -> None:
+    cluster = Cluster.load(args.out)
+    if args.json:
+        print(json.dumps(cluster.to_dict(), indent=2))
+        return
+    from fourfold.schema import format_bytes
+    from fourfold.view.console import facts
+
+    def number(value: float) -> str:
+        return next(
+            f"{value / size:.3g} {unit}" for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if value >= size
+        )
+
+    d = cluster.device
+    rows = [
+        ("devices", f"{cluster.nodes} × {cluster.devices} {d.name}, {format_bytes(cluster.memory)} each"),
+        ("products", ", ".join(f"{k} {number(v)}FLOP/s" for k, v in d.matrix.items())),
+        ("memory", f"{number(d.memory_rate)}B/s; an operator takes {d.operator * 1e6:.1f} µs at least"),
+        ("host link", f"{number(cluster.host.link)}B/s"),
+    ]
+    for level in cluster.level:
+        rest = ", ".join(f"{k} × {v:g}" for k, v in level.factor.items())
+        rows.append(
+            (level.name, f"{number(level.bandwidth)}B/s, {level.latency * 1e6:.0f} µs a hop; over a ring: {rest}")
+        )
+    if cluster.ranks > 1:
+        rows.append(("overlap", f"{cluster.overlap:.0%} of a gather hides behind computing"))
+    rows.append(("written to", f"{args.out}  (use it: fourfold plan CONFIG --cluster {args.out})"))
+    facts(rows, Console(highlight=False))

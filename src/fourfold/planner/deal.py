@@ -1,0 +1,92 @@
+"""Dealing layers to stages for a schedule: several ways are simulated, the fastest is taken.
+
+Equal work on every rank is what keeps ranks busy; equal work in every stage is what keeps a pipeline's waves short. Which counts
+more depends on the schedule, so three deals are timed: ranks alike (`partition`), stages alike by time, stages alike by count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.units import compute_times
+from fourfold.program.costs import Costs
+from fourfold.program.engine import Problem, run
+from fourfold.program.ops import Schedule
+from fourfold.program.partition import partition
+
+__all__ = ["deal_layers"]
+
+MOST = 64
+"""Stages up to which ranks are evened out; with more, it takes too long and gains little."""
+
+
+def deal_layers(setting: Setting, layout: Layout, schedule: Schedule, message: float) -> tuple[int, ...]:
+    """Layers of every stage, embedding and head among them."""
+    mesh = layout.mesh
+    return _dealt(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.flow, schedule, message)
+
+
+@lru_cache(maxsize=2048)
+def _dealt(
+    setting: Setting, size: int, row: int, col: int, flow: str, schedule: Schedule, message: float
+) -> tuple[int, ...]:
+    spec, tokens = setting.spec, size * setting.spec.seq_len
+    times = []
+    for layer in range(spec.layers):
+        parts = [compute_times(setting, u.kind, tokens, row, col, flow, 1, "none") for u in spec.of_layer(layer)]
+        times.append(
+            (sum(p.forward for p in parts), sum(p.input_grad for p in parts), sum(p.weight_grad for p in parts))
+        )
+    work = [sum(t) for t in times]
+    stages = schedule.stages
+    if stages == 1:
+        return (spec.layers,)
+    deals = {_by_time(work, stages), _by_count(spec.layers, stages)}
+    if stages <= MOST:
+        deals.add(tuple(partition(work, schedule.placement)))
+    return min(sorted(deals), key=lambda counts: _seconds(times, counts, schedule, message))
+
+
+def _by_time(work: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Every stage about as much work: a boundary where the sum passes its share; at least a layer each."""
+    total, counts, at, done = sum(work), [], 0, 0.0
+    for stage in range(stages):
+        left = stages - stage - 1
+        end = at + 1
+        done += work[at]
+        while end < len(work) - left and done + work[end] / 2 <= total * (stage + 1) / stages:
+            done += work[end]
+            end += 1
+        if not left:
+            end = len(work)
+        counts.append(end - at)
+        at = end
+    return tuple(counts)
+
+
+def _by_count(layers: int, stages: int) -> tuple[int, ...]:
+    """Blocks alike, the embedding with the first stage, the head with the last."""
+    blocks = layers - 2
+    counts = [blocks // stages + (s < blocks % stages) for s in range(stages)]
+    counts[0] += 1
+    counts[-1] += 1
+    return tuple(counts) if min(counts) else _by_time([1.0] * layers, stages)
+
+
+def _seconds(
+    times: Sequence[tuple[float, float, float]], counts: Sequence[int], schedule: Schedule, message: float
+) -> float:
+    sums, at = [], 0
+    for count in counts:
+        sums.append([sum(t[i] for t in times[at : at + count]) for i in range(3)])
+        at += count
+    costs = Costs(
+        forward=tuple(s[0] for s in sums),
+        input_grad=tuple(s[1] for s in sums),
+        weight_grad=tuple(s[2] for s in sums),
+        message=message,
+    )
+    problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
+    return float(run(problem, schedule.order).makespan)
