@@ -36,7 +36,7 @@ class SplitLinear(nn.Module):
         self.anchor = torch.zeros((), requires_grad=True)  # so that there is a backward, whatever the input needs
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.anchor, self)  # type: ignore[no-any-return]
+        return _Product.apply(x, self.anchor, self)
 
     def use(self, index: int, direction: int) -> tuple[Unit, LinearSlice]:
         """Slice `index`, gathered; those that come next are on their way."""
