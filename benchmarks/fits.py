@@ -3,7 +3,7 @@
     python -m benchmarks.fits [--quick] [--json PATH]
 
 Every case is planned for CPU ranks with so many bytes each; the plan trains two steps in forked ranks, each under
-`fourfold.testing.budget`, which refuses the first tensor over the budget. A case ends as `ran`, or is `refused` by the planner; one
+`fourfold.testing.budget`, which refuses the first tensor over it. A case ends as `ran`, or is `refused` by the planner; one
 that runs out of memory is a failure. `ours` is the counted peak, `theirs` the budget.
 """
 
