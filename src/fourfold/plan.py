@@ -354,11 +354,6 @@ class Plan:
                         f"unit '{rule.match}': split = {rule.split} with row = {self.mesh.row} and col = {self.mesh.col}: "
                         "not yet; use split = 1, or more depth or data in place of row and col"
                     )
-        for what in ("optimizer", "activations"):
-            if getattr(self.memory, what) != "device":
-                raise NotYetError(f"memory.{what} = '{getattr(self.memory, what)}': not yet; use 'device'")
-        if self.memory.moments != "fp32":
-            raise NotYetError(f"memory.moments = '{self.memory.moments}': not yet; use 'fp32'")
 
 
 def _patterns(units: list[str]) -> list[str]:

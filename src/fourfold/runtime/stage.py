@@ -28,7 +28,8 @@ whether a link runs twice, change nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -40,7 +41,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
-__all__ = ["Link", "Stage", "UnitVerbs"]
+__all__ = ["Keeper", "Link", "Stage", "UnitVerbs"]
 
 
 class UnitVerbs(Protocol):
@@ -51,6 +52,14 @@ class UnitVerbs(Protocol):
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
     def add_grad(self, name: str, grad: Tensor, /) -> None: ...
+
+
+class Keeper(Protocol):
+    """Keeps what a forward saves for its backward somewhere else (offload/activations.py)."""
+
+    def saving(self, keep: Iterable[Tensor], key: Any) -> AbstractContextManager[None]: ...
+    def put(self, t: Tensor, key: Any) -> Any: ...
+    def get(self, packed: Any) -> Tensor: ...
 
 
 @dataclass
@@ -75,6 +84,7 @@ class _Kept:
     args: tuple[Any, ...]
     edges: list[GradientEdge] | None  # where the outputs lie in the graph; None: recompute
     fed: int = 0  # which of the input's values the link was fed: [Note: links that add]
+    inputs: list[GradientEdge] | None = None  # where differentiable inputs do; None: `args` are leaves
 
 
 class Stage:
@@ -89,8 +99,9 @@ class Stage:
         *,
         split: bool = False,
         reseed: Callable[[int, int, int], None] | None = None,
+        keeper: Keeper | None = None,
     ):
-        self.links, self.step = list(links), 0
+        self.links, self.step, self.keeper = list(links), 0, keeper
         self.queue = WeightGradQueue() if split else None
         if self.queue is not None:
             for link in self.links:
@@ -116,10 +127,22 @@ class Stage:
         fed = _fed(link, value)
         args = self._args(index, value if link.adds == "no" else value[fed], extra)
         link.unit.need()
+        stack = id(self), micro_batch
+        last = index == len(self.links) - 1 or link.takes_extra
+        keeper = None if extra and last else self.keeper  # the loss: its backward is next
         if link.recompute == "full":
             with torch.no_grad():
                 out = self._run(micro_batch, index, args)
+            if keeper is not None:
+                args = tuple(keeper.put(a.detach(), stack) if _differentiable(a) else a for a in args)
             kept.append(_Kept(args, None, fed))
+        elif keeper is not None:
+            stays = [*link.unit.parameters(), *link.module.buffers()]
+            with torch.enable_grad(), keeper.saving(stays, stack):
+                args = tuple(_anchored(a) if _differentiable(a) else a for a in args)
+                inputs = [get_gradient_edge(a) for a in args if _differentiable(a)]
+                out = self._run(micro_batch, index, args)
+            kept.append(_Kept((), _edges(out), fed, inputs))
         else:
             with torch.enable_grad():
                 out = self._run(micro_batch, index, args)
@@ -210,10 +233,16 @@ class Stage:
             others = [None, grad] if link.adds == "last" else list(grad[:2])
             grad = grad[2] if link.adds == "beside" else others[1]
         link.unit.need()
+        args = kept.args
         if edges is None:
+            if self.keeper is not None:
+                args = tuple(self.keeper.get(a) for a in args)
+                args = tuple(
+                    a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args
+                )
             with torch.enable_grad():
-                edges = _edges(self._run(micro_batch, index, kept.args))
-        wanted = [a for a in kept.args if isinstance(a, Tensor) and a.requires_grad]
+                edges = _edges(self._run(micro_batch, index, args))
+        wanted = kept.inputs if kept.inputs is not None else [a for a in args if _differentiable(a)]
         inputs = [*wanted, *link.unit.parameters()]
         grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
         link.unit.accumulate(grads[len(wanted) :])
@@ -222,6 +251,26 @@ class Stage:
                 return (*others, grads[0])
             return (grads[0] if others[0] is None else others[0] + grads[0]), others[1]
         return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
+
+
+def _differentiable(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.requires_grad
+
+
+class _Anchor(torch.autograd.Function):
+    """Its output is its input, differentiable, and held by nobody: a leaf would be held by the graph until the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _anchored(a: Tensor) -> Tensor:
+    return _Anchor.apply(a.detach(), torch.empty(0, dtype=a.dtype, device=a.device, requires_grad=True))
 
 
 def _make_run(link: Link, split: bool) -> Callable[..., Any]:

@@ -16,10 +16,10 @@ from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
 from fourfold.program.stages import PipelineLayout
-from fourfold.runtime.executor import Executor, Verbs
+from fourfold.runtime.executor import Executor, StreamVerbs, Verbs
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import Keeper, Link, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.shard.sharing import Reductions, Sharing
@@ -45,12 +45,14 @@ __all__ = [
 
 @dataclass
 class Held:
-    """The units of a rank: by name; what each is made of; as the program's verbs; its end of a weight tied across ranks."""
+    """The units of a rank: by name; what each is made of; as the program's verbs; its end of a weight tied across ranks; its
+    buckets."""
 
     units: dict[str, Unit] = field(default_factory=dict)
     slices: dict[str, Slice] = field(default_factory=dict)
     verbs: dict[str, Verbs] = field(default_factory=dict)
     ties: list[TiedOwner | TiedCopy] = field(default_factory=list)
+    buckets: dict[str, StreamVerbs] = field(default_factory=dict)
 
 
 def make_grid(mesh: RankMesh) -> Grid:
@@ -167,7 +169,9 @@ def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
     )
 
 
-def make_stages(config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: Held) -> dict[int, Stage]:
+def make_stages(
+    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: Held, keeper: Keeper | None = None
+) -> dict[int, Stage]:
     """This rank's stages by number, each a chain of its units' modules."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
     number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
@@ -189,7 +193,7 @@ def make_stages(config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayo
                     )
                 )
             reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
-            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed)
+            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper)
     return stages
 
 
@@ -237,7 +241,8 @@ def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: Pipeline
     if plan.pipeline.executor == "message-driven":
         place = layout.schedule.placement
         mine = {u: tuple(s for s in at if place[s] == here) for u, at in layout.programs.stages_with.items()}
-        freedom = drive(program, mine, plan.pipeline.slack)
+        buckets = {bucket.name: bucket.units for bucket in layout.programs.buckets}
+        freedom = drive(program, mine, plan.pipeline.slack, buckets)
     # ranks of a plane meet inside their ops
     together = mesh.group("row", "col") if freedom is not None else None
     return Runner(executor, program, evaluation, drive=freedom, together=together)
