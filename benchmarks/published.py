@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from benchmarks.common import Row, arguments, finish, show
@@ -209,6 +210,20 @@ def searches(quick: bool) -> Iterator[Row]:
     assert chosen is not None
     assert round(chosen.seconds, 4) == 2.9019
     yield Row("48 layers, published table", "OSDP's search", "search_s", took, 9.1, 9.1 / took)
+    random = Random(0)
+    units = []
+    for _ in range(1000):
+        size, speed = random.lognormvariate(3, 1.2), random.uniform(0.7, 1.3)
+        steps = [k / 4 for k in range(5)]
+        units.append(Group([(size * (1 / 8 + s * 7 / 8), speed * (3 - s) * (0.01 * size + 0.05)) for s in steps]))
+    sizes = [[o[0] for o in g.options] for g in units]
+    least, most = sum(map(min, sizes)), sum(map(max, sizes))
+    began = time.perf_counter()
+    chosen = choose(units, least + 0.37 * (most - least))
+    took = time.perf_counter() - began
+    assert chosen is not None
+    yield Row("1000 distinct units", "goal", "choice_s", took, 0.02, 0.02 / took)
+    yield Row("1000 distinct units", "goal", "gap", chosen.gap, 0.001, 0.001 / max(1e-12, chosen.gap))
 
 
 def summary(rows: list[Row], peer: str) -> str:

@@ -95,6 +95,8 @@ def _trained(rank: int, ranks: int, plan: dict[str, Any], steps: int) -> tuple[l
             4,
         ),
         (4, 1, [{"match": "*", "mode": "zero3", "within": 2}], None),
+        (2, 2, [{"match": "layers.0.up", "mode": "zero3", "split": 5}], 2 * (5 + 5)),
+        (3, 2, [{"match": "layers.*.up", "mode": "keep", "split": 2}, {"match": "*", "mode": "zero2"}], None),
         (2, 2, [], 0),
     ],
 )
@@ -128,7 +130,9 @@ def test_alone_it_is_the_module() -> None:
             {"unit": [{"match": "embed", "mode": "zero3"}]},
             "'embed.weight' and 'head.weight' are one parameter in two units",
         ),
-        ({"unit": [{"match": "*", "split": 2}]}, "split = 2: not yet"),
+        ({"unit": [{"match": "layers.0", "split": 2}]}, "split = 2: 'layers.0' is no nn.Linear"),
+        ({"unit": [{"match": "layers.0.up", "split": 25}]}, "which has 24 inputs; use at most 24"),
+        ({"unit": [{"match": "layers.0.up", "recompute": "full"}]}, "recompute = 'full': not yet in parallelize"),
         ({"unit": [{"match": "*", "within": 2, "mode": "zero3"}]}, "within = 2 does not divide"),
     ],
 )

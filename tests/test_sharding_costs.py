@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from benchmarks.sharding_engine import MIB, transient
 
+from fourfold.collectives import all_gather
 from fourfold.errors import ReleasedError
 from fourfold.model.build import serial_model
 from fourfold.plan import Plan
@@ -181,7 +181,7 @@ def _mixes(rank: int, ranks: int, folder: Path, seeds: range) -> list[str]:
             whole = unit.shard_grad
             if unit.sharing.gathers is not None:
                 whole = torch.empty(unit.layout.total, dtype=torch.float64)
-                dist.all_gather_into_tensor(whole, unit.shard_grad, group=unit.sharing.gathers)
+                all_gather(whole, unit.shard_grad, unit.sharing.gathers, "gradients").wait()
             for slot in unit.layout.slots:
                 local = whole[slot.start : slot.stop].view(slot.shape)
                 for piece in unit.pieces[slot.name]:
@@ -222,7 +222,7 @@ def _against_fsdp2(rank: int, ranks: int, folder: Path, mode: str, compute: str)
     for unit in made.units:
         assert unit.shard_grad is not None
         whole = torch.empty(unit.layout.total, dtype=unit.shard_grad.dtype)
-        dist.all_gather_into_tensor(whole, unit.shard_grad)
+        all_gather(whole, unit.shard_grad, unit.sharing.gathers, "gradients").wait()
         ours |= {f"{unit.name}.{s.name}": whole[s.start : s.stop].view(s.shape) for s in unit.layout.slots}
     model = serial_model(made.config.model, made.config.train.seed)
     bf16 = compute == "bf16"

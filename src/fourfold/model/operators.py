@@ -6,7 +6,7 @@ precision and grid. Units that are alike share a `kind`, and are costed once.
 What a unit keeps between its forward and its backward, by recomputation (letters as in model/spec.py):
 
     none        everything autograd saves       selective   its input, and the outputs of matrix products and attention
-    full        its input                       per-slice   its input and the normalised input, slices are computed again
+    full        its input                       per-slice   its input and the normalised input; slices are computed again
 
 `Held(narrow, wide)` counts elements of the compute type and of fp32 (fp64 for fp64). The numbers equal what the real modules
 save (a test holds them to it).
@@ -310,7 +310,6 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "none": Held(2 * d + qkv + q + turned + (0 if llama else stats), m.heads + (stats if llama else 0)),
             "selective": Held(2 * d + qkv + q, m.heads),
             "full": Held(d),
-            "per-slice": Held(2 * d),
         },
         workspace=Held(d + q + qkv),
         late=d * q / (d * qkv + d * q),
@@ -318,7 +317,6 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         forward_workspace=Held(d + (2 * turned if llama else 0)),
         for_weight_grad=Held(2 * d + q + qkv),
         unfused=float(d + (q + kv if m.qk_norm else 0)) if llama else 0.0,
-        slices=m.kv_heads,
         output=d,
     )
 
@@ -376,6 +374,7 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "none": Held(2 * d + more + (0 if llama else 2), v + 2 + (1 if llama else 0)),
             "selective": Held(d + v + (d if bert else 0), 2),
             "full": Held(d, 2),
+            "per-slice": Held(2 * d + (d if bert else 0), 4),
         },
         workspace=Held(0, 2 * v),
         forward_workspace=Held(v),
@@ -383,5 +382,6 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         late=0.0,
         for_weight_grad=Held(d + v + more),
         unfused=float(d) if llama else 0.0,
+        slices=v,
         output=0.0,
     )

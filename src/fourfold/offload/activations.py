@@ -73,6 +73,8 @@ class ActivationOffload:
         lanes: Lanes | None = None,
     ):
         check_available(budget, "the budget for activations")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # as tensors name theirs
         self.device, self.budget, self.least, self.ahead, self.stash = device, budget, least, ahead, stash
         self.lanes = lanes or make_lanes(device)
         self.taken = 0

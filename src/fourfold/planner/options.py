@@ -73,8 +73,8 @@ def recompute_options(setting: Setting, layout: Layout, kind: str) -> list[Optio
     plain = unit_cost(setting, layout, kind, Choice())
     base = plain.compute.forward + plain.compute.input_grad + plain.compute.weight_grad
     candidates = [Choice(recompute=r) for r in ("none", "selective", "full")]
-    if "per-slice" in unit.saved:
-        candidates += [Choice(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s * layout.mesh.col]
+    if "per-slice" in unit.saved and layout.mesh.row * layout.mesh.col == 1:  # slices and the grid exclude each other
+        candidates += [Choice(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]
     for choice in candidates:
         cost = unit_cost(setting, layout, kind, choice)
         c = cost.compute

@@ -245,7 +245,9 @@ class _Judge:
         held = self.schedule.stages_of[rank]
         units = [u for s in held for u in self.stages[s]]
         reductions = [u.cost.reduce for u in units if u.choice.reduce == "step"]
+        # reductions run beside the last backwards, between the gathers of those
         window = sum(times[s].input_grad + times[s].weight_grad for s in held)
+        window = max(0.0, window - sum(u.cost.gather for u in units if u.choice.mode == "zero3"))
         total = sum(reductions)
         least = units[0].cost.reduce if units[0].choice.reduce == "step" else 0.0
         late = max(least, total - window) if total else 0.0

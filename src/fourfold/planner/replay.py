@@ -130,6 +130,7 @@ def _walk(op: Op, first: bool, last: bool, steady: bool, units: Sequence[Planned
             high = at
 
     order = units if op.kind == "F" else units[::-1]
+    flying = 0.0  # the gradient of the unit before, which is being reduced
     following = [*order[1:], None]
     for u, after in zip(order, following, strict=True):
         c = u.cost
@@ -145,7 +146,8 @@ def _walk(op: Op, first: bool, last: bool, steady: bool, units: Sequence[Planned
         mark(gathered=gathered if op.kind != "W" else 0.0, workspace=work)
         gives = {"B": c.activation, "I": c.activation - c.kept_for_weight_grad, "W": c.kept_for_weight_grad}[op.kind]
         if op.kind in "BW":
-            _contribute(u, first, last, work, now, mark)
+            _contribute(u, first, last, work, flying, now, mark)
+            flying = c.gradients if u.choice.reduce == "micro-batch" else 0.0
         now[ACTIVATIONS] -= gives
         kept = op.kind != "W" and c.gather and u.choice.mode in ("keep", "zero2")
         if kept and (last or (u.choice.mode == "zero2" and not steady)):
@@ -154,7 +156,7 @@ def _walk(op: Op, first: bool, last: bool, steady: bool, units: Sequence[Planned
     return _Walk(sum(high), tuple(high), sum(now), left)
 
 
-def _contribute(u: PlannedUnit, first: bool, last: bool, work: float, now: Bytes, mark: object) -> None:
+def _contribute(u: PlannedUnit, first: bool, last: bool, work: float, flying: float, now: Bytes, mark: object) -> None:
     """Gradients of one micro-batch: accumulated, then reduced at once or at the end of the step."""
     c = u.cost
     assert callable(mark)
@@ -162,7 +164,8 @@ def _contribute(u: PlannedUnit, first: bool, last: bool, work: float, now: Bytes
     at_once = u.choice.reduce == "micro-batch"
     if first and not at_once:
         now[GRADIENTS] += c.gradients
-    mark(workspace=work, gradients=(c.gradients + (c.reduced if sharded else 0.0)) if at_once else 0.0)
+    whole = c.gradients + flying + (c.reduced if sharded else 0.0)
+    mark(workspace=work, gradients=whole if at_once else flying)
     if at_once:
         if first:
             now[GRADIENTS] += c.reduced

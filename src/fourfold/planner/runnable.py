@@ -17,7 +17,7 @@ from fourfold.planner.layout import Setting
 from fourfold.planner.layouts import parse_fixes
 from fourfold.planner.make import default_precision, find_plan, judge, with_report
 
-__all__ = ["plan_run"]
+__all__ = ["first_runnable", "plan_run", "run_setting"]
 
 WORTH = 0.9
 """A plan is taken instead of plain copies if it takes at most this share of their time."""
@@ -32,13 +32,7 @@ LADDER: tuple[tuple[str, ...], ...] = (
 
 def plan_run(config: Config, cluster: Cluster, precision: Precision | None = None) -> Plan:
     """The plan of a resolved config on all ranks of a cluster, with its prediction."""
-    ranks = cluster.ranks
-    setting = Setting(
-        ModelSpec.from_config(config.model),
-        cluster,
-        config.train.global_batch,
-        precision or (Precision() if cluster.device.kind == "cpu" else default_precision(cluster)),
-    )
+    ranks, setting = cluster.ranks, run_setting(config, cluster, precision)
     refusal: PlanError | None = None
     try:
         plain = _plain(config, setting, ranks)
@@ -47,7 +41,7 @@ def plan_run(config: Config, cluster: Cluster, precision: Precision | None = Non
     if plain is not None and cluster.name == "local":
         return plain
     try:
-        best = _first_runnable(config, setting, ranks)
+        best = first_runnable(config, setting, ranks)
     except PlanError as e:
         if plain is None:
             raise refusal or e from None
@@ -55,6 +49,12 @@ def plan_run(config: Config, cluster: Cluster, precision: Precision | None = Non
     if plain is None or plain.predicted is None or best.predicted is None:
         return best
     return best if best.predicted["seconds"] <= WORTH * plain.predicted["seconds"] else plain
+
+
+def run_setting(config: Config, cluster: Cluster, precision: Precision | None = None) -> Setting:
+    """What a run asks of the planner."""
+    spec = ModelSpec.from_config(config.model)
+    return Setting(spec, cluster, config.train.global_batch, precision or default_precision(cluster))
 
 
 def _plain(config: Config, setting: Setting, ranks: int) -> Plan | None:
@@ -66,7 +66,8 @@ def _plain(config: Config, setting: Setting, ranks: int) -> Plan | None:
     return judged if judged.predicted["peak_bytes"] <= setting.cluster.usable else None
 
 
-def _first_runnable(config: Config, setting: Setting, ranks: int) -> Plan:
+def first_runnable(config: Config, setting: Setting, ranks: int) -> Plan:
+    """The planner's plan under the first constraints of the ladder that this version executes."""
     refused: NotYetError | None = None
     for fixes in LADDER:
         plan = with_report(find_plan(setting, parse_fixes(list(fixes))), setting)

@@ -273,6 +273,10 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = flo
                 return best
             solved.append(answer)
         choices = _assigned(rank_units, solved)
+        if setting.spec.tied:  # its matrix is the embedding's, and so is what is done with it
+            lender = choices[setting.spec.units[0].name]
+            head = setting.spec.units[-1].name
+            choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         plan = layout.plan(setting, rules_of(choices), layers)
         prediction = predict(plan, setting, choices)
         over = [m.peak - usable for m in prediction.memory]

@@ -35,6 +35,8 @@ class Hooked:
     reduce: Literal["step", "micro-batch"]
     waiting: int = 0
     """Forwards whose backward is not complete."""
+    reduced: bool = False
+    """Whether it took part in a reduction of this step."""
 
 
 class HookDriver:
@@ -68,9 +70,18 @@ class HookDriver:
             self._order = self._seen
 
     def finish(self) -> None:
-        """The step is over: all gradients are reduced."""
+        """The step is over: all gradients are reduced, those of units that were not used as zeros."""
         for part in self.parts:
+            if not part.reduced:
+                part.unit.reduce()
             part.unit.finish()
+            part.reduced = False
+
+    def made(self, part: Hooked) -> None:
+        """A backward outside of the hooks has made all of a unit's gradient for this micro-batch."""
+        if part.mode != "keep":
+            part.unit.release()
+        self._complete(part)
 
     # ---- hooks ----
 
@@ -125,6 +136,7 @@ class HookDriver:
     def _complete(self, part: Hooked) -> None:
         if self._reduces(part):
             part.unit.reduce()
+            part.reduced = True
 
 
 class _Boundary(torch.autograd.Function):

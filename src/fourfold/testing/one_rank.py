@@ -68,6 +68,9 @@ class OneRank:
             make_transport(self.mesh, self.layout, self.device, 20.0),
         )
         self.runner = make_runner(executor, plan, self.mesh, self.layout)
+        way, micro_batches = self.mesh.index("data", "depth", "row"), plan.micro_batches(config.train.global_batch)
+        self._batches = [self.batch(way, m) for m in range(micro_batches)]
+        self._scale = torch.tensor(1e-3, dtype=torch.promote_types(compute, torch.float32), device=self.device)
 
     @property
     def units(self) -> list[Unit]:
@@ -120,11 +123,10 @@ class OneRank:
         return tokens, targets
 
     def first(self, micro_batch: int) -> Tensor:
-        return self.batch(self.mesh.index("data", "depth", "row"), micro_batch)[0]
+        return self._batches[micro_batch][0]
 
     def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
-        return self.batch(self.mesh.index("data", "depth", "row"), micro_batch)[1:]
+        return self._batches[micro_batch][1:]
 
     def grad(self, micro_batch: int) -> Tensor:
-        wide = self.plan.precision.compute == "fp64"
-        return torch.tensor(1e-3, dtype=torch.float64 if wide else torch.float32, device=self.device)
+        return self._scale

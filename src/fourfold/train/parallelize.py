@@ -9,7 +9,8 @@
         model.zero_grad()
 
 The module takes a batch's tensors and returns its mean loss. Its units are the modules that a rule names, outermost first; of
-what is left, the elements of every nn.ModuleList; and `rest`, all other parameters. `parameters()` are flat parts of this
+what is left, the elements of every nn.ModuleList; and `rest`, all other parameters. A rule with `split` that names an nn.Linear
+cuts it by its inputs. `parameters()` are flat parts of this
 rank's shards, one for each parameter that it holds a part of: give them to any optimizer that works element by element.
 """
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,9 @@ from fourfold.errors import NotYetError, PlanError
 from fourfold.piece import whole
 from fourfold.plan import Plan
 from fourfold.shard.hooks import HookDriver, Hooked
-from fourfold.shard.sharing import Reductions
+from fourfold.shard.sharing import Reductions, Sharing
+from fourfold.shard.split import LinearSlice, slices_of
+from fourfold.shard.split_linear import SplitLinear
 from fourfold.shard.unit import Unit
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import make_sharing
@@ -55,11 +57,14 @@ class Parallel:
         self.micro_batches = plan.batch.micro_batches or 1
         self.replicas = mesh.size("data", "depth")
         self.world = mesh.group("data", "depth")
-        names = _unit_names(module, plan)
-        shards = {n: _shards(plan, n, self.replicas) for n in names}
+        split = _split_names(module, plan)
+        names = _unit_names(module, plan, split)
+        shards = {n: _shards(plan, n, self.replicas) for n in [*names, *split]}
         sharings = {count: make_sharing(mesh, count) for count in sorted(set(shards.values()))}
         reductions = Reductions(min(plan.memory.prefetch, 1))
-        parts = []
+        parts: list[Hooked] = []
+        for name in split:
+            parts += self._split(name, sharings[shards[name]], reductions)
         for name in names:
             unit = _make_unit(name, module, names, sharings[shards[name]], reductions, plan)
             rule = plan.rule_for(name)
@@ -77,6 +82,40 @@ class Parallel:
             for unit in self.units
             for slot, start, stop in unit.slots()
         }
+
+    def _split(self, name: str, sharing: Sharing, reductions: Reductions) -> list[Hooked]:
+        """Put a split linear in the place of one; its slices are units that no module hook drives."""
+        linear, rule = self.module.get_submodule(name), self.plan.rule_for(name)
+        mode = rule.mode if sharing.shards > 1 else "replicate"
+        values = {f"{name}.{n}": p.detach() for n, p in linear.named_parameters()}
+        first = values[f"{name}.weight"]
+        parts, slices = [], []
+        for i, each in enumerate(slices_of(name, linear, rule.split)):
+            unit = Unit.of(
+                f"{name}/{i}",
+                each.module,
+                pieces=each.pieces,
+                device=first.device,
+                compute=first.dtype,
+                reduce=torch.promote_types(torch.float32, first.dtype),
+                sharing=sharing,
+                reductions=reductions,
+            )
+            for n, (piece,) in each.pieces.items():
+                unit.params[n].data.copy_(values[piece.name][tuple(slice(*s) for s in piece.global_slice)])
+            unit.scatter()
+            assert isinstance(each.module, LinearSlice)
+            slices.append((unit, each.module))
+            parts.append(Hooked(unit, each.module, mode, rule.reduce))
+        owner, _, leaf = name.rpartition(".")
+        made = SplitLinear(
+            slices,
+            prefetch=self.plan.memory.prefetch,
+            kept=lambda: mode in ("zero2", "keep") and torch.is_grad_enabled(),
+            made=lambda i: self.driver.made(parts[i]),
+        )
+        setattr(self.module.get_submodule(owner), leaf, made)
+        return parts
 
     # ---- a step ----
 
@@ -146,7 +185,11 @@ class Parallel:
         for unit in self.units:
             unit.gather()
             unit.need()
-            out |= {piece.name: unit.params[n].detach().clone() for n, (piece,) in unit.pieces.items()}
+            for n, pieces in unit.pieces.items():
+                for piece in pieces:
+                    whole = out.setdefault(piece.name, unit.params[n].new_empty(piece.global_shape))
+                    part = unit.params[n].detach()[tuple(slice(*s) for s in piece.local_slice)]
+                    whole[tuple(slice(*s) for s in piece.global_slice)] = part
             unit.release()
         return out
 
@@ -174,8 +217,6 @@ def _check(plan: Plan) -> None:
                 f"use {axis} = 1"
             )
     for rule in plan.unit:
-        if rule.split > 1:
-            raise NotYetError(f"unit '{rule.match}': split = {rule.split}: not yet in parallelize; use split = 1")
         if rule.recompute != "none":
             raise NotYetError(
                 f"unit '{rule.match}': recompute = '{rule.recompute}': not yet in parallelize; "
@@ -184,22 +225,44 @@ def _check(plan: Plan) -> None:
     plan.check_sharding([rule.match for rule in plan.unit])
 
 
-def _unit_names(module: nn.Module, plan: Plan) -> list[str]:
-    """The units, in the order of the module; `rest` last, where there is one."""
+def _unit_names(module: nn.Module, plan: Plan, split: list[str]) -> list[str]:
+    """The units but for those that are split, in the order of the module; `rest` last, where there is one."""
     everything = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters())]
     for rule in plan.unit:
         if rule.match not in ("*", REST) and not fnmatch.filter(everything, rule.match):
             raise PlanError(f"no module matches '{rule.match}'{schema.nearest(rule.match, everything)}")
     lists = tuple(name for name, child in module.named_modules() if isinstance(child, nn.ModuleList))
     named = [n for n in everything if any(r.match != "*" and fnmatch.fnmatchcase(n, r.match) for r in plan.unit)]
+    whole = {n for n, _ in module.named_parameters() if n.rpartition(".")[0] not in split}
     chosen: list[str] = []
     for name in [*named, *(n for n in everything if n.rpartition(".")[0] in lists)]:
         inside = any(name == c or name.startswith(f"{c}.") or c.startswith(f"{name}.") for c in chosen)
-        if not inside and not isinstance(module.get_submodule(name), nn.ModuleList):
+        holds = any(n.startswith(f"{name}.") for n in whole)
+        if not inside and holds and not isinstance(module.get_submodule(name), nn.ModuleList):
             chosen.append(name)
     chosen.sort(key=everything.index)
-    left = [n for n, _ in module.named_parameters() if not any(n.startswith(f"{c}.") for c in chosen)]
+    left = [n for n in whole if not any(n.startswith(f"{c}.") for c in chosen)]
     return [*chosen, REST] if left else chosen
+
+
+def _split_names(module: nn.Module, plan: Plan) -> list[str]:
+    """The linears that rules split."""
+    out = []
+    for name, child in module.named_modules():
+        rule = next((r for r in plan.unit if r.match != "*" and fnmatch.fnmatchcase(name, r.match)), None)
+        if rule is None or rule.split == 1:
+            continue
+        if type(child) is not nn.Linear:
+            raise PlanError(
+                f"unit '{rule.match}': split = {rule.split}: '{name}' is no nn.Linear; name one, or use split = 1"
+            )
+        if rule.split > child.in_features:
+            raise PlanError(
+                f"unit '{rule.match}': split = {rule.split} is wider than '{name}', which has {child.in_features} inputs; "
+                f"use at most {child.in_features}"
+            )
+        out.append(name)
+    return out
 
 
 def _shards(plan: Plan, name: str, replicas: int) -> int:
@@ -208,7 +271,9 @@ def _shards(plan: Plan, name: str, replicas: int) -> int:
 
 
 @torch.no_grad()
-def _make_unit(name: str, root: nn.Module, names: list[str], sharing: Any, reductions: Reductions, plan: Plan) -> Unit:
+def _make_unit(
+    name: str, root: nn.Module, names: list[str], sharing: Sharing, reductions: Reductions, plan: Plan
+) -> Unit:
     """A unit of a module that has its weights."""
     module = root if name == REST else root.get_submodule(name)
     others = tuple(f"{n}." for n in names if n != REST) if name == REST else ()

@@ -1,0 +1,96 @@
+"""Predictions against the program: times against a simulation of the lowered programs, memory against their instants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fourfold.cluster import Cluster
+from fourfold.config import ModelConfig
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
+from fourfold.planner.layout import Setting
+from fourfold.planner.predict import layout_of_plan, predict, stage_layers
+from fourfold.planner.stages import units_of_stages
+from fourfold.planner.units import Choice, unit_cost
+from fourfold.program import Costs, Unit, lower, simulate
+from fourfold.program.from_plan import schedule_of_plan
+
+
+def question(bandwidth: str = "x1", batch: int = 16) -> Setting:
+    model = ModelConfig(family="llama", layers=8, hidden=2048, heads=16, vocab=4096, seq_len=2048)
+    cluster = replace(Cluster.preset("a100-80g").what_if({"bandwidth": bandwidth}), overlap=1.0)
+    return Setting(ModelSpec.from_config(model), cluster, batch, Precision(compute="bf16"))
+
+
+def simulated(plan: Plan, setting: Setting) -> float:
+    """Seconds of the lowered programs, collectives and messages at their place."""
+    layout = layout_of_plan(plan, setting)
+    schedule = schedule_of_plan(plan, layout.micro_batches, layers=setting.spec.layers)
+    stages = units_of_stages(setting.spec, stage_layers(setting, schedule, plan.pipeline.layers))
+    rule = plan.unit[0]
+    choice = Choice(rule.mode, rule.reduce, rule.within, rule.split, rule.recompute)
+    cost = {u.name: unit_cost(setting, layout, u.kind, choice) for u in setting.spec.units}
+    units = [
+        [Unit(u.name, rule.mode, rule.reduce, cost[u.name].compute.input_grad or 1e-9) for u in of] for of in stages
+    ]
+
+    def total(name: str) -> tuple[float, ...]:
+        return tuple(sum(getattr(cost[u.name].compute, name) for u in of) for of in stages)
+
+    again = total("again")
+    mesh = plan.mesh
+    size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute
+    costs = Costs(
+        forward=total("forward"),
+        input_grad=tuple(a + b for a, b in zip(total("input_grad"), again, strict=True)),
+        weight_grad=total("weight_grad"),
+        message=setting.cluster.message(size, mesh.ranks // mesh.pipe) if mesh.pipe > 1 else 0.0,
+        gather={n: c.gather for n, c in cost.items()},
+        reduce={n: c.reduce for n, c in cost.items()},
+    )
+    return float(simulate(lower(schedule, units), costs).makespan)
+
+
+@pytest.mark.parametrize("bandwidth", ["x1", "x0.2"])
+@pytest.mark.parametrize("mode", ["replicate", "keep", "zero3"])
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [({"data": 8}, "1f1b"), ({"pipe": 2, "data": 4}, "1f1b"), ({"pipe": 2, "data": 4}, "zb-h1")]
+)
+def test_times_are_those_of_the_program(mesh: dict[str, int], schedule: str, mode: Any, bandwidth: str) -> None:
+    setting = question(bandwidth)
+    plan = Plan(
+        mesh=Mesh(**mesh),
+        batch=Batch(micro_batches=2 if "pipe" not in mesh else 4),
+        pipeline=Pipeline(schedule=schedule),
+        unit=(UnitRule(match="*", mode=mode),),
+        precision=setting.precision,
+    )
+    found = predict(plan, setting)
+    assert found.seconds - found.update == pytest.approx(simulated(plan, setting), rel=0.08)
+
+
+def test_parts_add_up_and_memory_has_an_instant() -> None:
+    setting = question()
+    plan = Plan(
+        mesh=Mesh(pipe=2, data=4),
+        batch=Batch(micro_batches=4),
+        unit=(UnitRule(match="*", mode="zero3", recompute="full"),),
+        precision=setting.precision,
+    )
+    p = predict(plan, setting)
+    parts = p.compute + p.recompute + p.grid + p.exposed + p.bubble + p.update
+    assert parts == pytest.approx(p.seconds, rel=0.02)
+    assert 0 < p.mfu < 1
+    for m in p.memory:
+        assert m.at == "update" or m.at[1] in "FBIW"
+        assert m.peak == pytest.approx(sum(m.by_category))
+    # sharding, recomputing, splitting and offloading each take less memory
+    less = [UnitRule(match="*"), UnitRule(match="*", mode="keep"), UnitRule(match="*", mode="zero3")]
+    peaks = [predict(replace(plan, unit=(rule,)), setting).peak.peak for rule in less]
+    assert peaks[0] > peaks[1] > peaks[2] > p.peak.peak
+    host = replace(plan, memory=replace(plan.memory, optimizer="host"))
+    assert predict(host, setting).peak.by_category[3] == 0
+    assert predict(host, setting).memory[0].host > 0
