@@ -221,6 +221,7 @@ def optimizer_rows(quick: bool) -> Iterator[Row]:
     per_step = SEQUENCES * shape.seq_len
     with torch.no_grad():
         forward = timed(lambda: here(ids), 2)
+    there.run(ids, 1)  # its state is allocated in its first update
     micro = timed(lambda: there.run(ids, 1, update=False), 3)
     log(f"{here.size / 1e9:.2f} B parameters; forward {forward:.3f} s, forward and backward {micro:.3f} s")
     fsdp = peer("fsdp_offload", quick)
