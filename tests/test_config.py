@@ -219,7 +219,6 @@ def test_wrong_plans_say_what_is_wrong(plan: dict[str, Any], ranks: int | None, 
     "plan",
     [
         {"mesh": {"row": 2}, "unit": [{"match": "head", "split": 2}]},
-        {"memory": {"optimizer": "host"}},
     ],
 )
 def test_what_does_not_run_yet_is_refused_by_name(plan: dict[str, Any]) -> None:

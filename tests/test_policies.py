@@ -29,6 +29,8 @@ WITHOUT_TORCH = (
     "presets",
     "commands.plan",
     "shard.layout",
+    "tensor.blocks",
+    "tensor.costs",
 )
 ROOMS_WITHOUT_TORCH = ("program", "planner", "view")
 APART = ("runtime", "tensor", "shard", "offload")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -17,6 +18,7 @@ from fourfold.runtime.stage import Link, Stage
 from fourfold.shard.layout import ALIGN, lay_out
 from fourfold.shard.replicas import unequal_replicas
 from fourfold.shard.sharing import ALONE, Sharing
+from fourfold.shard.split import slices_of
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.optim import AdamW, round_half_up
@@ -205,3 +207,99 @@ def test_reduction_sums_over_ranks_and_unequal_replicas_are_named() -> None:
         assert len(broken) == 1
         assert broken[0].startswith("blocks.1.mlp.up.weight")
         assert "ranks [1] differ from rank 0" in broken[0]
+
+
+# ---- a grid's parameters: vectors are copies over more ranks than matrices ----
+
+
+class Cut(torch.nn.Module):
+    """A block of a matrix, with a norm and a bias that all rows of the grid hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(6)
+        self.linear = torch.nn.Linear(6, 10)
+
+
+def _on_a_grid(rank: int, ranks: int, sharded: bool) -> tuple[dict[str, float], list[int], float]:
+    """data 2 × row 2: rank = 2 · data + row."""
+    data, row = divmod(rank, 2)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1), (2, 3))}
+    replicas, rows = groups[(row, row + 2)], groups[(2 * data, 2 * data + 1)]
+    module = Cut().double()
+    found = {n: tuple(p.shape) for n, p in module.named_parameters()}
+    vectors = [n for n, shape in found.items() if len(shape) == 1]
+    sharing = Sharing(2, data, 1, 0, replicas, replicas) if sharded else Sharing(1, 0, 2, data, across=replicas)
+    axes = {n: ("data", "row") if n in vectors else ("data",) for n in found}
+    unit = Unit.of(
+        "part",
+        module,
+        pieces={n: (whole(n, shape, axes[n]),) for n, shape in found.items()},
+        device=torch.device("cpu"),
+        compute=torch.float64,
+        reduce=torch.float64,
+        sharing=sharing,
+        sum_over=dict.fromkeys(vectors, rows),
+    )
+    unit.scatter()
+    unit.accumulate([torch.full_like(p, 10.0**rank) for p in unit.params.values()])
+    unit.reduce()
+    unit.finish()
+    assert unit.shard_grad is not None
+    values = {s.name: float(unit.shard_grad[start]) for s, start, _ in unit.slots()}
+    here, _ = unit.sharing.place({"data": data, "row": row, "depth": 0}, {"data": 2, "row": 2, "depth": 1})
+    owned = sum(
+        float(unit.shard_grad[start:stop].square().sum())
+        for s, start, stop in unit.slots()
+        if unit.pieces[s.name][0].owned_at(here)
+    )
+    return values, [s.start for s in unit.layout.slots if s.name in vectors], owned
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_vectors_that_a_grid_copies_are_summed_over_its_rows_too(sharded: bool) -> None:
+    squares = 0.0
+    for rank, (values, starts, owned) in enumerate(run_ranks(_on_a_grid, 4, sharded)):
+        column = 10.0 ** (rank % 2) + 10.0 ** (rank % 2 + 2)
+        for name, value in values.items():
+            assert value == (column if name == "linear.weight" else 1111.0), name
+        assert min(starts) >= 64  # after the matrix
+        squares += owned
+    assert squares == 60 * (101.0**2 + 1010.0**2) + 22 * 1111.0**2
+
+
+# ---- slices on their own ----
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_a_linear_split_by_its_inputs_is_the_linear(count: int) -> None:
+    linear = torch.nn.Linear(7, 5).double()
+    slices = slices_of("big", torch.nn.Linear(7, 5, device="meta").double(), count)
+    links, units = [], {}
+    for i, part in enumerate(slices):
+        unit = Unit.of(
+            f"big/{i}",
+            part.module,
+            pieces=part.pieces,
+            device=torch.device("cpu"),
+            compute=torch.float64,
+            reduce=torch.float64,
+        )
+        for n, pieces in unit.pieces.items():
+            for piece in pieces:
+                source = dict(linear.named_parameters())[piece.name.removeprefix("big.")]
+                unit.params[n].data.copy_(source.detach()[tuple(slice(*s) for s in piece.global_slice)])
+        units[i] = unit
+        links.append(Link(unit.name, unit, part.module, "full", adds=part.adds))
+    stage, x = Stage(links), torch.randn(2, 4, 7, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    expected = linear(leaf)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    assert torch.allclose(stage.forward(0, x), expected, rtol=0, atol=1e-14)
+    assert leaf.grad is not None
+    assert torch.allclose(stage.backward(0, grad), leaf.grad, rtol=0, atol=1e-14)
+    weights = torch.cat([units[i].main_grad("part.weight") for i in units], 1)
+    assert linear.weight.grad is not None
+    assert torch.allclose(weights, linear.weight.grad, rtol=0, atol=1e-14)
+    assert torch.allclose(units[0].main_grad("part.bias"), linear.bias.grad, rtol=0, atol=1e-14)  # type: ignore[arg-type]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
@@ -94,6 +96,17 @@ def test_modes_obey_the_contract(tmp_path: Path, references: dict[str, list[dict
             assert abs(a - b) <= 1e-9 * abs(a), key
 
 
+def test_compiled_units_are_sharded_and_split_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit a graph of its own, captured whole; gathers stay outside of it."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    losses = []
+    for compiled in (False, True):
+        config = make_config(tmp_path / str(compiled), MODELS["llama"], train={"steps": 2})
+        plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 2}, "unit": everything("zero3", split=2)}
+        losses.append(series(run_training(config, plan | {"precision": {"compile": compiled}}, 2), "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_the_same_plan_twice_gives_the_same_bits(tmp_path: Path) -> None:
     runs = []
     for name in ("a", "b"):
@@ -104,17 +117,16 @@ def test_the_same_plan_twice_gives_the_same_bits(tmp_path: Path) -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_modes_have_the_bits_of_replicated_training(tmp_path: Path, compute: str) -> None:
+def test_modes_have_the_bits_of_replicated_training(tmp_path: Path) -> None:
     """Two addends have one sum: on two ranks sharding reorders nothing but the norm, so without clipping no bit changes."""
     finals = []
-    rules = [[], everything("zero3"), everything("zero2", recompute="full"), everything("keep")]
+    rules = [[], everything("zero3"), everything("keep", recompute="full")]
     for i, rule in enumerate(rules):
         config = make_config(tmp_path / f"{i}", MODEL["gpt"] | {"dropout": 0.1}, optim={"clip": 0.0})
-        plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 3}, "unit": rule, "precision": {"compute": compute}}
+        plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 3}, "unit": rule, "precision": {"compute": "bf16"}}
         run_training(config, plan, 2)
         finals.append((tmp_path / f"{i}" / "final" / "model.safetensors").read_bytes())
-    assert finals[1:] == finals[:1] * 3
+    assert finals[1:] == finals[:1] * 2
 
 
 SAVED: list[tuple[int, dict[str, Any]]] = [

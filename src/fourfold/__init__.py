@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from fourfold.errors import FourfoldError as FourfoldError
     from fourfold.errors import PlanError as PlanError
     from fourfold.model.operators import ModelSpec as ModelSpec
+    from fourfold.offload.adamw import StreamedAdamW as StreamedAdamW
     from fourfold.plan import Plan as Plan
     from fourfold.planner.make import make_plan as make_plan
     from fourfold.train.callbacks import Callback as Callback
+    from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit
 
 __version__ = "0.1.0"
@@ -32,8 +34,10 @@ _HOMES = {
     "ModelSpec": "fourfold.model.operators",
     "Plan": "fourfold.plan",
     "PlanError": "fourfold.errors",
+    "StreamedAdamW": "fourfold.offload.adamw",
     "fit": "fourfold.train.worker",
     "make_plan": "fourfold.planner.make",
+    "parallelize": "fourfold.train.parallelize",
 }
 
 __all__ = [
@@ -45,8 +49,10 @@ __all__ = [
     "ModelSpec",
     "Plan",
     "PlanError",
+    "StreamedAdamW",
     "fit",
     "make_plan",
+    "parallelize",
 ]
 
 

@@ -239,6 +239,8 @@ class TrainConfig:
     """Seconds a rank waits for another before it gives up; 0: 60 on CPU, 600 on CUDA."""
     max_skipped: int = 10
     """Steps in a row whose loss or gradient may be non-finite; each is skipped on all ranks."""
+    guard: bool = True
+    """Skip steps that are not finite; false: do not wait for the norm of all gradients (streamed updates start earlier)."""
     deterministic: bool = True
     """Ask torch for deterministic kernels, so that the same plan twice gives the same bits."""
 

@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "FourfoldError",
+    "HostMemoryError",
     "NetworkError",
     "NotYetError",
     "OverBudget",
@@ -93,6 +94,10 @@ class RankFailure(FourfoldError):
 
 class OverBudget(FourfoldError, MemoryError):
     """A tensor does not fit in the memory budget of a test; says which, where it was made and what else is live."""
+
+
+class HostMemoryError(FourfoldError, MemoryError):
+    """The host has too little memory for what is to be kept there."""
 
 
 class NetworkError(FourfoldError):

@@ -164,7 +164,7 @@ class Memory:
     activations: Literal["device", "host"] = "device"
     """Where saved activations wait for the backward."""
     prefetch: int = 1
-    """Units gathered ahead of the one that is computed with."""
+    """Units gathered ahead of the one that is computed with; 0: no overlap, not of reductions either, and least memory."""
 
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)
@@ -252,7 +252,7 @@ class Plan:
         self._check_batch(config.train.global_batch)
         units = unit_names(config.model)
         self._check_rules(units)
-        self._check_sharding(units)
+        self.check_sharding(units)
         self._check_pipeline()
         self._check_grid(config.model)
         self._check_supported()
@@ -291,7 +291,7 @@ class Plan:
             if not fnmatch.filter(units, rule.match):
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
-    def _check_sharding(self, units: Iterable[str]) -> None:
+    def check_sharding(self, units: Iterable[str]) -> None:
         """Groups that the replicas can form, and modes whose collectives have one order on all of them."""
         replicas = self.mesh.data * self.mesh.depth
         for rule in self.unit:
@@ -354,11 +354,6 @@ class Plan:
                         f"unit '{rule.match}': split = {rule.split} with row = {self.mesh.row} and col = {self.mesh.col}: "
                         "not yet; use split = 1, or more depth or data in place of row and col"
                     )
-        for what in ("optimizer", "activations"):
-            if getattr(self.memory, what) != "device":
-                raise NotYetError(f"memory.{what} = '{getattr(self.memory, what)}': not yet; use 'device'")
-        if self.memory.moments != "fp32":
-            raise NotYetError(f"memory.moments = '{self.memory.moments}': not yet; use 'fp32'")
 
 
 def _patterns(units: list[str]) -> list[str]:

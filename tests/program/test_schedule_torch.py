@@ -10,6 +10,10 @@ from torch.distributed.pipelining import schedules as theirs
 from fourfold.program import Costs, Schedule, build, simulate, split, synthesize, validate
 from fourfold.testing.ranks import run_ranks
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch's runtime does not connect all pairs of gloo ranks before 2.12"
+)
+
 
 def block() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.config import ModelConfig
 from fourfold.errors import RankFailure
 from fourfold.plan import Mesh
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
@@ -20,7 +21,7 @@ from fourfold.testing.grid import run_grid
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.mesh import RankMesh
-from tests.tensor.common import GRIDS, fill, gap, total_over
+from tests.tensor.common import GRIDS, fill, gap, on_grid, restless_model, total_over
 
 SEQ, SEQUENCES = 5, 2  # of a rank
 ALL_FLOWS = ("os", "ls", "ws", "summa")
@@ -282,3 +283,39 @@ def test_nothing_gathered_is_saved() -> None:
 
     for flow in ALL_FLOWS:
         run_grid(check, 2, 2, 2, flow)
+
+
+# ---- the rest of a model, counted ----
+
+
+def count_model(rank: int, ranks: int, residual: str) -> list[str]:
+    """A GPT with one block on 2 rows and 2 columns: the linears' formulas, and those of table, norms and cross entropy."""
+    mesh = RankMesh(Mesh(row=2, col=2), rank)
+    row, col = (Axis(a, 2, mesh.coordinates[a], mesh.group(a)) for a in ("row", "col"))
+    config = ModelConfig(family="gpt", layers=1, hidden=16, heads=4, seq_len=6, vocab=64).resolve()
+    model, _ = on_grid(restless_model(config), Grid(row, col), residual=residual)
+    n, m, d = 12, 6, 16
+    tokens = torch.randint(0, 64, (2, 6))
+    with Ledger() as forward:
+        loss = model(tokens, tokens)
+    with Ledger() as backward:
+        loss.backward()
+    linears = [module.matmul for module in model.modules() if isinstance(module, GridLinear)]
+    assert len(linears) == 5
+    t = sum((traffic(x.sizes, x.flow) for x in linears), Traffic())
+    table, loss_sums = 64 * d // 4 + m * d, 3 * n  # all-reduces of two ranks receive what they hold
+    norms = (3 * 2 * n, 3 * 2 * n) if residual == "hidden" else (0, 0)
+    expected = (
+        8 * (t.activations_forward + t.weights_forward + table + loss_sums + norms[0]),
+        8 * (t.activations_backward + t.weights_backward + t.weight_grads + table + norms[1]),
+        t.calls_forward + 2 + 2 + (3 if residual == "hidden" else 0),
+        t.calls_backward + 2 + (3 if residual == "hidden" else 0),
+    )
+    found = (forward.received, backward.received, forward.calls(), backward.calls())
+    return [] if found == expected else [f"{residual}: {found} != {expected}"]
+
+
+@pytest.mark.parametrize("residual", ["sequence", "hidden"])
+def test_bytes_of_a_model_equal_the_formulas(residual: str) -> None:
+    for found in run_ranks(count_model, 4, residual):
+        assert found == []

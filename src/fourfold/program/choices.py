@@ -3,7 +3,8 @@
 - A mode on a replica group of one, or `within = 1`, shards nothing: it is `replicate`.
 - A tied head's matrix is the embedding's, so the head follows the embedding's mode, `within` and `reduce`.
 - `split` cuts the MLP along its hidden size and the head along the vocabulary, into *slices* that are units of their own,
-  named `blocks.3.mlp/0`, `blocks.3.mlp/1`, …; other units stay whole.
+  named `head/0`, `head/1`, …; other units stay whole. An MLP's slice is one unit where it is computed again (`per-slice` or
+  `full`), else two, `blocks.3.mlp/0.up` and `blocks.3.mlp/0.down`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class UnitChoice:
     shards: int
     recompute: Literal["none", "selective", "full"]
     """Slices are computed again one by one."""
+    slices: int = 1
 
 
 def unit_choices(model: ModelConfig, plan: Plan) -> dict[str, UnitChoice]:
@@ -41,14 +43,23 @@ def unit_choices(model: ModelConfig, plan: Plan) -> dict[str, UnitChoice]:
         sharing = plan.rule_for("embed") if name == "head" and model.tie else rule
         shards = 1 if sharing.mode == "replicate" else sharing.within or replicas
         slices = _slices(name, rule.split, model)
+        recompute = "full" if rule.recompute == "per-slice" else rule.recompute
         out[name] = UnitChoice(
-            names=(name,) if slices == 1 else tuple(f"{name}/{i}" for i in range(slices)),
+            names=_names(name, slices, recompute),
+            slices=slices,
             mode=sharing.mode if shards > 1 else "replicate",
             reduce=sharing.reduce if replicas > 1 else "step",
             shards=shards,
-            recompute="full" if rule.recompute == "per-slice" else rule.recompute,
+            recompute=recompute,
         )
     return out
+
+
+def _names(name: str, slices: int, recompute: str) -> tuple[str, ...]:
+    if slices == 1:
+        return (name,)
+    parts = ("",) if name == "head" or recompute == "full" else (".up", ".down")
+    return tuple(f"{name}/{i}{part}" for i in range(slices) for part in parts)
 
 
 def _slices(name: str, split: int, model: ModelConfig) -> int:

@@ -16,7 +16,7 @@ from fourfold.model.spec import unit_flops
 from fourfold.plan import Plan
 from fourfold.program.choices import UnitChoice, unit_choices
 from fourfold.program.from_plan import schedule_of_plan
-from fourfold.program.instructions import Programs, Unit
+from fourfold.program.instructions import Bucket, Programs, Unit
 from fourfold.program.lowering import lower
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
@@ -49,8 +49,11 @@ class PipelineLayout:
         return {*steps, *((b, a) for a, b in steps)}
 
 
-def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int) -> PipelineLayout:
-    """The stages and programs of a plan; raises PlanError where they cannot be made."""
+def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early: bool = False) -> PipelineLayout:
+    """The stages and programs of a plan; raises PlanError where they cannot be made.
+
+    Where optimizer state is not on the device, every unit is a bucket; `early`: updates need not wait for the norm.
+    """
     micro_batches = plan.micro_batches(global_batch)
     layers = _layers(model)
     try:
@@ -70,11 +73,13 @@ def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int) -> Pipel
         for end, count in zip(ends, counts, strict=True)
     ]
     evaluation = forward_only(schedule.placement, micro_batches)
+    streamed = plan.memory.optimizer != "device"
+    buckets = [Bucket(unit.name, (unit.name,)) for units in described for unit in units] if streamed else []
     ahead = plan.memory.prefetch
     layout = PipelineLayout(
         schedule,
         tuple(tuple(unit.name for unit in units) for units in described),
-        lower(schedule, described, prefetch=ahead),
+        lower(schedule, described, buckets, prefetch=ahead, stream="early" if early else "last"),
         lower(evaluation, described, prefetch=ahead),
         choices,
     )

@@ -5,6 +5,7 @@ A rank with work to do picks, in this order of preference:
     F or B (I)   one whose input is here; when both kinds are ready, the one that was not done last; the oldest
                  micro-batch first, then the deepest stage. F only while the stage has fewer than its cap in flight
     W            when neither is ready: weight gradients fill the time of waiting
+    STREAM       when none of these is: updates of units whose reduction was started fill the time of waiting, too
     REDUCE …     as soon as a stage's last weight gradient is done; in the program's order, so that replicas agree
 
 and blocks only when nothing is ready. Every stage serves F, B and W in the order of the micro-batches, whatever the
@@ -21,7 +22,7 @@ chooses and tells the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,16 +46,23 @@ class Drive:
     split: bool
     caps: dict[int, int]
     before: tuple[Gather, ...]
-    after: tuple[tuple[Reduce | Release | Stream, tuple[int, ...]], ...]
+    after: tuple[tuple[Reduce | Release, tuple[int, ...]], ...]
     """In order; each with the stages that must be done before it."""
+    streams: tuple[tuple[Stream, tuple[str, ...]], ...]
+    """Each with the units whose reduction must be started before it."""
     incoming: dict[int, int]
     """Messages that come from each rank."""
     outgoing: dict[tuple[int, str], int]
     """To which rank the activation or gradient of a stage goes."""
 
 
-def drive(program: Program, units_of: dict[str, tuple[int, ...]], slack: int = 0) -> Drive:
-    """The freedom a program leaves: `units_of[unit]` are the stages on this rank that use a unit.
+def drive(
+    program: Program,
+    units_of: dict[str, tuple[int, ...]],
+    slack: int = 0,
+    buckets: Mapping[str, tuple[str, ...]] | None = None,
+) -> Drive:
+    """The freedom a program leaves: `units_of[unit]` are the stages on this rank that use a unit, `buckets` the units in each.
 
     Units must be gathered once (`replicate`, `keep`); others would meet in collectives whose order depended on time.
     """
@@ -70,12 +78,13 @@ def drive(program: Program, units_of: dict[str, tuple[int, ...]], slack: int = 0
         elif op.kind == ("W" if split else "B"):
             flying[op.stage] -= 1
     micro_batches = 1 + max(op.micro_batch for op in ops)
-    after: list[tuple[Reduce | Release | Stream, tuple[int, ...]]] = []
-    for i in program.instructions:
-        if isinstance(i, Reduce | Release):
-            after.append((i, units_of[i.unit]))
-        elif isinstance(i, Stream):
-            after.append((i, tuple(sorted(caps))))
+    after = [(i, units_of[i.unit]) for i in program.instructions if isinstance(i, Reduce | Release)]
+    reduced = {i.unit for i, _ in after if isinstance(i, Reduce)}
+    streams = [
+        (i, tuple(u for u in (buckets or {})[i.bucket] if u in reduced))
+        for i in program.instructions
+        if isinstance(i, Stream)
+    ]
     gathers = [i for i in program.instructions if isinstance(i, Gather)]
     assert len({g.unit for g in gathers}) == len(gathers), "a unit that is gathered more than once in a step"
     incoming: dict[int, int] = {}
@@ -92,6 +101,7 @@ def drive(program: Program, units_of: dict[str, tuple[int, ...]], slack: int = 0
         {stage: min(cap + slack, micro_batches) for stage, cap in caps.items()},
         tuple(gathers),
         tuple(after),
+        tuple(streams),
         incoming,
         outgoing,
     )
@@ -115,7 +125,8 @@ class _Driver:
         self.forwards = dict.fromkeys(plan.stages, 0)  # done so far, per stage
         self.backwards = dict.fromkeys(plan.stages, 0)
         self.weights = dict.fromkeys(plan.stages, 0)
-        self.after = deque(plan.after)
+        self.after, self.streams = deque(plan.after), list(plan.streams)
+        self.reduced: set[str] = set()
         self.last_kind = "B"
         self.leads = together is None or dist.get_rank(together) == 0
 
@@ -135,6 +146,8 @@ class _Driver:
             except Exception as e:
                 e.add_note(f"in op {op}")
                 raise
+        while self._stream():
+            pass
         return self.executor.end()
 
     # ---- choosing ----
@@ -145,11 +158,22 @@ class _Driver:
             ready = self._ready()
             if ready:
                 return ready
+            if self._stream():
+                continue
             awaited = self._awaited()
             try:
                 self.executor.messages.wait_any(awaited)
             except CommunicationError as e:
                 raise CommunicationError(f"nothing to do: {e}") from e
+
+    def _stream(self) -> bool:
+        """Start one update that can be started; False: there is none."""
+        for each in self.streams:
+            if self.reduced.issuperset(each[1]):
+                self.streams.remove(each)
+                self.executor.do(each[0])
+                return True
+        return False
 
     def _ready(self) -> Op | None:
         backward: Any = "I" if self.plan.split else "B"
@@ -219,4 +243,7 @@ class _Driver:
                 self.executor.do(Send(op.stage, kind, op.micro_batch, peer))
         done = self.weights if self.plan.split else self.backwards
         while self.after and all(done[s] == self.plan.micro_batches for s in self.after[0][1]):
-            self.executor.do(self.after.popleft()[0])
+            instruction = self.after.popleft()[0]
+            self.executor.do(instruction)
+            if isinstance(instruction, Reduce):
+                self.reduced.add(instruction.unit)

@@ -13,6 +13,14 @@ alone.
 Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
 its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
 
+[Note: links that add]
+The slices of a layer pass a tuple on: what feeds all of them, and a sum that they add to. A link that is fed one value, and
+keeps only that for its backward, says how its output joins the rest:
+
+    beside   (h, acc)      → (h, acc, module(h))
+    more     (h, acc)      → (h, acc + module(h))          (h, acc, a) → (h, acc + module(a))
+    last     (h, acc)      → acc + module(h)               (h, acc, a) → acc + module(a)
+
 Random numbers (dropout) are a function of (seed, step, micro-batch, link): the order in which micro-batches run, and
 whether a link runs twice, change nothing.
 """
@@ -20,7 +28,8 @@ whether a link runs twice, change nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -32,7 +41,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
-__all__ = ["Link", "Stage", "UnitVerbs"]
+__all__ = ["Keeper", "Link", "Stage", "UnitVerbs"]
 
 
 class UnitVerbs(Protocol):
@@ -45,6 +54,14 @@ class UnitVerbs(Protocol):
     def add_grad(self, name: str, grad: Tensor, /) -> None: ...
 
 
+class Keeper(Protocol):
+    """Keeps what a forward saves for its backward somewhere else (offload/activations.py)."""
+
+    def saving(self, keep: Iterable[Tensor], key: Any) -> AbstractContextManager[None]: ...
+    def put(self, t: Tensor, key: Any) -> Any: ...
+    def get(self, packed: Any) -> Tensor: ...
+
+
 @dataclass
 class Link:
     """One unit and the module that computes with it."""
@@ -54,8 +71,8 @@ class Link:
     module: nn.Module
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False
-    adds: Literal["no", "more", "last"] = "no"
-    """more: (h, acc) becomes (h, acc + module(h)); last: acc + module(h). Nothing of acc is kept for the backward."""
+    adds: Literal["no", "beside", "more", "last"] = "no"
+    """How the output joins the input, where that is (h, acc) or (h, acc, a): [Note: links that add]."""
     takes_extra: bool = False
     """Whether it is given `extra` beside its input; the last link of a stage is."""
 
@@ -66,6 +83,8 @@ class _Kept:
 
     args: tuple[Any, ...]
     edges: list[GradientEdge] | None  # where the outputs lie in the graph; None: recompute
+    fed: int = 0  # which of the input's values the link was fed: [Note: links that add]
+    inputs: list[GradientEdge] | None = None  # where differentiable inputs do; None: `args` are leaves
 
 
 class Stage:
@@ -80,8 +99,9 @@ class Stage:
         *,
         split: bool = False,
         reseed: Callable[[int, int, int], None] | None = None,
+        keeper: Keeper | None = None,
     ):
-        self.links, self.step = list(links), 0
+        self.links, self.step, self.keeper = list(links), 0, keeper
         self.queue = WeightGradQueue() if split else None
         if self.queue is not None:
             for link in self.links:
@@ -104,18 +124,30 @@ class Stage:
         kept = self._kept.setdefault(micro_batch, [])
         assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
         link = self.links[index]
-        value, acc = value if link.adds != "no" else (value, None)
-        args = self._args(index, value, extra)
+        fed = _fed(link, value)
+        args = self._args(index, value if link.adds == "no" else value[fed], extra)
         link.unit.need()
+        stack = id(self), micro_batch
+        last = index == len(self.links) - 1 or link.takes_extra
+        keeper = None if extra and last else self.keeper  # the loss: its backward is next
         if link.recompute == "full":
             with torch.no_grad():
                 out = self._run(micro_batch, index, args)
-            kept.append(_Kept(args, None))
+            if keeper is not None:
+                args = tuple(keeper.put(a.detach(), stack) if _differentiable(a) else a for a in args)
+            kept.append(_Kept(args, None, fed))
+        elif keeper is not None:
+            stays = [*link.unit.parameters(), *link.module.buffers()]
+            with torch.enable_grad(), keeper.saving(stays, stack):
+                args = tuple(_anchored(a) if _differentiable(a) else a for a in args)
+                inputs = [get_gradient_edge(a) for a in args if _differentiable(a)]
+                out = self._run(micro_batch, index, args)
+            kept.append(_Kept((), _edges(out), fed, inputs))
         else:
             with torch.enable_grad():
                 out = self._run(micro_batch, index, args)
-            kept.append(_Kept(args, _edges(out)))
-        return _joined(link, value, acc, _detached(out))
+            kept.append(_Kept(args, _edges(out), fed))
+        return _joined(link, value, _detached(out))
 
     def backward(self, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
         """Run the links in reverse from the gradient of the output (a tree like it); `split`: as I, leaving W for later.
@@ -161,11 +193,11 @@ class Stage:
     @torch.no_grad()
     def evaluate_part(self, index: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         link = self.links[index]
-        value, acc = value if link.adds != "no" else (value, None)
+        args = self._args(index, value if link.adds == "no" else value[_fed(link, value)], extra)
         link.unit.need()
         link.module.eval()
         try:
-            return _joined(link, value, acc, link.module(*self._args(index, value, extra)))
+            return _joined(link, value, link.module(*args))
         finally:
             link.module.train()
 
@@ -196,20 +228,49 @@ class Stage:
 
     def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
         link, edges = self.links[index], kept.edges
-        before = None  # gradient of h from the links after this one
-        if link.adds == "more":
-            before, grad = grad
+        others: list[Any] = []  # gradients of h and acc, from the links after this one
+        if link.adds != "no":
+            others = [None, grad] if link.adds == "last" else list(grad[:2])
+            grad = grad[2] if link.adds == "beside" else others[1]
         link.unit.need()
+        args = kept.args
         if edges is None:
+            if self.keeper is not None:
+                args = tuple(self.keeper.get(a) for a in args)
+                args = tuple(
+                    a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args
+                )
             with torch.enable_grad():
-                edges = _edges(self._run(micro_batch, index, kept.args))
-        wanted = [a for a in kept.args if isinstance(a, Tensor) and a.requires_grad]
+                edges = _edges(self._run(micro_batch, index, args))
+        wanted = kept.inputs if kept.inputs is not None else [a for a in args if _differentiable(a)]
         inputs = [*wanted, *link.unit.parameters()]
         grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
         link.unit.accumulate(grads[len(wanted) :])
         if link.adds != "no":
-            return (grads[0] if before is None else before + grads[0]), grad
+            if kept.fed == 2:
+                return (*others, grads[0])
+            return (grads[0] if others[0] is None else others[0] + grads[0]), others[1]
         return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
+
+
+def _differentiable(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.requires_grad
+
+
+class _Anchor(torch.autograd.Function):
+    """Its output is its input, differentiable, and held by nobody: a leaf would be held by the graph until the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _anchored(a: Tensor) -> Tensor:
+    return _Anchor.apply(a.detach(), torch.empty(0, dtype=a.dtype, device=a.device, requires_grad=True))
 
 
 def _make_run(link: Link, split: bool) -> Callable[..., Any]:
@@ -227,13 +288,20 @@ def _edges(value: Any) -> list[GradientEdge]:
     return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
 
 
-def _joined(link: Link, value: Any, acc: Any, out: Any) -> Any:
-    """A link's output, given what it came from."""
+def _fed(link: Link, value: Any) -> int:
+    """Which of the input's values a link that adds is fed: h, or a where there is one."""
+    return len(value) - 1 if link.adds in ("more", "last") and len(value) == 3 else 0
+
+
+def _joined(link: Link, value: Any, out: Any) -> Any:
+    """A link's output, joined to its input: [Note: links that add]."""
     match link.adds:
+        case "beside":
+            return (*value, out)
         case "more":
-            return value, acc + out
+            return value[0], value[1] + out
         case "last":
-            return acc + out
+            return value[1] + out
     return out
 
 

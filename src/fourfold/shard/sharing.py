@@ -78,9 +78,9 @@ class Reduction:
 
 
 class Reductions:
-    """The reductions of a rank: at most `in_flight` whole gradients of sharded units wait for theirs.
+    """The reductions of a rank: at most `in_flight` whole gradients of sharded units wait for theirs while the next is made.
 
-    One more is being made meanwhile, so communication and computation overlap.
+    With 0, a reduction is waited for at once: least memory, no overlap.
     """
 
     def __init__(self, in_flight: int = 1):
@@ -91,7 +91,8 @@ class Reductions:
         """Start a reduction; where too many are under way, the oldest ones are waited for first."""
         if sharing.reductions is None:  # the gradient stays whole: nothing would be freed
             return Reduction(grad, sharing, what, done)
-        while len(self._under_way) >= self.in_flight:
+        started = Reduction(grad, sharing, what, done)
+        self._under_way.append(started)
+        while len(self._under_way) > self.in_flight:
             self._under_way.popleft().complete()
-        self._under_way.append(Reduction(grad, sharing, what, done))
-        return self._under_way[-1]
+        return started

@@ -5,16 +5,18 @@
     linear       along its inputs (OSDP's way)
 
 A slice is gathered, computed with, computed again and freed on its own, so parameters, gradients and activations of one slice
-exist at a time. Slices are pieces of the serial parameters: one bias, the serial initial values, the serial checkpoint.
+exist at a time. Where an MLP's slices are not computed again, nothing joins their two matrices, and each is a unit. Slices
+are pieces of the serial parameters: one bias, the serial initial values, the serial checkpoint.
 
-Values between slices (B sequences, T tokens, D hidden):
+Values between units (B sequences, T tokens, D hidden):
 
     MLP      x → (h, acc) → … → (h, acc) → y        h [B, T, D] feeds every slice; acc starts as the residual and collects
+             x → (h, acc, a) → (h, acc) → (h, acc, a) → … → y       with a unit for each matrix; a: the slice's activation
     linear   x → (x, acc) → … → y
     head     x → (h, lse, picked) → … → loss        lse [B·T]: log of the sum of exponentials so far; picked: the target's logit
 
-What `adds` is only added to `acc`: no slice keeps the sum, and its gradient passes all slices unchanged. Dropout draws the same
-mask in every slice of a unit (they share its random numbers), so it is dropout of the sum.
+What is only added to acc, or laid beside it, does not touch acc: no unit keeps it, and its gradient passes unchanged
+(`Link.adds`). Dropout draws the same mask in every slice of a unit (they share its random numbers), so it is dropout of the sum.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from fourfold.piece import Piece
 
 __all__ = ["Slice", "slices_of", "splittable"]
 
-Adds = Literal["no", "more", "last"]
+Adds = Literal["no", "beside", "more", "last"]
 Rows = tuple[int, int]
 
 
@@ -43,7 +45,7 @@ class Slice:
     module: nn.Module
     pieces: dict[str, tuple[Piece, ...]]
     adds: Adds = "no"
-    """no: its output is the next one's input; more, last: its output is added to acc (last: which is the result)."""
+    """no: its output is the next one's input; beside: it is laid beside h and acc; more, last: it is added to acc."""
     takes_extra: bool = False
     """Whether it is given the targets."""
     tied_rows: Mapping[str, Rows] = field(default_factory=dict)
@@ -54,12 +56,15 @@ def splittable(module: nn.Module) -> bool:
     return isinstance(module, MLP | Head) or type(module) is nn.Linear
 
 
-def slices_of(name: str, module: nn.Module, count: int, copies_over: tuple[str, ...] = ()) -> list[Slice]:
-    """Cut the unit `name` into `count` slices, as even as they can be."""
+def slices_of(
+    name: str, module: nn.Module, count: int, *, apart: bool = False, copies_over: tuple[str, ...] = ()
+) -> list[Slice]:
+    """Cut the unit `name` into `count` slices, as even as they can be; `apart`: the matrices of an MLP's slices, too."""
     match module:
         case MLP():
-            width = _plain(module.down).in_features
-            made = [_mlp(module, rows, j == 0, j == count - 1) for j, rows in enumerate(_cuts(width, count))]
+            halves = (("up",), ("down",)) if apart else (("up", "down"),)
+            cuts = enumerate(_cuts(_plain(module.down).in_features, count))
+            made = [_mlp(module, rows, j == 0, j == count - 1, half) for j, rows in cuts for half in halves]
         case Head():
             made = [
                 _head(module, rows, j, count) for j, rows in enumerate(_cuts(_plain(module.proj).out_features, count))
@@ -111,53 +116,66 @@ def _linear_like(serial: nn.Linear, inputs: int, outputs: int, bias: bool) -> nn
 
 
 class MlpSlice(nn.Module):
-    """Rows of `up` (twice, with a gate) and columns of `down`; the first has the bias of `down`, first or last the norm."""
+    """Rows of `up` (twice, with a gate), columns of `down`, or both; the first has the bias of `down`, first or last the norm."""
 
-    def __init__(self, mlp: MLP, rows: Rows, first: bool, last: bool):
+    def __init__(self, mlp: MLP, rows: Rows, first: bool, last: bool, parts: tuple[str, ...]):
         super().__init__()
         up, down = _plain(mlp.up), _plain(mlp.down)
         width, hidden = rows[1] - rows[0], down.out_features
-        self.family, self.dropout = mlp.family, mlp.dropout
-        self.first, self.post = first, last and mlp.post_norm
-        self.norm = mlp.norm if (first and not mlp.post_norm) or self.post else None
-        ways = up.out_features // down.in_features
-        self.up = _linear_like(up, hidden, ways * width, up.bias is not None)
-        self.down = _linear_like(down, width, hidden, first and down.bias is not None)
+        self.family, self.dropout, self.first = mlp.family, mlp.dropout, first
+        pre, self.post = first and not mlp.post_norm and "up" in parts, last and mlp.post_norm and "down" in parts
+        self.norm = mlp.norm if pre or self.post else None
+        self.up = self.down = None
+        if "up" in parts:
+            ways = up.out_features // down.in_features
+            self.up = _linear_like(up, hidden, ways * width, up.bias is not None)
+        if "down" in parts:
+            self.down = _linear_like(down, width, hidden, first and down.bias is not None)
 
-    def forward(self, h_btd: Tensor, acc_btd: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        x_btd = h_btd
-        if self.first and self.norm is not None and not self.post:
-            h_btd = self.norm(x_btd)
-        a = self.up(h_btd)
-        if self.family == "llama":
-            gate, up = a.chunk(2, dim=-1)
-            a = F.silu(gate) * up
-        else:
-            a = F.gelu(a, approximate="tanh" if self.family == "gpt" else "none")
-        y_btd = F.dropout(self.down(a), self.dropout, self.training)
-        if self.first:
+    def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
+        x_btd, h_btd, a_btf = values[0], values[0], values[-1]
+        if self.up is not None:
+            if self.norm is not None and not self.post:
+                h_btd = self.norm(x_btd)
+            a_btf = self._activation(self.up(h_btd))
+        if self.down is None:
+            return (h_btd, x_btd, a_btf) if self.first else a_btf
+        y_btd = F.dropout(self.down(a_btf), self.dropout, self.training)
+        if self.first and self.up is not None:
             return h_btd, x_btd + y_btd
         if self.post:
-            assert acc_btd is not None
             assert self.norm is not None
-            return self.norm(acc_btd + y_btd)
+            return self.norm(values[1] + y_btd)
         return y_btd
 
+    def _activation(self, a: Tensor) -> Tensor:
+        if self.family == "llama":
+            gate, up = a.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        return F.gelu(a, approximate="tanh" if self.family == "gpt" else "none")
 
-def _mlp(mlp: MLP, rows: Rows, first: bool, last: bool) -> Slice:
-    made = MlpSlice(mlp, rows, first, last)
+
+def _mlp(mlp: MLP, rows: Rows, first: bool, last: bool, parts: tuple[str, ...]) -> Slice:
+    made = MlpSlice(mlp, rows, first, last, parts)
     up, down = _plain(mlp.up), _plain(mlp.down)
     hidden, width, size = down.out_features, down.in_features, rows[1] - rows[0]
     ways = up.out_features // width
     pieces = _whole("norm", made.norm)
     starts = [(i * size, (i * width + rows[0], i * width + rows[1])) for i in range(ways)]
-    pieces["up.weight"] = tuple(_cut("up.weight", (ways * width, hidden), 0, part, at) for at, part in starts)
-    if made.up.bias is not None:
-        pieces["up.bias"] = tuple(_cut("up.bias", (ways * width,), 0, part, at) for at, part in starts)
-    pieces["down.weight"] = (_cut("down.weight", (hidden, width), 1, rows),)
-    if made.down.bias is not None:
-        pieces["down.bias"] = (_cut("down.bias", (hidden,), 0, (0, hidden)),)
-    return Slice(made, pieces, "no" if first or made.post else "last" if last else "more")
+    if made.up is not None:
+        pieces["up.weight"] = tuple(_cut("up.weight", (ways * width, hidden), 0, part, at) for at, part in starts)
+        if made.up.bias is not None:
+            pieces["up.bias"] = tuple(_cut("up.bias", (ways * width,), 0, part, at) for at, part in starts)
+    if made.down is not None:
+        pieces["down.weight"] = (_cut("down.weight", (hidden, width), 1, rows),)
+        if made.down.bias is not None:
+            pieces["down.bias"] = (_cut("down.bias", (hidden,), 0, (0, hidden)),)
+    adds: Adds = "last" if last else "more"
+    if made.post or (first and made.up is not None):
+        adds = "no"
+    elif made.down is None:
+        adds = "beside"
+    return Slice(made, pieces, adds)
 
 
 # ---- the head and its loss ----

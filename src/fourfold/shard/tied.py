@@ -26,6 +26,7 @@ class _Verbs:
     def __init__(self, unit: Unit, group: dist.ProcessGroup, peer: int, name: str):
         self.unit, self.group, self.peer, self.name = unit, group, peer, name
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._staged = "nccl" not in str(dist.get_backend_config(group))  # gloo sends from host memory alone
 
     def gather(self) -> None:
         self.unit.gather()
@@ -34,16 +35,18 @@ class _Verbs:
         self.unit.release()
 
     def _send(self, tensor: Tensor) -> None:
+        tensor = tensor.cpu() if self._staged else tensor
         work = dist.isend(tensor, group=self.group, group_dst=self.peer)
         assert work is not None
         self._sending.append((work, tensor))
 
     def _receive(self, tensor: Tensor, what: str) -> Tensor:
+        into = torch.empty_like(tensor, device="cpu") if self._staged and tensor.is_cuda else tensor
         try:
-            dist.recv(tensor, group=self.group, group_src=self.peer)
+            dist.recv(into, group=self.group, group_src=self.peer)
         except RuntimeError as e:
             raise CommunicationError(f"waited in vain for {what} of {self.name}: {e}") from e
-        return tensor
+        return tensor if into is tensor else tensor.copy_(into)
 
     def flush(self) -> None:
         """Wait until everything has been sent."""

@@ -113,14 +113,16 @@ class Unit:
         reductions: Reductions | None = None,
         borrow: Mapping[str, Borrowed] | None = None,
         sum_over: Mapping[str, dist.ProcessGroup] | None = None,
+        names: Sequence[str] | None = None,
     ) -> Unit:
         """Make a unit of `module`'s parameters (their shapes: they may be on the meta device), gathered and zero.
 
-        They become views of its flat buffer. `pieces` says what each is. Those in `borrow` are another unit's. Fill them,
-        then call `scatter`.
+        They become views of its flat buffer. `pieces` says what each is. Those in `borrow` are another unit's; those in
+        `sum_over` are copies over more ranks; `names`: these alone. Fill them, then call `scatter`.
         """
         borrowed, also = dict(borrow or {}), dict(sum_over or {})
-        mine = {n: p for n, p in module.named_parameters() if n not in borrowed}
+        found = dict(module.named_parameters())
+        mine = {n: found[n] for n in names or found if n not in borrowed}
         groups = list(dict.fromkeys(also.values()))
         order = sorted(
             mine, key=lambda n: 1 + groups.index(also[n]) if n in also else 0
@@ -146,17 +148,19 @@ class Unit:
             sums,
         )
         for n, parameter in params.items():
-            unit._put(module, n, parameter, f"{name}.{n}")
+            unit.put(module, n, parameter)
         for theirs, borrowing in borrowed.items():
             unit._borrow(module, theirs, borrowing)
         return unit
 
-    def _put(self, module: nn.Module, name: str, parameter: nn.Parameter, title: str) -> None:
-        """Lay a parameter of this unit's buffer into a module."""
+    def put(self, module: nn.Module, name: str, parameter: nn.Parameter, borrower: str | None = None) -> None:
+        """Lay a parameter of this unit into a module, where it is as long as the unit is gathered."""
         owner, _, leaf = name.rpartition(".")
         registry: dict[str, Any] = module.get_submodule(owner)._parameters
         registry[leaf] = parameter
-        self._places.append(_Place(registry, leaf, parameter, _stand_in(parameter, title, self.name)))
+        self._places.append(
+            _Place(registry, leaf, parameter, _stand_in(parameter, f"{borrower or self.name}.{name}", self.name))
+        )
 
     def _borrow(self, module: nn.Module, name: str, borrowed: Borrowed) -> None:
         lender, theirs, rows = borrowed
@@ -165,7 +169,7 @@ class Unit:
             with lender._with_memory():  # torch makes no view of an empty storage
                 parameter = nn.Parameter(parameter.data[slice(*rows)], parameter.requires_grad)
         self._rows[name] = parameter
-        lender._put(module, name, parameter, f"{self.name}.{name}")
+        lender.put(module, name, parameter, self.name)
         lender._borrowers.append((self, name, borrowed))
 
     @contextmanager
@@ -318,6 +322,8 @@ class Unit:
         for reduction in self._reducing:
             reduction.complete()
         self._reducing = []
+        for borrower, theirs, _ in self._borrowers:
+            assert theirs not in borrower._grads, f"{borrower.name} had a gradient after {self.name} was reduced"
 
     def reduced_grad(self, name: str) -> Tensor:
         """The final gradient of one parameter, of its shape; where the unit is in one shard."""
@@ -356,8 +362,7 @@ class _Released(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})
         found = next((a for a in [*args, *(kwargs or {}).values()] if isinstance(a, cls)), None)
         name, unit = (found.title, found.unit) if found is not None else ("a parameter", "its unit")
         raise ReleasedError(
@@ -370,6 +375,6 @@ _HARMLESS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "
 
 def _stand_in(parameter: nn.Parameter, title: str, unit: str) -> Tensor:
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    made = torch.Tensor._make_subclass(_Released, empty, parameter.requires_grad)
+    made = empty.requires_grad_(parameter.requires_grad).as_subclass(_Released)
     made.title, made.unit = title, unit
     return made

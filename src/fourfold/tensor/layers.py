@@ -72,12 +72,8 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         grid, block = ctx.grid, ctx.block
         d = join(dy, grid.col, ctx.residual.tokens, ctx.seq_len)
-        wide = d.to(torch.promote_types(d.dtype, torch.float32))
-        # ids of other columns go to one more row, which is left out: as many rows as tables of all rows have in all
-        rows = round_up(block, grid.row.size)
-        dw = torch.ops.aten.embedding_dense_backward(wide, ids, max(rows, block + 1), block, False)
-        if rows > block:
-            dw[block:] = 0
+        rows = round_up(block, grid.row.size)  # ids of other columns have number `block`, which is left out
+        dw = torch.ops.aten.embedding_dense_backward(_wide(d), ids, max(rows, block + 1), block, False)
         return None, grid.row.scatter(dw[:rows]).to(ctx.dtype), None, None, None, None
 
 
@@ -109,20 +105,18 @@ class GridPositions(nn.Module):
 
 
 class GridNorm(nn.Module):
-    """LayerNorm or RMSNorm over features that are split over col."""
+    """LayerNorm (`centred`) or RMSNorm over features that are split over col."""
 
     def __init__(self, setting: Setting, blocks: Blocks, *, eps: float, centred: bool):
         super().__init__()
-        self.setting, self.blocks, self.eps, self.centred = setting, blocks, eps, centred
+        self.setting, self.blocks, self.eps = setting, blocks, eps
         self.weight = nn.Parameter(torch.empty(blocks.size, device="meta"))
         self.bias = nn.Parameter(torch.empty(blocks.size, device="meta")) if centred else None
 
     def forward(self, x: Tensor) -> Tensor:
         col = self.setting.grid.col
         filled = tuple(self.blocks.filled(p) for p in range(col.size))
-        normal = _Normalize.apply(x, col, filled, self.eps, self.centred)
-        y = normal * self.weight
-        return y if self.bias is None else y + self.bias
+        return _Normalize.apply(x, self.weight, self.bias, col, filled, self.eps)
 
     def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
         grid = self.setting.grid
@@ -133,40 +127,58 @@ class GridNorm(nn.Module):
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / deviation over the features of all columns, of which column p has `filled[p]`; the rest stays 0."""
+    """(x - mean) / deviation · w + b over the features of all columns, of which column p has `filled[p]`; the rest stays 0.
+
+    Without b it is RMSNorm: no mean. Kept for the backward: x, and the statistics of every token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, col: Axis, filled: tuple[int, ...], eps: float, centred: bool) -> Tensor:
-        wide, mine, total = x.to(torch.promote_types(x.dtype, torch.float32)), filled[col.index], sum(filled)
-        used = wide[..., :mine]
-        if centred:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, col: Axis, filled: tuple[int, ...], eps: float
+    ) -> Tensor:
+        mine, total = filled[col.index], sum(filled)
+        used, mean = _wide(x)[..., :mine], None
+        if b is not None:
             mean = used.sum(-1, keepdim=True) / max(mine, 1)
             squares = (used - mean).square().sum(-1, keepdim=True)
             parts = col.gather(torch.stack((mean, squares))).unflatten(0, (col.size, 2))
-            counts = torch.tensor(filled, dtype=wide.dtype, device=x.device).view(-1, *(1,) * x.dim())
+            counts = torch.tensor(filled, dtype=used.dtype, device=x.device).view(-1, *(1,) * x.dim())
             mean = (parts[:, 0] * counts).sum(0) / total
             variance = (parts[:, 1] + counts * (parts[:, 0] - mean).square()).sum(0) / total
-            used = used - mean
         else:
             variance = col.sum(used.square().sum(-1, keepdim=True)) / total
         scale = torch.rsqrt(variance + eps)
-        normal = F.pad(used * scale, (0, x.shape[-1] - mine))
-        ctx.save_for_backward(normal.to(x.dtype) if x.dtype == torch.float64 else normal, scale)
-        ctx.col, ctx.mine, ctx.total, ctx.centred = col, mine, total, centred
-        return normal.to(x.dtype)
+        ctx.save_for_backward(x, w, mean, scale)
+        ctx.col, ctx.mine, ctx.total = col, mine, total
+        y = _normal(x, mean, scale, mine) * w[:mine]
+        if b is not None:
+            y = y + b[:mine]
+        return F.pad(y, (0, x.shape[-1] - mine)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        normal, scale = ctx.saved_tensors
-        g, mine = dy.to(normal.dtype)[..., : ctx.mine], ctx.mine
-        normal = normal[..., :mine]
+        x, w, mean, scale = ctx.saved_tensors
+        mine, padding = ctx.mine, (0, x.shape[-1] - ctx.mine)
+        normal, dy_wide = _normal(x, mean, scale, mine), _wide(dy)[..., :mine]
+        g = dy_wide * w[:mine]
         sums = [(g * normal).sum(-1, keepdim=True)]
-        if ctx.centred:
+        if mean is not None:
             sums.append(g.sum(-1, keepdim=True))
         means = ctx.col.sum(torch.stack(sums)) / ctx.total
-        dx = (g - normal * means[0] - (means[1] if ctx.centred else 0)) * scale
-        return F.pad(dx, (0, dy.shape[-1] - mine)).to(dy.dtype), None, None, None, None
+        dx = (g - normal * means[0] - (means[1] if mean is not None else 0)) * scale
+        dw = F.pad((dy_wide * normal).flatten(0, -2).sum(0), padding).to(w.dtype)
+        db = None if mean is None else F.pad(dy_wide.flatten(0, -2).sum(0), padding).to(w.dtype)
+        return F.pad(dx, padding).to(x.dtype), dw, db, None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normal(x: Tensor, mean: Tensor | None, scale: Tensor, mine: int) -> Tensor:
+    used = _wide(x)[..., :mine]
+    return (used if mean is None else used - mean) * scale
 
 
 class SharedKeys(GridLinear):
@@ -229,7 +241,7 @@ class GridCrossEntropy(nn.Module):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, col: Axis, first: int, filled: int) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, :filled]
+        wide = _wide(logits)[:, :filled]
         lowest = torch.finfo(wide.dtype).min
         top = col.max(wide.amax(-1) if filled else wide.new_full(wide.shape[:1], lowest))
         shifted = wide - top[:, None]
@@ -248,7 +260,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         logits, log_total, at, mine, valid = ctx.saved_tensors
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, : ctx.filled]
+        wide = _wide(logits)[:, : ctx.filled]
         d = (wide - log_total[:, None]).exp()
         if ctx.filled:
             d = d.scatter_add(1, at[:, None], -mine.to(d.dtype)[:, None])

@@ -16,7 +16,15 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = ["DispatchMode", "FakeTensor", "backward_node", "named_arguments", "plain_tensors", "process_group"]
+__all__ = [
+    "DispatchMode",
+    "FakeTensor",
+    "backward_node",
+    "fake_store",
+    "named_arguments",
+    "plain_tensors",
+    "process_group",
+]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -54,3 +62,10 @@ def backward_node() -> str | None:
     """The autograd node that is being differentiated by this thread, as `MmBackward0`; None outside a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node.name()
+
+
+def fake_store() -> Any:
+    """The store of a group of backend "fake", whose collectives return at once; importing it registers the backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

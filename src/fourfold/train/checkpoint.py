@@ -316,6 +316,7 @@ def load(
         problems = [p for found in _exchange(verify(directory, rank, ranks), group) for p in found]
         if problems:
             raise CheckpointError(f"{'; '.join(problems)}. Delete {directory} to resume from the checkpoint before it")
+    read_metadata(directory)  # raises what is wrong with it; some versions of torch only log it
     try:
         dcp.load(
             _chunks(holdings),

@@ -4,7 +4,8 @@
   to stop after the same one, save, and exit with 0.
 - If a step takes longer than the timeout, the stacks of all threads go to the log. Ranks that wait for a rank that hangs
   fail at the timeout themselves, since every collective has it.
-- Steps with a non-finite loss or gradient are skipped by the optimizer on all ranks; too many in a row end the run.
+- Steps with a non-finite loss or gradient are skipped by the optimizer on all ranks; too many in a row end the run. (With
+  `train.guard = false` none is skipped, and the first ends it.)
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["Guard"]
 class Guard:
     """One rank's guard; active inside `with guard.on_watch():`."""
 
-    def __init__(self, *, timeout: float, max_skipped: int, faults: Faults | None = None):
-        self.timeout, self.max_skipped, self.faults = timeout, max_skipped, faults
+    def __init__(self, *, timeout: float, max_skipped: int, skips: bool = True, faults: Faults | None = None):
+        self.timeout, self.max_skipped, self.skips, self.faults = timeout, max_skipped, skips, faults
         self.skipped = 0  # in the whole run
         self._in_a_row = 0
         self._stop = False
@@ -76,6 +77,11 @@ class Guard:
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
             return
+        if not self.skips:
+            raise TrainingError(
+                f"step {step}: the loss or the gradient is not finite (loss {loss}, gradient norm {norm}), and with "
+                "train.guard = false the weights took it; resume from the last checkpoint with train.guard = true"
+            )
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row >= self.max_skipped:

@@ -30,6 +30,7 @@ from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
 from fourfold.train.optim import AdamW
+from fourfold.train.streamed import StreamedUnits
 from fourfold.train.trace import TraceFile
 
 __all__ = ["Loop"]
@@ -37,12 +38,20 @@ __all__ = ["Loop"]
 
 @dataclass
 class _Result:
-    """What a step left on the device: `gathered` [ranks, 4] is (loss sum, square sum, peak bytes, stop) of every rank."""
+    """What a step left: `values` are the count of tokens and, [ranks, 4], (loss sum, square sum, peak bytes, stop) of every rank.
+
+    On their way to the host until `ready`, so that reading them waits for that step and not for what was launched since.
+    """
 
     step: int
-    gathered: Tensor
-    count: Tensor
+    values: Tensor
+    ready: torch.cuda.Event | None
     lr: float
+
+    def read(self) -> tuple[float, Tensor]:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return float(self.values[0]), self.values[1:].view(-1, 4)
 
 
 class Loop:
@@ -60,7 +69,7 @@ class Loop:
         ties: Sequence[TiedOwner | TiedCopy],
         trace: TraceFile | None,
         units: Sequence[Unit],
-        optimizer: AdamW,
+        optimizer: AdamW | StreamedUnits,
         train_samples: Samples,
         eval_samples: Samples | None,
         checkpointer: Checkpointer,
@@ -125,6 +134,8 @@ class Loop:
     def step(self, index: int) -> _Result:
         """Step `index`, counted from 0."""
         self.guard.begin(index + 1)
+        lr = self.config.optim.lr_at(index, self.config.train.steps)
+        self.optimizer.begin(lr)
         batches = list(self._micro_batches(self.train_samples, index))
         count = self._count(self.train_samples, batches)
         losses = self.runner.step(index, _Feed(batches, count.reciprocal().to(self.loss_dtype)))
@@ -137,14 +148,21 @@ class Loop:
             self.trace.hold(index + 1, self.runner.spans)
         gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.guard.stop_requested())
         norm = gathered[:, 1].sum().sqrt()
-        skip = 1 - (norm + gathered[:, 0].sum()).isfinite().float()
-        lr = self.config.optim.lr_at(index, self.config.train.steps)
-        self.optimizer.step(lr, norm, skip)
+        finite = (norm + gathered[:, 0].sum()).isfinite().float()
+        self.optimizer.step(lr, norm, 1 - finite if self.config.train.guard else None)
         for tie in self.ties:
+            self.optimizer.wait(tie.unit)
             tie.publish()
         for unit in self.units:
             unit.zero_grad()
-        return _Result(index + 1, gathered, count, lr)
+        return self._result(index + 1, torch.cat((count.view(1), gathered.view(-1))), lr)
+
+    def _result(self, step: int, values: Tensor, lr: float) -> _Result:
+        if self.device.type != "cuda":
+            return _Result(step, values, None, lr)
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        there.copy_(values, non_blocking=True)
+        return _Result(step, there, torch.cuda.current_stream(self.device).record_event(), lr)
 
     def _micro_batches(self, samples: Samples, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step."""
@@ -153,14 +171,20 @@ class Loop:
         for m in range(self.micro_batches):
             first = index * batch + (m * ways + way) * size
             arrays = samples.batch(range(first, first + size))
-            tokens, targets = (torch.from_numpy(a).to(self.device) for a in arrays)
+            tokens, targets = (self._sent(torch.from_numpy(a)) for a in arrays)
             yield tokens, targets
+
+    def _sent(self, array: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        if self.device.type != "cuda":
+            return array.to(self.device)
+        return array.pin_memory().to(self.device, non_blocking=True)
 
     def _count(self, samples: Samples, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Tokens to predict in the whole step, on all ranks: what the loss is averaged over."""
         if samples.all_valid:
             total = self.config.train.global_batch * self.config.model.seq_len
-            return torch.tensor(float(total), dtype=torch.float64, device=self.device)
+            return torch.full((), float(total), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, targets in batches:
             count += (targets != IGNORE).sum()
@@ -191,7 +215,12 @@ class Loop:
 
     def _gather(self, *values: Tensor | float) -> Tensor:
         """[ranks, len(values)]: every rank's values on every rank, so that all decide alike."""
-        mine = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
+        mine = torch.zeros(len(values), dtype=torch.float64, device=self.device)
+        for i, v in enumerate(values):
+            if isinstance(v, Tensor):
+                mine[i].copy_(v)
+            else:
+                mine[i].fill_(v)  # a number from the host would be waited for
         if self.world is None:
             return mine[None]
         everyone = mine.new_empty(self.info.ranks * len(values))
@@ -204,7 +233,7 @@ class Loop:
         """Read a step's results, tell the callbacks; True when some rank asked to stop."""
         if self.trace is not None:
             self.trace.write()
-        gathered, count = result.gathered.cpu(), float(result.count)
+        count, gathered = result.read()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         tokens = self.config.train.global_batch * self.config.model.seq_len

@@ -54,8 +54,14 @@ class AdamW:
         )
         self._torch.state.update(state)
 
+    def begin(self, lr: float) -> None:
+        """A step begins that will use learning rate `lr`."""
+
+    def wait(self, unit: Unit) -> None:
+        """What the caller does next may use a unit's weights."""
+
     @torch.no_grad()
-    def step(self, lr: float, norm: Tensor, skip: Tensor) -> None:
+    def step(self, lr: float, norm: Tensor, skip: Tensor | None) -> None:
         """One update from the units' reduced gradients, clipped by their global `norm`; nothing where `skip` is 1."""
         for group in self._torch.param_groups:
             group["lr"] = lr

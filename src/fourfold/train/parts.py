@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fourfold.config import Config
 from fourfold.model.build import fill_initial
@@ -17,10 +16,10 @@ from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
 from fourfold.program.stages import PipelineLayout
-from fourfold.runtime.executor import Executor, Verbs
+from fourfold.runtime.executor import Executor, StreamVerbs, Verbs
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import Keeper, Link, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.shard.sharing import Reductions, Sharing
@@ -32,17 +31,28 @@ from fourfold.tensor.linear import Setting
 from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
 
-__all__ = ["Held", "make_grid", "make_runner", "make_stages", "make_transport", "make_units", "put_on_grid"]
+__all__ = [
+    "Held",
+    "make_grid",
+    "make_runner",
+    "make_sharing",
+    "make_stages",
+    "make_transport",
+    "make_units",
+    "put_on_grid",
+]
 
 
 @dataclass
 class Held:
-    """The units of a rank: by name; what each is made of; as the program's verbs; its end of a weight tied across ranks."""
+    """The units of a rank: by name; what each is made of; as the program's verbs; its end of a weight tied across ranks; its
+    buckets."""
 
     units: dict[str, Unit] = field(default_factory=dict)
     slices: dict[str, Slice] = field(default_factory=dict)
     verbs: dict[str, Verbs] = field(default_factory=dict)
     ties: list[TiedOwner | TiedCopy] = field(default_factory=list)
+    buckets: dict[str, StreamVerbs] = field(default_factory=dict)
 
 
 def make_grid(mesh: RankMesh) -> Grid:
@@ -87,8 +97,8 @@ def make_units(
     A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
     holds a copy (shard/tied.py).
     """
-    sharings = {shards: _sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
-    reductions = Reductions()
+    sharings = {shards: make_sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
+    reductions = Reductions(min(plan.memory.prefetch, 1))
     row, plane = grid.row.group, mesh.group("row", "col")
 
     def make(name: str, of: str, part: Slice, borrow: dict[str, Borrowed] | None = None) -> Unit:
@@ -123,9 +133,14 @@ def make_units(
             continue
         lender = None
         if of == "head" and tied:
-            whole_embed = _sliced("embed", model.embed, 1, grid)[0]
+            whole_embed = Slice(model.embed, pieces_of(model.embed, "embed", grid))
             lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
-        for name, part in zip(names, _sliced(of, module, len(names), grid), strict=True):
+        slices = layout.choices[of].slices
+        parts = [Slice(module, pieces_of(module, of, grid))]
+        if slices > 1:
+            copies = grid.copies("row", "col")
+            parts = slices_of(of, module, slices, apart=len(names) > slices, copies_over=copies)
+        for name, part in zip(names, parts, strict=True):
             rows = part.tied_rows.get("proj.weight")
             borrow = {"proj.weight": Borrowed(lender, "tokens.weight", rows)} if lender is not None else None
             held.units[name] = held.verbs[name] = make(name, of, part, borrow)
@@ -139,14 +154,7 @@ def make_units(
     return held
 
 
-def _sliced(name: str, module: nn.Module, count: int, grid: Grid) -> list[Slice]:
-    """A unit's module in slices, or in one that is the module itself."""
-    if count > 1:
-        return slices_of(name, module, count, grid.copies("row", "col"))
-    return [Slice(module, pieces_of(module, name, grid))]
-
-
-def _sharing(mesh: RankMesh, shards: int) -> Sharing:
+def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
     """The replica group cut into runs of `shards` ranks, with new process groups; all ranks call it alike."""
     run, across = mesh.divided(shards, "data", "depth")
     at = mesh.index("data", "depth")
@@ -161,7 +169,9 @@ def _sharing(mesh: RankMesh, shards: int) -> Sharing:
     )
 
 
-def make_stages(config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: Held) -> dict[int, Stage]:
+def make_stages(
+    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: Held, keeper: Keeper | None = None
+) -> dict[int, Stage]:
     """This rank's stages by number, each a chain of its units' modules."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
     number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
@@ -183,7 +193,7 @@ def make_stages(config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayo
                     )
                 )
             reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
-            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed)
+            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper)
     return stages
 
 
@@ -231,7 +241,8 @@ def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: Pipeline
     if plan.pipeline.executor == "message-driven":
         place = layout.schedule.placement
         mine = {u: tuple(s for s in at if place[s] == here) for u, at in layout.programs.stages_with.items()}
-        freedom = drive(program, mine, plan.pipeline.slack)
+        buckets = {bucket.name: bucket.units for bucket in layout.programs.buckets}
+        freedom = drive(program, mine, plan.pipeline.slack, buckets)
     # ranks of a plane meet inside their ops
     together = mesh.group("row", "col") if freedom is not None else None
     return Runner(executor, program, evaluation, drive=freedom, together=together)

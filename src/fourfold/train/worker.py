@@ -36,9 +36,9 @@ from fourfold.train.guard import Guard
 from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
-from fourfold.train.optim import AdamW
 from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
 from fourfold.train.rundir import RunDir
+from fourfold.train.streamed import StreamedUnits, make_keeper, make_optimizer, streams_early
 from fourfold.train.trace import TraceFile, device_mark
 from fourfold.view.console import Progress
 
@@ -169,28 +169,34 @@ def assemble(
     guard = Guard(
         timeout=timeout,
         max_skipped=config.train.max_skipped,
+        skips=config.train.guard,
         faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
     )
 
-    layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
+    early = streams_early(config, plan)
+    layout = lay_out_pipeline(config.model, plan, config.train.global_batch, early=early)
     model = build_model(config.model)
     grid = make_grid(mesh)
     put_on_grid(model, grid, config, plan, compute, reduce)
     model.to(compute)
     held = make_units(config, plan, mesh, grid, layout, model, device=device, compute=compute, reduce=reduce)
     materialize_buffers(model, device, compute)
+    units = list(held.units.values())
+    optimizer = make_optimizer(config, plan, units, place.local_ranks)
+    if isinstance(optimizer, StreamedUnits):
+        held.units, held.verbs = optimizer.awaited(held.units), optimizer.awaited(held.verbs)
+        held.buckets = optimizer.buckets()
     executor = Executor(
         layout.schedule.placement,
         mesh.coordinates["pipe"],
-        make_stages(config, plan, mesh, layout, held),
+        make_stages(config, plan, mesh, layout, held, make_keeper(plan, device, place.local_ranks)),
         held.verbs,
         make_transport(mesh, layout, device, timeout),
+        buckets=held.buckets,
         watch=guard.instruction,
         mark=device_mark(device),
     )
     runner = make_runner(executor, plan, mesh, layout)
-    units = list(held.units.values())
-    optimizer = AdamW(units, config.optim)
     train_samples, eval_samples = open_samples(config)
 
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameter_count(config.model))

@@ -1,0 +1,77 @@
+"""Host memory that devices copy from and to at full speed.
+
+A region is mapped with huge pages where the system has them, touched by all threads, and registered with CUDA. Nothing is
+rounded up: `pin_memory=True` would take the next power of two. What is asked for is compared with what the host has left
+before anything is mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import HostMemoryError
+from fourfold.schema import format_bytes
+
+__all__ = ["available_bytes", "check_available", "host_memory"]
+
+
+def available_bytes() -> int:
+    """Bytes that this host can still give to processes: of the machine, or of the control group where that is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
+
+
+def check_available(needed: int, what: str, limit: int | None = None) -> None:
+    """Raise HostMemoryError unless `needed` bytes are there; `limit` stands in for what the host says it has."""
+    there = available_bytes() if limit is None else limit
+    if needed > there:
+        raise HostMemoryError(
+            f"{what} needs {format_bytes(needed)} of host memory, but {format_bytes(there)} are available; keep at least "
+            f"{format_bytes(needed - there)} of it on the device (optimizer = 'auto'), or store moments as bf16"
+        )
+
+
+def host_memory(size: int, device: torch.device) -> Tensor:
+    """`size` bytes of zeros [size] uint8, registered for copies with `device`; given back with the tensor."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(region, dtype=torch.uint8)
+    if device.type == "cuda":
+        memory.zero_()  # all threads touch it
+        weakref.finalize(region, _unregister, *_register(memory, device))
+    return memory
+
+
+def _register(memory: Tensor, device: torch.device) -> tuple[Any, int]:
+    runtime: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        raise HostMemoryError(
+            f"the driver refused to register {format_bytes(memory.numel())} of host memory (CUDA error {code}); "
+            "raise the limit on locked memory (ulimit -l), or keep more on the device (optimizer = 'auto')"
+        )
+    return runtime, memory.data_ptr()
+
+
+def _unregister(runtime: Any, address: int) -> None:
+    runtime.cudaHostUnregister(address)

@@ -1,0 +1,176 @@
+"""Units driven by module hooks: for any nn.Module outside of our executor, which has no program.
+
+The verbs are the same, and so are the modes; what a program would say, hooks find out:
+
+    before a unit's forward     gather, need, and gather the units that came next last time (`prefetch` of them)
+    after it                    zero3: release
+    gradient of its output      gather, need, and gather the units before it
+    gradients of its inputs     its backward is complete: release, reduce
+
+A unit whose inputs need no gradient (an embedding) is completed by `close`, after the backward. Every rank of a replica group
+must call the units in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.shard.unit import Unit
+
+__all__ = ["HookDriver", "Hooked"]
+
+
+@dataclass
+class Hooked:
+    """A unit, the module whose calls use it, and its choices."""
+
+    unit: Unit
+    module: nn.Module
+    mode: Literal["replicate", "zero2", "zero3", "keep"]
+    reduce: Literal["step", "micro-batch"]
+    waiting: int = 0
+    """Forwards whose backward is not complete."""
+    reduced: bool = False
+    """Whether it took part in a reduction of this step."""
+
+
+class HookDriver:
+    """Drives units through forward and backward of one micro-batch after the other."""
+
+    def __init__(self, parts: Sequence[Hooked], prefetch: int = 1):
+        self.parts, self.prefetch = list(parts), prefetch
+        self.last = True  # whether this is the step's last micro-batch
+        self._order: list[Hooked] = []  # as the forward used them last
+        self._seen: list[Hooked] = []
+        for part in self.parts:
+            part.module.register_forward_pre_hook(self._before(part), with_kwargs=True)
+            part.module.register_forward_hook(self._after(part))
+            for name, parameter in part.unit.params.items():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_mover(part.unit, name))
+
+    def open(self, *, last: bool) -> None:
+        """A micro-batch begins; `last`: of its step."""
+        self.last, self._seen = last, []
+
+    def close(self) -> None:
+        """After the backward: complete what hooks could not, and release what was gathered in vain."""
+        for part in reversed(self.parts):
+            if part.waiting or (part.unit.grad is not None and self._reduces(part)):
+                part.waiting = 0
+                self._complete(part)
+            if part.mode != "keep" or self.last:
+                part.unit.release()
+        if self._seen:
+            self._order = self._seen
+
+    def finish(self) -> None:
+        """The step is over: all gradients are reduced, those of units that were not used as zeros."""
+        for part in self.parts:
+            if not part.reduced:
+                part.unit.reduce()
+            part.unit.finish()
+            part.reduced = False
+
+    def made(self, part: Hooked) -> None:
+        """A backward outside of the hooks has made all of a unit's gradient for this micro-batch."""
+        if part.mode != "keep":
+            part.unit.release()
+        self._complete(part)
+
+    # ---- hooks ----
+
+    def _before(self, part: Hooked) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._use(part, 1)
+            if part not in self._seen:
+                self._seen.append(part)
+            if not torch.is_grad_enabled():
+                return None
+            part.waiting += 1
+            given = [*args, *kwargs.values()]
+            at = [i for i, a in enumerate(given) if isinstance(a, Tensor) and a.requires_grad]
+            if at:
+                passed = _Boundary.apply(lambda: self._done(part), *(given[i] for i in at))
+                for i, value in zip(at, passed, strict=True):
+                    given[i] = value
+            return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+        return hook
+
+    def _after(self, part: Hooked) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if part.mode == "zero3" or not torch.is_grad_enabled():
+                part.unit.release()
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self._use(part, -1))
+
+        return hook
+
+    def _use(self, part: Hooked, direction: int) -> None:
+        part.unit.gather()
+        if part in self._order:
+            at = self._order.index(part)
+            for step in range(1, self.prefetch + 1):
+                if 0 <= at + direction * step < len(self._order):
+                    self._order[at + direction * step].unit.gather()
+        part.unit.need()
+
+    def _done(self, part: Hooked) -> None:
+        """One call's backward is complete."""
+        part.waiting -= 1
+        if part.mode == "zero3" or (part.mode == "zero2" and not part.waiting):
+            part.unit.release()
+        if not part.waiting and self._reduces(part):
+            self._complete(part)
+
+    def _reduces(self, part: Hooked) -> bool:
+        return self.last or part.reduce == "micro-batch"
+
+    def _complete(self, part: Hooked) -> None:
+        if self._reduces(part):
+            part.unit.reduce()
+            part.reduced = True
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward runs when the unit's own is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return tuple(v.view_as(v) for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.done()
+        return None, *grads
+
+
+def _mover(unit: Unit, name: str) -> Any:
+    """Moves what autograd made of a parameter's gradient to the unit's accumulator."""
+
+    @torch.no_grad()
+    def move(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            unit.main_grad(name).add_(parameter.grad)
+            parameter.grad = None
+
+    return move
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

@@ -1,0 +1,132 @@
+"""One rank of a plan without the training loop: its units, stages and executor, and steps of random tokens.
+
+    with one_of_many(64):                          # this process is rank 0 of 64; collectives return at once
+        rank = OneRank(config, plan)
+        rank.step()                                # the real code of a rank: its true memory and compute time
+
+In a real group (`run_ranks`), every rank makes its own. What a collective would have brought is left out in `one_of_many`, so
+values mean nothing there; memory, order and time of computation do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.config import Config
+from fourfold.model.build import build_model, materialize_buffers
+from fourfold.plan import Plan
+from fourfold.program.stages import lay_out_pipeline
+from fourfold.runtime.executor import Executor
+from fourfold.shard.replay import Footprint, Replay, replay
+from fourfold.shard.unit import Unit
+from fourfold.testing._torch import fake_store
+from fourfold.train.mesh import RankMesh
+from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
+
+__all__ = ["OneRank", "one_of_many"]
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@contextmanager
+def one_of_many(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of a group whose other ranks do not exist."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class OneRank:
+    """What a rank holds under a plan. Makes process groups: all real ranks of the plan must make theirs."""
+
+    def __init__(self, config: Config, plan: Plan, rank: int = 0, device: str = "cpu"):
+        self.config, self.plan, self.device = config, plan, torch.device(device)
+        self.mesh = RankMesh(plan.mesh, rank)
+        self.layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
+        self.model = build_model(config.model)
+        compute = _DTYPES[plan.precision.compute]
+        reduce = torch.promote_types(_DTYPES[plan.precision.reduce], compute)
+        grid = make_grid(self.mesh)
+        put_on_grid(self.model, grid, config, plan, compute, reduce)
+        self.model.to(compute)
+        self.held = make_units(
+            config, plan, self.mesh, grid, self.layout, self.model, device=self.device, compute=compute, reduce=reduce
+        )
+        materialize_buffers(self.model, self.device, compute)
+        executor = Executor(
+            self.layout.schedule.placement,
+            self.mesh.coordinates["pipe"],
+            make_stages(config, plan, self.mesh, self.layout, self.held),
+            self.held.verbs,
+            make_transport(self.mesh, self.layout, self.device, 20.0),
+        )
+        self.runner = make_runner(executor, plan, self.mesh, self.layout)
+        way, micro_batches = self.mesh.index("data", "depth", "row"), plan.micro_batches(config.train.global_batch)
+        self._batches = [self.batch(way, m) for m in range(micro_batches)]
+        self._scale = torch.tensor(1e-3, dtype=torch.promote_types(compute, torch.float32), device=self.device)
+
+    @property
+    def units(self) -> list[Unit]:
+        return list(self.held.units.values())
+
+    def step(self, index: int = 0) -> dict[int, Tensor]:
+        """Forward and backward of all micro-batches, gradients reduced; returns the losses."""
+        losses = self.runner.step(index, self)
+        for unit in self.units:
+            unit.finish()
+        return losses
+
+    def zero_grad(self) -> None:
+        for unit in self.units:
+            unit.zero_grad()
+
+    def close(self) -> None:
+        """Let go of the threads that carry messages."""
+        if self.runner.executor.transport is not None:
+            self.runner.executor.transport.close()
+
+    def replayed(self) -> Replay:
+        """What the rank's program says its units communicate and hold."""
+        footprints = {
+            unit.name: Footprint(
+                unit.layout.total,
+                unit.sharing.shards,
+                unit.sharing.copies,
+                next((lender.name for lender, *_ in unit.borrowed.values()), None),
+            )
+            for unit in self.units
+        }
+        first = self.units[0]
+        return replay(
+            self.runner.program,
+            footprints,
+            compute_bytes=first.full.element_size(),
+            reduce_bytes=first.reduce_dtype.itemsize,
+            in_flight=first.reductions.in_flight,
+            units_of_op=dict(enumerate(self.layout.units)),
+        )
+
+    # ---- the feed: random tokens, a function of the rank's place in the batch and the micro-batch ----
+
+    def batch(self, way: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of one micro-batch of the ranks at place `way` in the batch."""
+        m, size = self.config.model, self.plan.micro_batch_size(self.config.train.global_batch)
+        generator = torch.Generator().manual_seed(1000 * way + micro_batch)
+        tokens, targets = torch.randint(0, m.vocab, (2, size, m.seq_len), generator=generator).to(self.device)
+        return tokens, targets
+
+    def first(self, micro_batch: int) -> Tensor:
+        return self._batches[micro_batch][0]
+
+    def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
+        return self._batches[micro_batch][1:]
+
+    def grad(self, micro_batch: int) -> Tensor:
+        return self._scale

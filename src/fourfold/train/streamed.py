@@ -1,0 +1,237 @@
+"""The optimizer of a rank whose plan keeps optimizer state on the host: units as blocks of the streamed engine.
+
+Each rank streams the state of its own shards. Same bits as train/optim.py, other memory: bf16 weights keep 16 low bits of
+their master (2 bytes) and two moments (8, or 4 as bf16) on the host, fp32 weights their moments alone. A unit's weights may still
+be on their way when the next step begins: what computes with them, or gathers them, waits for that unit first (`Awaited`).
+
+With clipping or the guard, updates start when the norm of all gradients is known. Without, a unit's update starts in the
+program, at STREAM, as soon as its gradients are reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from fourfold.config import Config, OptimConfig
+from fourfold.offload.activations import ActivationOffload
+from fourfold.offload.adamw import room_on_device
+from fourfold.offload.buckets import Block
+from fourfold.offload.host import available_bytes
+from fourfold.offload.lanes import Lanes
+from fourfold.offload.split import join, split
+from fourfold.offload.streamer import Streamer
+from fourfold.plan import Memory, Plan
+from fourfold.runtime.executor import StreamVerbs
+from fourfold.schema import parse_bytes
+from fourfold.shard.unit import Unit
+from fourfold.train.optim import AdamW
+
+__all__ = ["StreamedUnits", "make_keeper", "make_optimizer", "streams_early"]
+
+V = TypeVar("V")
+BUCKET = 1 << 24
+"""Elements updated at once."""
+LEAST = 1 << 20
+"""Bytes: activations smaller than this stay on the device."""
+
+
+def streams_early(config: Config, plan: Plan) -> bool:
+    """Whether updates wait for nothing but their own gradients."""
+    return plan.memory.optimizer != "device" and not config.optim.clip and not config.train.guard
+
+
+def make_optimizer(config: Config, plan: Plan, units: Sequence[Unit], ranks_here: int = 1) -> AdamW | StreamedUnits:
+    """The optimizer that a plan asks for; `ranks_here` ranks share this host's memory."""
+    if plan.memory.optimizer == "device" and plan.memory.moments == "fp32":
+        return AdamW(units, config.optim)
+    return StreamedUnits(units, config.optim, plan.memory, early=streams_early(config, plan), ranks_here=ranks_here)
+
+
+def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> ActivationOffload | None:
+    """What keeps a rank's activations on the host, if the plan wants it: in at most half of the memory that is free there."""
+    if plan.memory.activations == "device":
+        return None
+    return ActivationOffload(device, budget=available_bytes() // (2 * ranks_here), least=LEAST)
+
+
+class StreamedUnits:
+    """AdamW on units through the streamed engine; the verbs of train/optim.py's AdamW."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        config: OptimConfig,
+        memory: Memory,
+        *,
+        early: bool,
+        ranks_here: int = 1,
+        lanes: Lanes | None = None,
+    ):
+        self.units, self.config, self.memory, self.early = list(units), config, memory, early
+        self._ranks_here, self._bucket, self._lanes = ranks_here, BUCKET, lanes
+        self._staging = parse_bytes(memory.staging, "memory.staging")
+        base = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        self._matrices = {**base, "weight_decay": config.weight_decay}
+        self._vectors = {**base, "weight_decay": 0.0}
+        self.blocks = {u.name: self._block(u) for u in self.units if u.shard.numel()}
+        self._masters: dict[str, Tensor] = {}  # fp32 copies, between `flats` and `publish`
+        self._streamer: Streamer | None = None
+        self._ran = False
+
+    def _block(self, unit: Unit) -> Block:
+        parts = [
+            (start, stop, self._matrices if len(s.shape) > 1 else self._vectors) for s, start, stop in unit.slots()
+        ]
+        value = unit.shard.detach()
+        return Block(value, parts, torch.zeros((), dtype=torch.float32, device=value.device))
+
+    @property
+    def streamer(self) -> Streamer:
+        """Made when first needed: by then a step has shown how much of the device it leaves free."""
+        if self._streamer is None:
+            room = {"host": 0, "device": 1 << 62}.get(self.memory.optimizer)
+            self._streamer = Streamer(
+                list(self.blocks.values()),
+                moments=torch.bfloat16 if self.memory.moments == "bf16" else None,
+                bucket=self._bucket,
+                staging=self._staging,
+                device_bytes=self._room() if room is None else room,
+                host_bytes=available_bytes() // self._ranks_here,
+                backwards=self.early,
+                lanes=self._lanes,
+            )
+        return self._streamer
+
+    def _room(self) -> int:
+        """Bytes of state that fit on the device beside what a step needs."""
+        device = next(iter(self.blocks.values())).value.device
+        if device.type != "cuda" or not self._ran:
+            return room_on_device(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        rises = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        ring = max(self._staging, 4 * 10 * self._bucket) + 16 * self._bucket
+        return max(0, free - rises - ring - total // 20)
+
+    # ---- a step ----
+
+    def begin(self, lr: float) -> None:
+        """A step begins that will use learning rate `lr`."""
+        self._masters.clear()
+        self._matrices["lr"] = self._vectors["lr"] = lr
+        if self._streamer is not None:
+            self._streamer.begin()
+
+    def buckets(self) -> dict[str, StreamVerbs]:
+        """What STREAM instructions name: a bucket for every unit."""
+        return {unit.name: _Bucket(self, unit) for unit in self.units}
+
+    def stream(self, unit: Unit) -> None:
+        """The unit's reduction was started: update it when that is done, unless the norm is needed first."""
+        if self.early and self._streamer is not None and unit.name in self.blocks:
+            unit.finish()
+            block = self.blocks[unit.name]
+            block.grad = unit.shard_grad
+            self._streamer.ready(block)
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: Tensor, skip: Tensor | None) -> None:
+        """What is left to update, from the units' reduced gradients, clipped by their global `norm`.
+
+        Nothing changes where `skip` is 1. Returns before it is done.
+        """
+        self._ran = True
+        fresh = self._streamer is None
+        streamer = self.streamer
+        if fresh:
+            streamer.begin()
+        for unit in self.units:
+            if unit.name in self.blocks:
+                self.blocks[unit.name].grad = unit.shard_grad
+        factor = None
+        if self.config.clip:
+            factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0).to(streamer.regions[0].master)
+        streamer.step(factor, skip)
+
+    def wait(self, unit: Unit) -> None:
+        """What the caller does next may use a unit's weights, its own or those it borrows."""
+        if self._streamer is not None:
+            for each in (unit, *(borrowed.lender for borrowed in unit.borrowed.values())):
+                if each.name in self.blocks:
+                    self._streamer.wait(self.blocks[each.name])
+
+    def awaited(self, verbs: Mapping[str, V]) -> dict[str, V]:
+        """The verbs of units, by name, as stages and programs are to have them: waiting for weights before they are used."""
+        by_name = {unit.name: unit for unit in self.units}
+        return {name: cast(V, Awaited(each, by_name[name], self)) for name, each in verbs.items()}
+
+    # ---- checkpoints ----
+
+    @torch.no_grad()
+    def publish(self, unit: Unit) -> None:
+        """Give a unit the weights of its master, which `flats` gave out and the caller filled."""
+        self.streamer.reload()
+        master = self._masters.pop(unit.name, None)
+        if master is not None:
+            block = self.blocks[unit.name]
+            wide = master.to(block.value.device, copy=True)
+            low = torch.empty_like(wide, dtype=torch.int16)
+            split(wide, block.value, low)
+            block.state()["low"].copy_(low)
+
+    @torch.no_grad()
+    def flats(self, unit: Unit) -> dict[str, Tensor]:
+        """What a checkpoint holds of a unit, by the prefix of its names; all laid out as the unit is."""
+        self.streamer.finish()
+        if unit.name not in self.blocks:
+            return dict.fromkeys(("", "optim.exp_avg.", "optim.exp_avg_sq."), unit.shard.detach())
+        block = self.blocks[unit.name]
+        state = block.state()
+        master = block.value
+        if "low" in state:
+            low = state["low"]
+            master = self._masters[unit.name] = torch.empty(low.numel(), dtype=torch.float32, device=low.device)
+            join(block.value.to(low.device), low, master)
+        return {"": master, "optim.exp_avg.": state["exp_avg"], "optim.exp_avg_sq.": state["exp_avg_sq"]}
+
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights (skipped ones are not among them)."""
+        if self._streamer is not None:
+            self._streamer.finish()
+        return int(next(iter(self.blocks.values())).step.item())
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for block in self.blocks.values():
+            block.step.fill_(count)
+
+
+class _Bucket:
+    def __init__(self, optimizer: StreamedUnits, unit: Unit):
+        self.optimizer, self.unit = optimizer, unit
+
+    def stream(self) -> None:
+        self.optimizer.stream(self.unit)
+
+
+class Awaited:
+    """Verbs of a unit whose weights may be on their way: `need` and `gather` wait for them, the rest is as it was."""
+
+    def __init__(self, verbs: Any, unit: Unit, optimizer: StreamedUnits):
+        self._verbs, self._unit, self._optimizer = verbs, unit, optimizer
+
+    def need(self) -> None:
+        self._optimizer.wait(self._unit)
+        self._verbs.need()
+
+    def gather(self) -> None:
+        self._optimizer.wait(self._unit)
+        self._verbs.gather()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._verbs, name)

@@ -1,0 +1,512 @@
+"""StreamedAdamW is torch's fused AdamW on an fp32 master, bit for bit. FOURFOLD_TEST_DEVICE=cuda runs it there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from fourfold import StreamedAdamW
+from fourfold.errors import ConfigError, HostMemoryError
+from fourfold.offload import host
+from fourfold.offload.lanes import Lanes, make_lanes
+from fourfold.offload.split import join, split
+from fourfold.train.optim import round_half_up
+from tests.offload.threads import slow_lanes
+
+torch.set_num_threads(1)
+DEVICE = torch.device(os.environ.get("FOURFOLD_TEST_DEVICE", "cpu"))
+
+
+class Net(nn.Module):
+    """Odd sizes, a tied weight, a frozen one, an unused one, and one that only the model itself uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 37)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(37, 101), nn.GELU(), nn.Linear(101, 37)) for _ in range(3))
+        self.norm = nn.LayerNorm(37)
+        self.scale = nn.Parameter(torch.ones(37))
+        self.outer = nn.Linear(37, 37)  # used without being called
+        self.unused = nn.Linear(5, 7)
+        self.frozen = nn.Linear(37, 37)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(37, 29, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.scale
+        for layer in self.layers:
+            x = x + layer(x)
+        x = F.linear(self.frozen(self.norm(x)), self.outer.weight)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+
+
+def make_net(dtype: torch.dtype) -> Net:
+    torch.manual_seed(0)
+    return Net().to(DEVICE, dtype)
+
+
+def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
+    params = [p for p in params if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.2},
+        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0, "betas": (0.8, 0.9), "lr": 2e-3},
+    ]
+
+
+def batches(steps: int, seed: int = 1) -> Iterator[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield torch.randint(0, 29, (4, 6), generator=made).to(DEVICE)
+
+
+class Reference:
+    """An fp32 (or wider) master of a net's parameters with torch's AdamW, fed with the gradients of the net under test."""
+
+    def __init__(self, net: Net, clip: float):
+        self.net, self.clip, self.norm = net, clip, torch.zeros(())
+        wide = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in net.parameters()]
+        self.master = dict(zip(net.parameters(), wide, strict=True))
+        for p, q in self.master.items():
+            q.requires_grad_(p.requires_grad)
+        self.optimizer = torch.optim.AdamW(groups_of(wide), lr=5e-3, fused=True)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
+
+    def step(self) -> None:
+        for p, q in self.master.items():
+            q.grad = None if p.grad is None else p.grad.to(q.dtype, copy=True)
+        if self.clip:
+            self.norm = nn.utils.clip_grad_norm_(self.master.values(), self.clip)
+        self.optimizer.step()
+        self.schedule.step()
+
+
+def assert_same(reference: Reference, optimizer: StreamedAdamW) -> None:
+    for p, q in reference.master.items():
+        if not p.requires_grad:
+            continue
+        assert torch.equal(optimizer.master(p).to(DEVICE), q)
+        if p.dtype == torch.bfloat16:
+            assert torch.equal(p.detach(), round_half_up(q.detach()))
+        if q in reference.optimizer.state:
+            for kind in ("step", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(optimizer.state[p][kind].to(DEVICE), reference.optimizer.state[q][kind]), kind
+
+
+def train(
+    dtype: torch.dtype = torch.bfloat16,
+    clip: float = 0.0,
+    *,
+    steps: int = 20,
+    accumulate: int = 1,
+    early: bool = False,
+    overlap: bool = True,
+    lanes: Lanes | None = None,
+    check: int = 5,
+    **options: Any,
+) -> tuple[Reference, StreamedAdamW]:
+    """Train a net with the streamed optimizer, beside a reference; they are compared every `check` steps."""
+    net = make_net(dtype)
+    optimizer = StreamedAdamW(
+        groups_of(list(net.parameters())),
+        lr=5e-3,
+        clip=clip,
+        overlap=net if overlap else None,
+        **{"bucket": 2048, "ring": 2, "lanes": lanes} | options,
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    reference = Reference(net, clip)
+    data = batches(steps * accumulate)
+    for step in range(1, steps + 1):
+        for i in range(accumulate):
+            loss = net(next(data)) / accumulate
+            with optimizer.last_backward() if early and i == accumulate - 1 else nullcontext():
+                loss.backward()
+        reference.step()
+        optimizer.step()
+        schedule.step()
+        if clip:
+            assert torch.equal(optimizer.norm, reference.norm)
+        optimizer.zero_grad()
+        if step % check == 0 or step == steps:
+            assert_same(reference, optimizer)
+    return reference, optimizer
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1e6], ids=["off", "clips", "above"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "fp32", "fp64"])
+def test_a_hundred_steps_have_the_bits_of_adamw(dtype: torch.dtype, clip: float) -> None:
+    reference, optimizer = train(dtype, clip, steps=100, check=25)
+    assert len(optimizer.streamer.buckets) > 5
+    moved = [(p - q).abs().max() for p, q in zip(make_net(dtype).parameters(), reference.master.values(), strict=True)]
+    assert max(moved) > 0.01
+
+
+def test_clipping_exactly_at_the_threshold() -> None:
+    net = make_net(torch.float32)
+    net(next(batches(1))).backward()
+    norm = float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]))
+    train(torch.float32, norm, steps=3, check=1)
+
+
+@pytest.mark.parametrize("bucket", [64, 1000, 4096, 1 << 20])
+@pytest.mark.parametrize("ring", [1, 3, 100])
+def test_any_bucket_and_ring(bucket: int, ring: int) -> None:
+    train(clip=0.05, bucket=bucket, ring=ring, steps=4)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"overlap": False}, {"placement": "device"}, {"guard": True}])
+def test_every_way_of_running_it(options: dict[str, Any], early: bool) -> None:
+    train(early=early, steps=6, **options)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("seed", range(3))
+def test_time_changes_nothing(clip: float, early: bool, seed: int) -> None:
+    """Each lane takes random times."""
+    train(clip=clip, early=early, lanes=slow_lanes(seed, DEVICE), steps=8, check=8, staging=seed * 60000)
+
+
+@pytest.mark.parametrize("lane", ["incoming", "updating", "outgoing", "here"])
+def test_a_lane_that_does_not_wait_is_noticed(lane: str) -> None:
+    """The test above can fail: without the waits of any one lane the bits differ."""
+    with pytest.raises((AssertionError, RuntimeError)):  # autograd, too, notices weights that change under it
+        for seed in range(5):
+            train(clip=0.05, lanes=slow_lanes(seed, DEVICE, 3e-3, careless=lane), steps=8, check=8)
+
+
+def test_updates_start_in_the_backward() -> None:
+    """Without clipping, all buckets whose parameters are used are updated before `step` is called."""
+    net = make_net(torch.float32)
+    net.unused.requires_grad_(False)
+    net.outer.bias.requires_grad_(False)
+    optimizer = StreamedAdamW(groups_of(list(net.parameters())), overlap=net, bucket=2048)
+    for step, ids in enumerate(batches(3)):
+        loss = net(ids)
+        with optimizer.last_backward():
+            loss.backward()
+        done = sum(b.pending for b in optimizer.streamer.buckets)
+        assert step == 0 or done == len(optimizer.streamer.buckets)  # the first step learns the order
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_layers_wait_for_their_own_weights_only() -> None:
+    net = make_net(torch.bfloat16)
+    optimizer = StreamedAdamW(groups_of(list(net.parameters())), overlap=net, bucket=1024)
+    for ids in batches(2):
+        net(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    waiting = {p for p, block in optimizer._blocks.items() if any(b.pending for b in block.buckets)}
+    assert net.layers[1][0].weight in waiting
+    assert net.embed.weight in waiting
+    net.embed(torch.zeros(1, dtype=torch.long, device=DEVICE))
+    waiting = {p for p, block in optimizer._blocks.items() if any(b.pending for b in block.buckets)}
+    assert net.layers[1][0].weight in waiting
+    assert net.embed.weight not in waiting
+    net.state_dict()
+    assert not any(b.pending for b in optimizer.streamer.buckets)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_step_that_is_not_finite(guard: bool) -> None:
+    """With the guard nothing changes, counters included; without it everything is NaN, as in torch."""
+    net = make_net(torch.bfloat16)
+    optimizer = StreamedAdamW(groups_of(list(net.parameters())), clip=1.0, guard=guard, overlap=net, bucket=1024)
+    before: list[Tensor] = []
+    for step, ids in enumerate(batches(3)):
+        if step == 2:
+            before = [p.detach().clone() for p in net.parameters()] + [
+                optimizer.master(p) for p in net.parameters() if p.requires_grad
+            ]
+            counts = [optimizer.state[p]["step"].clone() for p in net.parameters() if p.requires_grad]
+        net(ids).backward()
+        if step == 2:
+            net.norm.weight.grad[3] = torch.inf
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait()
+    after = [p.detach() for p in net.parameters()]
+    after += [optimizer.master(p) for p in net.parameters() if p.requires_grad]
+    same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert all(same) if guard else not all(same)
+    if guard:
+        assert counts == [optimizer.state[p]["step"] for p in net.parameters() if p.requires_grad]
+    else:
+        assert net.norm.weight[3].isnan()
+
+
+def continue_both(ours: StreamedAdamW, net: Net, theirs: Reference) -> None:
+    for ids in batches(5, seed=9):
+        net(ids).backward()
+        for mine, other in zip(ours.param_groups, theirs.optimizer.param_groups, strict=True):
+            mine["lr"] = other["lr"]
+        theirs.step()
+        ours.step()
+        ours.zero_grad()
+    assert_same(theirs, ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_state_goes_to_adamw_and_back(dtype: torch.dtype) -> None:
+    first, optimizer = train(dtype, 0.05, steps=10, bucket=1024)
+    saved = optimizer.state_dict()
+    saved = {k: (v if k == "param_groups" else {i: dict(s) for i, s in v.items()}) for k, v in saved.items()}
+
+    reference = Reference(first.net, 0.05)  # plain AdamW, a master in fp32
+    with torch.no_grad():
+        for q, state in zip(
+            [q for g in reference.optimizer.param_groups for q in g["params"]], saved["state"].values(), strict=True
+        ):
+            q.copy_(state.get("master", q))
+    reference.optimizer.load_state_dict(saved)
+    assert reference.optimizer.param_groups[0]["fused"]
+    assert_same(reference, optimizer)
+
+    other = make_net(dtype)
+    with torch.no_grad():
+        for p, q in zip(other.parameters(), first.net.parameters(), strict=True):
+            p.copy_(q)
+    again = StreamedAdamW(groups_of(list(other.parameters())), clip=0.05, overlap=other, bucket=4096, ring=1)
+    back = reference.optimizer.state_dict()
+    for state in back["state"].values():
+        assert ("master" in state) == (dtype == torch.bfloat16)
+    again.load_state_dict(back)
+    moved = Reference(other, 0.05)
+    for p, q in zip(moved.master.values(), reference.master.values(), strict=True):
+        p.data.copy_(q)
+    moved.optimizer.load_state_dict(back)
+    continue_both(again, other, moved)
+
+
+def test_loading_replaces_what_was_fetched_ahead() -> None:
+    reference, optimizer = train(clip=0.05, steps=4)
+    saved = optimizer.state_dict()
+    kept = {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()}
+    net = reference.net
+    for ids in batches(3, seed=5):
+        net(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
+    assert_same(reference, optimizer)
+    continue_both(optimizer, net, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dcp_state_dict_both_ways(dtype: torch.dtype) -> None:
+    net = make_net(dtype)
+    optimizer = StreamedAdamW(groups_of(list(net.parameters())), lr=5e-3, bucket=1024)
+    for ids in batches(3):
+        net(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = get_optimizer_state_dict(net, optimizer)
+    assert saved["state"]["layers.1.0.weight"]["exp_avg"].shape == (101, 37)
+    other = make_net(dtype)
+    fresh = StreamedAdamW(groups_of(list(other.parameters())), lr=5e-3, bucket=4096)
+    set_optimizer_state_dict(other, fresh, saved)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        if p.requires_grad:
+            assert torch.equal(optimizer.master(p), fresh.master(q)) or dtype == torch.float32
+            assert torch.equal(optimizer.state[p]["exp_avg_sq"], fresh.state[q]["exp_avg_sq"])
+    plain_net = make_net(torch.float32)
+    plain = torch.optim.AdamW(groups_of(list(plain_net.parameters())), lr=5e-3, fused=True)
+    set_optimizer_state_dict(plain_net, plain, saved)
+    assert torch.equal(
+        plain.state[plain_net.norm.weight]["exp_avg"].cpu(), saved["state"]["norm.weight"]["exp_avg"].float()
+    )
+
+
+def test_bf16_moments_stay_near() -> None:
+    losses, sizes = [], []
+    for moments in (torch.float32, torch.bfloat16):
+        net = make_net(torch.bfloat16)
+        optimizer = StreamedAdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95), moments=moments, bucket=2048)
+        sizes.append(optimizer.streamer.host_bytes)
+        row = []
+        for ids in batches(60):
+            loss = net(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            row.append(float(loss.detach()))
+        losses.append(sum(row) / 60)
+    assert sizes[1] * 10 == sizes[0] * 6
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0]
+
+
+def test_groups_can_be_added() -> None:
+    net = make_net(torch.bfloat16)
+    decayed, plain = groups_of(list(net.parameters()))
+    optimizer = StreamedAdamW([decayed], lr=5e-3, bucket=1024)
+    reference = Reference(net, 0.0)
+    reference.optimizer.param_groups[1]["lr"] = 0.0
+    for step, ids in enumerate(batches(6)):
+        net(ids).backward()
+        if step == 3:
+            optimizer.add_param_group(plain)
+            kept = reference.optimizer
+            reference.optimizer = torch.optim.AdamW(groups_of(list(reference.master.values())), lr=5e-3, fused=True)
+            reference.optimizer.state.update({q: s for q, s in kept.state.items() if q.ndim > 1})
+            reference.schedule = torch.optim.lr_scheduler.ConstantLR(reference.optimizer, 1.0)
+        elif step < 3:
+            reference.optimizer.param_groups[0]["lr"], reference.optimizer.param_groups[1]["weight_decay"] = 5e-3, 0.0
+            reference.optimizer.param_groups[1]["lr"] = 0.0
+        reference.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(reference, optimizer)
+
+
+def test_zeroed_gradients_are_zeroed_after_the_update() -> None:
+    net = make_net(torch.bfloat16)
+    lanes = slow_lanes(0, DEVICE)
+    optimizer = StreamedAdamW(groups_of(list(net.parameters())), lr=5e-3, overlap=net, bucket=2048, lanes=lanes)
+    reference = Reference(net, 0.0)
+    for ids in batches(5):
+        net(ids).backward()
+        reference.step()
+        reference.schedule.base_lrs = [5e-3, 2e-3]
+        for mine, theirs in zip(optimizer.param_groups, reference.optimizer.param_groups, strict=True):
+            mine["lr"] = theirs["initial_lr"]
+            theirs["lr"] = theirs["initial_lr"]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert all(not p.grad.any() for p in net.parameters() if p.grad is not None)
+
+
+# ---- memory ----
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    """AxoNN: 20 bytes a parameter become 4 and a few buckets. Ours: 10 on the host, (10 r + 8) a bucket element here."""
+    n, bucket, ring = 64 * 1000, 6400, 3
+    weight = nn.Parameter(torch.zeros(n, dtype=torch.bfloat16, device=DEVICE))
+    streamer = StreamedAdamW([weight], bucket=bucket, ring=ring).streamer
+    assert streamer.host_bytes == 10 * n
+    assert streamer.device_bytes == (10 * ring + 8) * bucket
+    held = [slot for slot, _ in streamer._free] + list(streamer._scratch.values())
+    assert sum(t.untyped_storage().nbytes() for t in held) == streamer.device_bytes
+    assert (
+        StreamedAdamW([weight], bucket=bucket, staging=200 * 1024).streamer.ring_bytes == 3 * 10 * bucket + 10 * bucket
+    )
+    assert StreamedAdamW([weight], placement="device").streamer.host_bytes == 0
+
+
+def test_auto_keeps_the_first_layers_on_the_device() -> None:
+    net = make_net(torch.bfloat16)
+    whole = StreamedAdamW(groups_of(list(net.parameters())), overlap=net, bucket=1024)
+    room = whole.streamer.host_bytes // 2
+    train(clip=0.05, steps=6, placement="auto", device_bytes=room, bucket=1024)
+    optimizer = StreamedAdamW(
+        groups_of(list(net.parameters())), overlap=net, placement="auto", device_bytes=room, bucket=1024
+    )
+    homes = [block.region.home for block in optimizer._blocks.values()]
+    assert homes[0] == "device"
+    assert "host" in homes
+    here = sum(r.bytes for r in optimizer.streamer.regions if r.home == "device")
+    assert 0.8 * room < here <= room
+    assert optimizer.streamer.host_bytes + here == whole.streamer.host_bytes
+
+
+def test_too_little_host_memory_is_said_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr("fourfold.offload.buckets.host_memory", never)
+    weight = nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16))
+    with pytest.raises(
+        HostMemoryError, match=r"needs 10.00 MiB of host memory, but 1.00 MiB are available; keep at least 9"
+    ):
+        StreamedAdamW([weight], host_bytes=1 << 20)
+    monkeypatch.setattr(host, "available_bytes", lambda: 100)
+    with pytest.raises(HostMemoryError, match="100 B are available"):
+        StreamedAdamW([weight])
+
+
+def test_host_memory_is_not_rounded_up() -> None:
+    assert host.host_memory(3 * 4096 + 17, torch.device("cpu")).numel() == 3 * 4096 + 17
+    assert host.available_bytes() > 1 << 20
+
+
+# ---- masters ----
+
+
+def test_split_masters_lose_nothing() -> None:
+    """All exponents with random and special mantissas: ties, subnormals, zeros, infinities, overflow on rounding up."""
+    special = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x18000, 0x7F8000, 0x7FFFFF])
+    mantissas = torch.cat([special, torch.randint(0, 1 << 23, (500,), generator=torch.Generator().manual_seed(0))])
+    bits = (torch.arange(512)[:, None] << 23 | mantissas).flatten().to(torch.int64)
+    master = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32).to(DEVICE)
+    weight, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    split(master.clone(), weight, low)
+    back = torch.empty_like(master)
+    join(weight, low, back)
+    finite = ~master.isnan()
+    assert torch.equal(back.view(torch.int32)[finite], master.view(torch.int32)[finite])
+    assert back[~finite].isnan().all()
+    assert weight[~finite].isnan().all()
+    assert torch.equal(weight[finite], round_half_up(master[finite]))
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"clip": -1.0}, "must not be negative"), ({"moments": torch.float16}, "torch.float32 or torch.bfloat16")],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StreamedAdamW([nn.Parameter(torch.zeros(4))], **options)
+
+
+def test_wrong_parameters() -> None:
+    with pytest.raises(ConfigError, match=r"torch.float16.*model.to\(torch.bfloat16\)"):
+        StreamedAdamW([nn.Parameter(torch.zeros(4, dtype=torch.float16))])
+    with pytest.raises(ConfigError, match="no parameter"):
+        StreamedAdamW([nn.Parameter(torch.zeros(4), requires_grad=False)])
+
+
+def test_parameters_in_another_order_of_memory() -> None:
+    weight = nn.Parameter(torch.randn(8, 3, 5, 5, device=DEVICE).to(memory_format=torch.channels_last))
+    twin = nn.Parameter(weight.detach().clone())
+    ours, theirs = StreamedAdamW([weight], bucket=64), torch.optim.AdamW([twin], fused=True)
+    for _ in range(3):
+        weight.grad = torch.randn(8, 3, 5, 5, device=DEVICE)
+        twin.grad = weight.grad.clone(memory_format=torch.channels_last)
+        ours.step()
+        theirs.step()
+    assert ours.state[weight]["exp_avg"].stride() == weight.stride()
+    assert torch.equal(weight, twin)
+
+
+def test_make_lanes_on_the_cpu_run_at_once() -> None:
+    lanes, done = make_lanes(torch.device("cpu")), []
+    lanes.incoming.do(lambda: done.append(1))
+    lanes.outgoing.wait(lanes.incoming.mark())
+    lanes.finish()
+    assert done == [1]
+
+
+def test_the_documentation_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "offload.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, "docs/offload.md", "exec"), {})

@@ -1,0 +1,126 @@
+"""`fourfold train` with optimizer state on the host: the bits of the device, under every executor; checkpoints both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.errors import RankFailure
+from fourfold.plan import Plan
+from fourfold.program import Stream
+from fourfold.program.stages import lay_out_pipeline
+from fourfold.train import streamed
+from fourfold.train.rundir import RunDir
+from tests.helpers import MODELS, make_config, run_training, series
+
+LLAMA = MODELS["llama"] | {"layers": 3, "tie": True}
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {"batch": {"micro_batches": 2}}),
+    "data": (2, {"mesh": {"data": 2}, "batch": {"micro_batches": 2}}),
+    "wave": (2, {"mesh": {"pipe": 2}, "batch": {"micro_batches": 3}, "pipeline": {"schedule": "wave"}}),
+    "sharded": (
+        2,
+        {
+            "mesh": {"data": 2},
+            "batch": {"micro_batches": 2},
+            "unit": [
+                {"match": "blocks.*.attn", "mode": "zero3", "reduce": "micro-batch"},
+                {"match": "*", "mode": "zero2"},
+            ],
+        },
+    ),
+    "grid": (4, {"mesh": {"row": 2, "col": 2}, "unit": [{"match": "blocks.0.*", "mode": "keep"}]}),
+    "message-driven": (
+        3,
+        {"mesh": {"pipe": 3}, "batch": {"micro_batches": 4}, "pipeline": {"executor": "message-driven"}},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "BUCKET", 4096)
+
+
+def run(folder: Path, plan: dict[str, Any], ranks: int, *, resume: bool = False, **sections: Any) -> tuple[Any, ...]:
+    config = make_config(folder, LLAMA, **{"train": {"steps": 4}} | sections)
+    metrics = run_training(config, plan, ranks, resume=resume)
+    final = (folder / "final" / "model.safetensors").read_bytes()
+    return series(metrics, "loss"), series(metrics, "grad_norm"), final
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["clipped", "early"])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", PLANS)
+def test_host_state_has_the_bits_of_the_device(tmp_path: Path, name: str, compute: str, early: bool) -> None:
+    ranks, plan = PLANS[name]
+    found = []
+    for optimizer in ("device", "host"):
+        sections = {"optim": {"clip": 0.0, "lr": 1e-2}, "train": {"steps": 4, "guard": False}} if early else {}
+        memory = {"precision": {"compute": compute}, "memory": {"optimizer": optimizer}}
+        found.append(run(tmp_path / optimizer, plan | memory, ranks, **sections))
+    assert found[0] == found[1]
+
+
+def test_checkpoints_are_those_of_the_device(tmp_path: Path) -> None:
+    """Saved with state on the host and opened with it on the device, and the other way: the bits of no stop at all."""
+    plans = {
+        o: {"precision": {"compute": "bf16"}, "memory": {"optimizer": o, "staging": "1MiB"}}
+        for o in ("device", "host", "auto")
+    }
+    whole = run(tmp_path / "whole", plans["device"], 1, train={"steps": 6})
+    for first, then in (("host", "device"), ("device", "host"), ("auto", "host")):
+        folder = tmp_path / f"{first}-{then}"
+        config = make_config(folder, LLAMA, train={"steps": 6}, checkpoint={"every": 3})
+        run_training(config, plans[first], 1)
+        for late in RunDir(folder).checkpoints.glob("step-000006"):
+            (late / "complete.json").unlink()
+        found = run(folder, plans[then], 1, resume=True, train={"steps": 6}, checkpoint={"every": 3})
+        assert found == whole, (first, then)
+
+
+def test_bf16_moments_train(tmp_path: Path) -> None:
+    plan = {"precision": {"compute": "bf16"}, "memory": {"moments": "bf16"}}
+    on_device = run(tmp_path / "a", plan, 1)
+    on_host = run(tmp_path / "b", {**plan, "memory": {"moments": "bf16", "optimizer": "host"}}, 1)
+    exact = run(tmp_path / "c", {"precision": {"compute": "bf16"}}, 1)
+    assert on_device == on_host
+    assert on_device[2] != exact[2]
+    assert on_device[0] == pytest.approx(exact[0], rel=0.01)
+
+
+def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path: Path) -> None:
+    """An infinite learning rate would make any update visible: the skipped steps change nothing."""
+    found = []
+    for optimizer in ("device", "host"):
+        config = make_config(
+            tmp_path / optimizer, LLAMA, optim={"lr": 1e30, "warmup": 0}, train={"steps": 3, "max_skipped": 9}
+        )
+        plan = {"precision": {"compute": "bf16"}, "memory": {"optimizer": optimizer}}
+        metrics = run_training(config, plan, 1)
+        assert metrics[-1]["skipped"] >= 1
+        found.append((tmp_path / optimizer / "final" / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_without_the_guard_the_first_such_step_ends_the_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", LLAMA, optim={"lr": 1e30, "warmup": 0}, train={"steps": 3, "guard": False})
+    with pytest.raises(RankFailure, match=r"train.guard = false the weights took it"):
+        run_training(config, {"memory": {"optimizer": "host"}}, 1)
+
+
+def test_updates_are_instructions(tmp_path: Path) -> None:
+    """Without clipping STREAM follows the unit's reduction; with it, all come at the end."""
+    config = make_config(tmp_path / "run", LLAMA).resolve()
+    plan = Plan.from_dict({"memory": {"optimizer": "host"}, "batch": {"micro_batches": 2}})
+    for early in (True, False):
+        program = lay_out_pipeline(config.model, plan, 12, early=early).programs.of(0)
+        names = [type(i).__name__ for i in program.instructions]
+        streams = [i for i, name in enumerate(names) if name == "Stream"]
+        assert len(streams) == 2 + 2 * 3
+        assert (streams[0] < len(names) - len(streams)) == early
+    none = lay_out_pipeline(config.model, dataclasses.replace(plan, memory=Plan().memory), 12).programs.of(0)
+    assert not any(isinstance(i, Stream) for i in none.instructions)

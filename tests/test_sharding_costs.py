@@ -1,0 +1,276 @@
+"""What sharding costs is what the program says: collectives, their bytes and order, and memory."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.sharding_engine import MIB, transient
+
+from fourfold.collectives import all_gather
+from fourfold.errors import ReleasedError
+from fourfold.model.build import serial_model
+from fourfold.plan import Plan
+from fourfold.testing.budget import Budget
+from fourfold.testing.ledger import Ledger
+from fourfold.testing.one_rank import OneRank
+from fourfold.testing.ranks import run_ranks
+from tests.helpers import make_config
+from tests.test_sharding import MIX, MODEL, everything
+
+
+def make_rank(folder: Path, model: dict[str, Any], plan: dict[str, Any], rank: int, batch: int = 24) -> OneRank:
+    config = make_config(folder / "run", model, train={"global_batch": batch}).resolve()
+    made = Plan.from_dict(plan)
+    made.check(config)
+    return OneRank(config, made, rank)
+
+
+def _counted(rank: int, ranks: int, folder: Path, model: str, plan: dict[str, Any]) -> tuple[Any, Any, str]:
+    made = make_rank(folder, MODEL[model], plan, rank)
+    made.step()
+    made.zero_grad()
+    with Ledger() as ledger:
+        made.step()
+    order = hashlib.sha256(repr([(e.kind, e.payload) for e in ledger.entries]).encode()).hexdigest()
+    said = [(c.kind, c.bytes) for c in made.replayed().collectives]
+    return [(e.kind, e.payload) for e in ledger.entries], said, order
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "rules"),
+    [
+        ("gpt", 2, everything("zero3")),
+        ("llama", 2, everything("zero2", split=2)),
+        ("untied", 4, everything("keep", within=2, reduce="micro-batch")),
+        ("gpt", 3, MIX),
+    ],
+)
+def test_collectives_are_those_of_the_program(tmp_path: Path, model: str, ranks: int, rules: list[Any]) -> None:
+    plan = {"mesh": {"data": ranks}, "batch": {"micro_batches": 2}, "unit": rules}
+    found = run_ranks(_counted, ranks, tmp_path, model, plan)
+    for issued, said, _ in found:
+        assert sorted(issued) == sorted(said)
+        assert [e for e in issued if e[0] == "all_gather"] == [c for c in said if c[0] == "all_gather"]
+    assert len({order for *_, order in found}) == 1  # one order on all ranks
+
+
+def test_keep_moves_a_fifth_of_naive_zero3(tmp_path: Path) -> None:
+    """4 micro-batches: 8 gathers and 4 reductions become 1 and 1. (fp32: both of 4 bytes.) The two ends of the chain are
+    used twice in a row, which saves zero3 some gathers; so only what lies between is compared."""
+
+    def moved(rules: list[dict[str, Any]]) -> int:
+        plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 4}, "unit": rules, "memory": {"prefetch": 0}}
+        (found, *_) = run_ranks(_moved, 2, tmp_path, plan)
+        return found
+
+    naive = moved(everything("zero3", reduce="micro-batch"))
+    assert naive == 6 * moved(everything("keep"))
+    assert moved(everything("zero3")) == 4.5 * moved(everything("keep"))
+
+
+def _moved(rank: int, ranks: int, folder: Path, plan: dict[str, Any]) -> int:
+    made = make_rank(folder, MODEL["untied"], plan, rank)
+    with Ledger() as ledger:
+        made.step()
+    assert sum(c.bytes for c in made.replayed().collectives) == ledger.bytes()
+    return sum(c.bytes for c in made.replayed().collectives if c.unit == "blocks.1.mlp")
+
+
+def _memory(rank: int, ranks: int, folder: Path, plan: dict[str, Any]) -> tuple[int, int]:
+    """Most bytes of parameters and gradients in a step: counted, and as replayed."""
+    made = make_rank(folder, MODEL["gpt"] | {"hidden": 64, "seq_len": 4, "vocab": 256}, plan, rank, 2 * ranks)
+    budget = Budget()
+    for unit in made.units:
+        budget.adopt(unit.shard)
+    resident = budget.live
+    with budget:
+        made.step()
+    return budget.peak.bytes - resident, made.replayed().peak
+
+
+@pytest.mark.parametrize("mode", ["zero3", "zero2", "keep", "replicate"])
+def test_memory_is_that_of_the_replay(tmp_path: Path, mode: str) -> None:
+    """At a handful of tokens, parameters and gradients are all there is: the count exceeds the replay by the activations and
+    by one unit's gradients as autograd hands them over."""
+    plan = {"mesh": {"data": 2}, "unit": everything(mode)}
+    largest = 4 * 2 * 4 * 64 * 64
+    for counted, said in run_ranks(_memory, 2, tmp_path, plan):
+        assert said <= counted <= said + largest + 0.15 * said
+
+
+def _touched(rank: int, ranks: int, folder: Path) -> None:
+    made = make_rank(folder, MODEL["gpt"], {"mesh": {"data": 2}, "unit": everything("zero3")}, rank)
+    weight = made.model.blocks[0].mlp.up.weight  # type: ignore[union-attr]
+    assert tuple(weight.shape) == (128, 32)
+    with pytest.raises(ReleasedError, match=r"blocks\.0\.mlp\.up\.weight was used while it is released"):
+        weight + 1
+    with pytest.raises(ReleasedError):
+        made.model(torch.zeros(1, 4, dtype=torch.long))
+    unit = made.held.units["blocks.0.mlp"]
+    unit.gather()
+    unit.need()
+    assert made.model.blocks[0].mlp.up.weight.sum().isfinite()  # type: ignore[union-attr]
+    unit.release()
+    assert unit.full.untyped_storage().size() == 0
+
+
+def test_touching_a_released_parameter_is_an_error_that_names_it(tmp_path: Path) -> None:
+    run_ranks(_touched, 2, tmp_path)
+
+
+# ---- random mixes ----
+
+FAMILIES = list(MODEL.values())
+
+
+def random_plan(random: Random, ranks: int) -> dict[str, Any]:
+    """Any modes, splits, schedules and recomputation, unit by unit."""
+    pipe = random.choice([1, 2])
+    rules = [
+        {
+            "match": match,
+            "mode": random.choice(["replicate", "zero2", "zero3", "keep"]),
+            "reduce": random.choice(["step", "micro-batch"]) if match != "embed" else "step",
+            "within": random.choice([0, 0, 2]),
+            "split": random.choice([1, 2, 4, 8]),
+            "recompute": random.choice(["none", "selective", "full", "per-slice"]),
+        }
+        for match in ("embed", "blocks.0.mlp", "blocks.0.attn", "blocks.1.*", "blocks.2.mlp", "*")
+    ]
+    schedule = random.choice(["1f1b", "wave", "zb-h1", "zb-v"] if pipe > 1 else ["1f1b"])
+    return {
+        "mesh": {"pipe": pipe, "data": ranks // pipe},
+        "batch": {"micro_batches": random.choice([1, 2, 3, 4])},
+        "pipeline": {"schedule": schedule, "split_backward": random.choice(["auto", True])},
+        "memory": {"prefetch": random.choice([0, 1, 2])},
+        "precision": {"compute": "fp64"},
+        "unit": rules,
+    }
+
+
+def serial_gradients(made: OneRank) -> dict[str, torch.Tensor]:
+    """Of the whole step, by plain autograd."""
+    model = serial_model(made.config.model, made.config.train.seed, dtype=torch.float64)
+    ways, micro = made.plan.mesh.batch_ways, made.plan.micro_batches(made.config.train.global_batch)
+    for m in range(micro):
+        for way in range(ways):
+            tokens, targets = made.batch(way, m)
+            model(tokens, targets).backward(made.grad(m))
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _mixes(rank: int, ranks: int, folder: Path, seeds: range) -> list[str]:
+    """What is wrong with the gradients of random plans."""
+    problems = []
+    for seed in seeds:
+        random = Random(seed)
+        model = FAMILIES[seed % len(FAMILIES)]
+        plan = random_plan(random, ranks)
+        made = make_rank(folder, model, plan, rank, batch=48)
+        made.step()
+        expected = serial_gradients(made)
+        for unit in made.units:
+            if unit.shard_grad is None:
+                continue
+            whole = unit.shard_grad
+            if unit.sharing.gathers is not None:
+                whole = torch.empty(unit.layout.total, dtype=torch.float64)
+                all_gather(whole, unit.shard_grad, unit.sharing.gathers, "gradients").wait()
+            for slot in unit.layout.slots:
+                local = whole[slot.start : slot.stop].view(slot.shape)
+                for piece in unit.pieces[slot.name]:
+                    part = local[tuple(slice(*s) for s in piece.local_slice)]
+                    serial = expected[piece.name][tuple(slice(*s) for s in piece.global_slice)]
+                    if not torch.allclose(part, serial, rtol=1e-11, atol=1e-13):
+                        problems.append(f"seed {seed}: {piece.name} in {unit.name}, {plan}")
+        made.close()
+    return problems
+
+
+def test_random_mixes_have_the_serial_gradients(tmp_path: Path) -> None:
+    for problems in run_ranks(_mixes, 4, tmp_path, range(8)):
+        assert not problems
+
+
+# ---- against FSDP2 ----
+
+
+def _against_fsdp2(rank: int, ranks: int, folder: Path, mode: str, compute: str) -> list[str]:
+    """Gradients of one step of two micro-batches, ours and FSDP2's, where it does the same: which differ in a bit."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plan = {
+        "mesh": {"data": ranks},
+        "batch": {"micro_batches": 2},
+        "unit": everything(mode),
+        "precision": {"compute": compute},
+    }
+    made = make_rank(folder, MODEL["untied"], plan, rank)
+    weights, ours = {}, {}
+    for unit in made.units:
+        unit.gather()
+        unit.need()
+        weights |= {f"{unit.name}.{n}": p.detach().clone() for n, p in unit.params.items()}
+        unit.release()
+    made.step()
+    for unit in made.units:
+        assert unit.shard_grad is not None
+        whole = torch.empty(unit.layout.total, dtype=unit.shard_grad.dtype)
+        all_gather(whole, unit.shard_grad, unit.sharing.gathers, "gradients").wait()
+        ours |= {f"{unit.name}.{s.name}": whole[s.start : s.stop].view(s.shape) for s in unit.layout.slots}
+    model = serial_model(made.config.model, made.config.train.seed)
+    bf16 = compute == "bf16"
+    model.load_state_dict(weights)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for part in model.units().values():
+        fully_shard(part, reshard_after_forward=mode == "zero3", mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    for m in range(2):
+        model.set_requires_gradient_sync(m == 1)  # type: ignore[operator]
+        model(made.first(m), *made.extra(m)).backward(made.grad(m))
+    theirs = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+    assert theirs.keys() == ours.keys()
+    return [n for n in ours if not torch.equal(ours[n].float(), theirs[n].float())]
+
+
+@pytest.mark.parametrize(("mode", "compute"), [("zero3", "fp32"), ("zero2", "fp32"), ("zero3", "bf16")])
+def test_gradients_are_those_of_fsdp2_to_the_bit(tmp_path: Path, mode: str, compute: str) -> None:
+    assert run_ranks(_against_fsdp2, 2, tmp_path, mode, compute) == [[], []]
+
+
+# ---- splitting ----
+
+
+def test_splitting_divides_the_transient() -> None:
+    """An eighth of every size of a 4096-wide MLP, so a 64th of its bytes; a fixed part (the norm, the input's gradient) stays."""
+    whole = transient(512, 8, 1) * 64 / MIB
+    assert whole <= 1188
+    for count, limit in ((4, 165), (8, 90)):
+        assert transient(512, 8, count) * 64 / MIB <= limit
+
+
+def test_slices_computed_again_halve_the_peak_of_many_tokens() -> None:
+    whole = transient(256, 512, 1) * 256 / MIB
+    assert whole <= 2496
+    assert transient(256, 512, 8, "full") * 256 / MIB <= min(1200, whole / 2)
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "sharding.md"
+
+
+@pytest.mark.parametrize(
+    "code", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL), ids=["replay", "own module"]
+)
+def test_examples_of_the_page_run(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PAGE.parents[1])
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "__main__"})
