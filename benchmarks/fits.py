@@ -52,7 +52,7 @@ def case(random: Random, folder: str) -> tuple[Config, Cluster]:
     ).resolve()
     ranks = random.choice([1, 2, 2, 4])
     cluster = replace(Cluster.local(ranks), name="budget")
-    cluster = replace(cluster, device=replace(cluster.device, reserve="0MiB", margin=0.03))
+    cluster = replace(cluster, device=replace(cluster.device, reserve="0MiB"))
     setting: Setting = run_setting(config, cluster)
     least, _ = smallest(setting, parse_fixes([]))
     memory = int(least * random.uniform(0.85, 3.0))

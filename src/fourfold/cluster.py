@@ -141,7 +141,7 @@ class Cluster:
             kind="cpu",
             memory=str(int(memory * 0.8 / ranks)),
             reserve="256MiB",
-            margin=0.05,
+            margin=0.06,
             matrix={"bf16": rate / 4, "fp32": rate, "fp64": rate / 2},
             efficiency=0.8,
             attention=0.5,

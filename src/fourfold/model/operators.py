@@ -88,7 +88,8 @@ class UnitSpec:
     forward_workspace: Held = NOTHING
     """The most that the forward holds besides what it keeps and its output."""
     for_weight_grad: Held = NOTHING
-    """What W needs, where the backward is split: inputs of products and gradients of their outputs."""
+    """What is held until W, where the backward is split: inputs of products, gradients of their outputs, and the unit's
+    input, which the graph of those keeps alive."""
     unfused: float = 0.0
     """Elements of RMSNorm inputs: CPUs, which have no fused kernel, keep them once more (twice in fp32, for narrower types)."""
     again: tuple[str, ...] = ()
@@ -315,7 +316,7 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         late=d * q / (d * qkv + d * q),
         last_input=q,
         forward_workspace=Held(d + (2 * turned if llama else 0)),
-        for_weight_grad=Held(2 * d + q + qkv),
+        for_weight_grad=Held(3 * d + q + qkv),
         unfused=float(d + (q + kv if m.qk_norm else 0)) if llama else 0.0,
         output=d,
     )
@@ -347,7 +348,7 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         late=f / (f + wide),
         last_input=f,
         forward_workspace=Held(d + f),
-        for_weight_grad=Held(2 * d + f + wide),
+        for_weight_grad=Held(3 * d + f + wide),
         unfused=float(d) if llama else 0.0,
         slices=f,
         output=d,
@@ -380,7 +381,7 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         forward_workspace=Held(v),
         cast=float(v),
         late=0.0,
-        for_weight_grad=Held(d + v + more),
+        for_weight_grad=Held(2 * d + v + more),
         unfused=float(d) if llama else 0.0,
         slices=v,
         output=0.0,

@@ -283,6 +283,13 @@ class _Judge:
         ]
         return max(0.0, min(1.0, room / max(1.0, *held)))
 
+    def _tables(self) -> float:
+        """Bytes of a step's tokens and targets, and of rotary tables."""
+        spec, mesh = self.setting.spec, self.layout.mesh
+        tokens = self.setting.global_batch / mesh.batch_ways * spec.seq_len
+        rotary = spec.config is not None and spec.config.family == "llama"
+        return 16 * tokens + (8.0 * spec.seq_len * spec.config.head_dim if rotary and spec.config else 0.0)
+
     def memory(self, rank: int) -> RankMemory:
         s, schedule = self.setting, self.schedule
         units = [u for stage in schedule.stages_of[rank] for u in self.stages[stage]]
@@ -290,7 +297,7 @@ class _Judge:
         rounding = 12.0 * max(u.cost.local for u in units) if s.compute < 4 else 0.0
         streamed = min(BUFFERS, sum(u.cost.local for u in units)) * s.streamed if self.share < 1 else 0.0
         extra = Extra(
-            parameters=self.tied_elements * s.compute if copy else 0.0,
+            parameters=(self.tied_elements * s.compute if copy else 0.0) + self._tables(),
             gradients=self.tied_elements * s.reduce if copy else 0.0,
             message=self.message_bytes,
             update=max(rounding, streamed),

@@ -89,7 +89,8 @@ def replay_rank(
     begun: set[tuple[int, str]] = set()
     best, most, best_at = list(base), 0.0, "update"
     total = sum(base)
-    messages = 2 * extra.message if schedule.ranks > 1 else 0.0  # an input, and one more being received or sent
+    # receives are posted ahead on both edges of a rank, and their buffers stay; results wait until they are sent
+    messages = (4 + 2 * min(2, len(held))) * extra.message if schedule.ranks > 1 else 0.0
     for op in ops:
         stage, kind, _ = op
         key = (stage, kind)

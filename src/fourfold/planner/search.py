@@ -197,7 +197,7 @@ class _Search:
         """Bytes for units on a device."""
         setting, mesh = self.setting, layout.mesh
         message = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
-        return setting.cluster.usable - (2 * message if mesh.pipe > 1 else 0.0)
+        return setting.cluster.usable - (6 * message if mesh.pipe > 1 else 0.0)
 
     def _tied(self, layout: Layout, load: RankLoad) -> float:
         if not load.tied_copy:

@@ -86,7 +86,7 @@ class UnitCost:
     activation: float
     """Bytes kept of one micro-batch."""
     kept_for_weight_grad: float
-    """Of them, what W still needs."""
+    """Bytes that are held from I to W."""
     workspace: float
     """Bytes that its backward holds for a while: gradients inside, what is recomputed, weight gradients as they are made."""
     split_workspace: float
@@ -225,7 +225,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         optimizer=n / shards * on_device,
         local=n / shards,
         activation=kept if layout.activations == "device" else 0.0,
-        kept_for_weight_grad=min(kept, unit.for_weight_grad.bytes(e) * scale),
+        kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale,
         workspace=work + more + (kept if layout.activations == "host" else 0.0),
         split_workspace=within + more + unit.last_input * e * scale,
         product=max(unit.late, 1 - unit.late) * grads,
