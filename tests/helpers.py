@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fourfold.config import Config
+from fourfold.offload.split import round_half_up
 from fourfold.plan import Plan
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
@@ -60,3 +64,10 @@ def _train(rank: int, ranks: int, config: Config, plan: dict[str, Any], resume: 
 
 def series(metrics: list[dict[str, Any]], key: str) -> list[float]:
     return [m[key] for m in metrics if key in m]
+
+
+def rounded_half_up(master: Tensor) -> Tensor:
+    """fp32 as bf16, as the optimizers round it."""
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    round_half_up(master, weight)
+    return weight

@@ -21,7 +21,8 @@ from fourfold.shard.sharing import ALONE, Sharing
 from fourfold.shard.split import slices_of
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.optim import AdamW, round_half_up
+from fourfold.train.optim import AdamW
+from tests.helpers import rounded_half_up
 
 CONFIG = ModelConfig(family="gpt", layers=2, hidden=32, heads=4, seq_len=8, vocab=50).resolve()
 
@@ -159,7 +160,7 @@ def test_adamw_equals_torch_bit_for_bit() -> None:
             for unit in units.values():
                 unit.zero_grad()
         for (u, n), p in masters.items():
-            expected = p.detach() if compute == torch.float32 else round_half_up(p.detach())
+            expected = p.detach() if compute == torch.float32 else rounded_half_up(p.detach())
             assert torch.equal(units[u].params[n].detach(), expected)
 
 
@@ -181,10 +182,10 @@ def test_rounding_half_up_keeps_the_master_restorable() -> None:
     x = torch.randn(4096)
     ties = (x.view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
     for values in (x, ties, torch.tensor([float("inf"), float("-inf"), 0.0, -0.0])):
-        rounded = round_half_up(values)
+        rounded = rounded_half_up(values)
         low = values.view(torch.int32) - (rounded.view(torch.int16).to(torch.int32) << 16)
         assert ((low >= -0x8000) & (low < 0x8000)).all()  # 16 bits are enough to come back
-    assert round_half_up(torch.tensor([float("nan")])).isnan().all()
+    assert rounded_half_up(torch.tensor([float("nan")])).isnan().all()
 
 
 def _reduced(rank: int, ranks: int) -> tuple[bool, list[str], list[str]]:

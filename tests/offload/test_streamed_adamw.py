@@ -20,7 +20,7 @@ from fourfold.errors import ConfigError, HostMemoryError
 from fourfold.offload import host
 from fourfold.offload.lanes import Lanes, make_lanes
 from fourfold.offload.split import join, split
-from fourfold.train.optim import round_half_up
+from tests.helpers import rounded_half_up
 from tests.offload.threads import slow_lanes
 
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def assert_same(reference: Reference, optimizer: StreamedAdamW) -> None:
             continue
         assert torch.equal(optimizer.master(p).to(DEVICE), q)
         if p.dtype == torch.bfloat16:
-            assert torch.equal(p.detach(), round_half_up(q.detach()))
+            assert torch.equal(p.detach(), rounded_half_up(q.detach()))
         if q in reference.optimizer.state:
             for kind in ("step", "exp_avg", "exp_avg_sq"):
                 assert torch.equal(optimizer.state[p][kind].to(DEVICE), reference.optimizer.state[q][kind]), kind
@@ -461,7 +461,7 @@ def test_split_masters_lose_nothing() -> None:
     assert torch.equal(back.view(torch.int32)[finite], master.view(torch.int32)[finite])
     assert back[~finite].isnan().all()
     assert weight[~finite].isnan().all()
-    assert torch.equal(weight[finite], round_half_up(master[finite]))
+    assert torch.equal(weight[finite], rounded_half_up(master[finite]))
 
 
 # ---- errors ----

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""`join`, `split` and `scale` of offload/split.py as Triton kernels: one pass over the data each. Same bits as there."""
+"""The functions of offload/split.py as Triton kernels: one pass over the data each. Same bits as there."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["join", "scale", "split"]
+__all__ = ["join", "round_half_up", "scale", "split"]
 
 BLOCK = 2048
 
@@ -20,6 +20,10 @@ def split(master: Tensor, weight: Tensor, low: Tensor) -> None:
 
 def scale(grad: Tensor, factor: Tensor, out: Tensor) -> None:
     _scale[(triton.cdiv(out.numel(), BLOCK),)](grad, factor, out, out.numel(), BLOCK)
+
+
+def round_half_up(master: Tensor, weight: Tensor) -> None:
+    _round_half_up[(triton.cdiv(master.numel(), BLOCK),)](master, weight, master.numel(), BLOCK)
 
 
 @triton.jit
@@ -48,3 +52,12 @@ def _scale(grad, factor, out, n, block: tl.constexpr):
     inside = at < n
     value = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, value * tl.load(factor), mask=inside)
+
+
+@triton.jit
+def _round_half_up(master, weight, n, block: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < n
+    value = tl.load(master + at, mask=inside, other=0.0)
+    bits = tl.where(value != value, 0x7FC00000, value.to(tl.int32, bitcast=True))
+    tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)

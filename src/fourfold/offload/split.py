@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["join", "scale", "split"]
+__all__ = ["join", "round_half_up", "scale", "split"]
 
 
 def join(weight: Tensor, low: Tensor, out: Tensor) -> None:
@@ -50,6 +50,16 @@ def scale(grad: Tensor, factor: Tensor | None, out: Tensor) -> None:
     out.copy_(grad)
     if factor is not None:
         out.mul_(factor)
+
+
+def round_half_up(master: Tensor, weight: Tensor) -> None:
+    """`weight` (bf16) becomes the fp32 master rounded half up; the master stays."""
+    if kernels := _kernels(master):
+        kernels.round_half_up(master, weight.view(torch.int16))
+        return
+    bits = master.view(torch.int32)
+    weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    weight.masked_fill_(master.isnan(), math.nan)
 
 
 def _kernels(tensor: Tensor):  # type: ignore[no-untyped-def]

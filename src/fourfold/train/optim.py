@@ -19,9 +19,10 @@ import torch._dynamo  # torch.optim imports it at its first step, a second of wo
 from torch import Tensor
 
 from fourfold.config import OptimConfig
+from fourfold.offload.split import round_half_up, scale
 from fourfold.shard.unit import Unit
 
-__all__ = ["AdamW", "round_half_up"]
+__all__ = ["AdamW"]
 
 
 class AdamW:
@@ -65,12 +66,10 @@ class AdamW:
         """One update from the units' reduced gradients, clipped by their global `norm`; nothing where `skip` is 1."""
         for group in self._torch.param_groups:
             group["lr"] = lr
-        for u in self.units:
-            if self.config.clip and u.shard_grad is not None:
-                u.shard_grad.mul_((self.config.clip / (norm + 1e-6)).clamp(max=1.0).to(u.shard_grad.dtype))
+        factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) if self.config.clip else None
+        grads = {u.name: self._scaled(u, factor) for u in self.units}
         for p, u, start, stop in self._slots:
-            assert u.shard_grad is not None, f"{u.name} has no gradient"
-            p.grad = u.shard_grad[start:stop].to(p.dtype)
+            p.grad = grads[u.name][start:stop]
         self._torch.found_inf = skip  # type: ignore[attr-defined]  # read by the fused kernel
         self._torch.step()
         for p, *_ in self._slots:
@@ -78,12 +77,23 @@ class AdamW:
         for u in self.units:
             self.publish(u)
 
+    def _scaled(self, unit: Unit, factor: Tensor | None) -> Tensor:
+        """A unit's gradient, of the master's dtype, times `factor`."""
+        assert unit.shard_grad is not None, f"{unit.name} has no gradient"
+        grad, master = unit.shard_grad, self.master[unit.name]
+        factor = None if factor is None else factor.to(master.dtype)
+        if grad.dtype == master.dtype:
+            return grad if factor is None else grad.mul_(factor)
+        out = torch.empty_like(master)
+        scale(grad, factor, out)
+        return out
+
     @torch.no_grad()
     def publish(self, unit: Unit) -> None:
         """Give a unit the weights of its master."""
         master = self.master[unit.name]
         if master.data_ptr() != unit.shard.data_ptr():
-            unit.shard.copy_(round_half_up(master))
+            round_half_up(master, unit.shard)
 
     def flats(self, unit: Unit) -> dict[str, Tensor]:
         """What a checkpoint holds of a unit, by the prefix of its names; all laid out as the unit is."""
@@ -102,10 +112,3 @@ class AdamW:
     def updates(self, count: int) -> None:
         for p, *_ in self._slots:
             self._torch.state[p]["step"].fill_(count)
-
-
-def round_half_up(x: Tensor) -> Tensor:
-    """fp32 to bf16, ties away from zero: add half a unit in the last place to the bits and cut. NaN and Inf stay."""
-    bits = x.view(torch.int32)
-    rounded = (bits + 0x8000) & -0x10000
-    return torch.where(x.isfinite(), rounded.view(torch.float32), x).to(torch.bfloat16)
