@@ -25,6 +25,25 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
         {"mesh": {"pipe": 2}, "pipeline": {"schedule": "wave", "executor": "message-driven", "slack": 1}},
     ),
     "pipe and data": (4, {"mesh": {"pipe": 2, "data": 2}, "pipeline": {"schedule": "wave"}}),
+    "sharded": (
+        2,
+        {
+            "mesh": {"data": 2},
+            "batch": {"micro_batches": 2},
+            "unit": [{"match": "*.mlp", "mode": "zero3", "split": 2}, {"match": "*", "mode": "zero2"}],
+        },
+    ),
+    "grid": (4, {"mesh": {"row": 2, "col": 2}, "batch": {"micro_batches": 2}}),
+    "on the host": (1, {"memory": {"optimizer": "host", "activations": "host"}, "batch": {"micro_batches": 2}}),
+    "everything": (
+        4,
+        {
+            "mesh": {"pipe": 2, "data": 2},
+            "pipeline": {"schedule": "zb-v"},
+            "unit": [{"match": "*", "mode": "keep"}],
+            "memory": {"optimizer": "host"},
+        },
+    ),
 }
 
 
