@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["Row", "arguments", "finish", "lower_is_better", "show"]
@@ -52,7 +53,9 @@ def show(title: str, rows: Sequence[Row]) -> None:
     """Print rows as a table."""
     table = Table("case", "metric", "peer", "ours", "theirs", "ratio", title=title, title_justify="left", box=None)
     for row in rows:
-        table.add_row(row.case, row.metric, row.peer, f"{row.ours:.5g}", f"{row.theirs:.5g}", f"{row.ratio:.4f}")
+        table.add_row(
+            escape(row.case), row.metric, escape(row.peer), f"{row.ours:.5g}", f"{row.theirs:.5g}", f"{row.ratio:.4f}"
+        )
     Console(width=150, highlight=False).print(table)
 
 

@@ -116,7 +116,13 @@ def _computed(linear: DefersWeightGrad, add: Callable[[Tensor], None]) -> Callab
 
 
 def _sink(queue: WeightGradQueue, work: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    return lambda a, b: queue.put(lambda: work(a, b))
+    """Queue the product of two tensors, and nothing else: with its history, one would keep the input of the stage alive."""
+
+    def put(a: Tensor, b: Tensor) -> None:
+        a, b = a.detach(), b.detach()
+        queue.put(lambda: work(a, b))
+
+    return put
 
 
 class _DeferredLinear(nn.Linear):
