@@ -12,8 +12,8 @@ and blocks only when nothing is ready. Every stage serves F, B and W in the orde
 interleaving, so sums are added in one order and the bits do not depend on timing. It cannot lock up: the last stage always
 serves what it gets, a backward needs no cap, and a forward waits only for backwards of its own stage.
 
-Caps come from the program: the most micro-batches of a stage it ever has in flight, plus `slack`. Slack is what absorbs
-jitter and latency; the freedom of order adds little to it at equal memory.
+Caps come from the program: the most micro-batches of a stage it ever has in flight, plus `slack`: without it
+there is nothing to choose from, and jitter and latency are felt as in an ordered run (docs/pipelines.md has figures).
 
 Where several ranks are one stage (they meet in collectives inside an op), they must do ops in one order: the first of them
 chooses and tells the others.

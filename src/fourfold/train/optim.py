@@ -67,7 +67,7 @@ class AdamW:
         for group in self._torch.param_groups:
             group["lr"] = lr
         factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) if self.config.clip else None
-        grads = {u.name: self._scaled(u, factor) for u in self.units}
+        grads = {u.name: self._scaled(u, factor) for u in self.units if u.layout.total}  # others borrow all they use
         for p, u, start, stop in self._slots:
             p.grad = grads[u.name][start:stop]
         self._torch.found_inf = skip  # type: ignore[attr-defined]  # read by the fused kernel
