@@ -41,6 +41,7 @@ from torch import Tensor
 from fourfold.errors import CommunicationError
 from fourfold.runtime.wire import (
     HEADER_BYTES,
+    INLINE,
     Headers,
     HostPort,
     Kind,
@@ -80,7 +81,8 @@ class Transport:
     """The messages of one rank over the directed `edges` (source, target) of the job; all ranks of an edge build it together.
 
     `new_group(ranks)` makes a process group; it must not time out by itself: a receive may be posted long before its message.
-    `address(rank)` is a rank's number in the job, where that is another.
+    `address(rank)` is a rank's number in the job, where that is another. `usual` is the length of most messages in bytes, known
+    to all ranks alike: room for as much is kept behind every header, if it is short enough to travel with it.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class Transport:
         port: Port | None = None,
         timeout: float = 60.0,
         depth: int = 2,
+        usual: int = INLINE,
     ):
         self.rank, self.timeout, self.depth, self.address = rank, timeout, depth, address
         self.port, self.headers = port or HostPort(torch.device("cpu")), Headers()
+        self.inline = usual if usual <= self.port.inline else 0
         self.inbox = _Inbox()
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
@@ -230,7 +234,7 @@ class _Sender:
     def put(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
         port = self.transport.port
         try:
-            if port.inline and joined_size(tensors) <= port.inline:
+            if joined_size(tensors) <= self.transport.inline:
                 self._put_light(name, structure, tensors)
                 return
             port.pool.borrow(tensors)
@@ -312,7 +316,7 @@ class _Receiver:
 
     def post(self) -> None:
         """Post the receives of one more message."""
-        buffer = self.transport.port.pool.take(HEADER_BYTES + self.transport.port.inline)
+        buffer = self.transport.port.pool.take(HEADER_BYTES + self.transport.inline)
         self._headers.append((buffer, self.group.recv([buffer], self.peer, 0)))
         self._post_data()
 

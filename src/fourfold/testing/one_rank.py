@@ -65,7 +65,7 @@ class OneRank:
             self.mesh.coordinates["pipe"],
             make_stages(config, plan, self.mesh, self.layout, self.held),
             self.held.verbs,
-            make_transport(self.mesh, self.layout, self.device, 20.0),
+            make_transport(config, plan, self.mesh, self.layout, self.device, 20.0),
         )
         self.runner = make_runner(executor, plan, self.mesh, self.layout)
         way, micro_batches = self.mesh.index("data", "depth", "row"), plan.micro_batches(config.train.global_batch)

@@ -212,10 +212,14 @@ def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[i
     return reseed
 
 
-def make_transport(mesh: RankMesh, layout: PipelineLayout, device: torch.device, timeout: float) -> Transport | None:
+def make_transport(
+    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, device: torch.device, timeout: float
+) -> Transport | None:
     """The messages of this rank's pipeline; None when there is only one rank in it."""
     if mesh.size("pipe") == 1:
         return None
+    tokens = plan.micro_batch_size(config.train.global_batch) * config.model.seq_len
+    width = {"fp64": 8, "fp32": 4}.get(plan.precision.compute, 2)
     members = mesh.members("pipe")
 
     def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -229,7 +233,13 @@ def make_transport(mesh: RankMesh, layout: PipelineLayout, device: torch.device,
         shared = "nccl" not in str(dist.get_backend_config())
         port = StagedPort(device) if shared else DevicePort(device)
     return Transport(
-        mesh.coordinates["pipe"], layout.edges(), new_group, address=members.__getitem__, port=port, timeout=timeout
+        mesh.coordinates["pipe"],
+        layout.edges(),
+        new_group,
+        address=members.__getitem__,
+        port=port,
+        timeout=timeout,
+        usual=tokens * config.model.hidden * width // mesh.size("col"),
     )
 
 

@@ -191,7 +191,7 @@ def assemble(
         mesh.coordinates["pipe"],
         make_stages(config, plan, mesh, layout, held, make_keeper(plan, device, place.local_ranks)),
         held.verbs,
-        make_transport(mesh, layout, device, timeout),
+        make_transport(config, plan, mesh, layout, device, timeout),
         buckets=held.buckets,
         watch=guard.instruction,
         mark=device_mark(device),
