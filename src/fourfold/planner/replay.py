@@ -90,7 +90,7 @@ def replay_rank(
     best, most, best_at = list(base), 0.0, "update"
     total = sum(base)
     # receives are posted ahead on both edges of a rank, and their buffers stay; results wait until they are sent
-    messages = (4 + 2 * min(2, len(held))) * extra.message if schedule.ranks > 1 else 0.0
+    messages = (1 + 2 * min(2, len(held))) * extra.message if schedule.ranks > 1 else 0.0
     for op in ops:
         stage, kind, _ = op
         key = (stage, kind)
