@@ -108,6 +108,7 @@ class Stage:
                 device = next((p.device for p in link.unit.parameters()), None)
                 defer(link.module, self.queue, link.unit, device)
         self._runs = [_make_run(link, split) for link in self.links]
+        self._again = [_make_again(link, run) for link, run in zip(self.links, self._runs, strict=True)]
         self._reseed = reseed
         self._kept: dict[int, list[_Kept]] = {}
 
@@ -221,10 +222,12 @@ class Stage:
         takes = index == len(self.links) - 1 or self.links[index].takes_extra
         return (*leaves, *(extra if takes else ()))
 
-    def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Any:
+    def _run(
+        self, micro_batch: int, index: int, args: tuple[Any, ...], runs: Sequence[Callable[..., Any]] | None = None
+    ) -> Any:
         if self._reseed is not None:
             self._reseed(self.step, micro_batch, index)
-        return self._runs[index](*args)
+        return (runs or self._runs)[index](*args)
 
     def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
         link, edges = self.links[index], kept.edges
@@ -241,7 +244,7 @@ class Stage:
                     a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args
                 )
             with torch.enable_grad():
-                edges = _edges(self._run(micro_batch, index, args))
+                edges = _edges(self._run(micro_batch, index, args, self._again))
         wanted = kept.inputs if kept.inputs is not None else [a for a in args if _differentiable(a)]
         inputs = [*wanted, *link.unit.parameters()]
         grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
@@ -282,6 +285,11 @@ def _make_run(link: Link, split: bool) -> Callable[..., Any]:
     if link.compile:
         run = torch.compile(run, options=dict(COMPILE_OPTIONS)) if split else torch.compile(run)
     return run
+
+
+def _make_again(link: Link, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What recomputes a link: the values of its output are of no use then, and a module may know how to save them."""
+    return run if link.compile else getattr(link.module, "again", run)
 
 
 def _edges(value: Any) -> list[GradientEdge]:
