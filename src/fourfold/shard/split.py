@@ -15,7 +15,8 @@ Values between units (B sequences, T tokens, D hidden):
     linear   x → (x, acc) → … → y
     head     x → (h, lse, picked) → … → loss        lse [B·T]: log of the sum of exponentials so far; picked: the target's logit
 
-On a tensor grid every column cuts its block of the hidden size or of the vocabulary; a `Cutter` makes the linears (tensor/slices.py).
+On a tensor grid every column cuts its block of the hidden size or of the vocabulary: a `Cutter` (tensor/slices.py) makes the
+linears.
 
 What is only added to acc, or laid beside it, does not touch acc: no unit keeps it, and its gradient passes unchanged
 (`Link.adds`). Dropout draws the same mask in every slice of a unit (they share its random numbers), so it is dropout of the sum.
@@ -112,7 +113,7 @@ class Serial:
         """Some input features of a linear; the first slice has the bias."""
         columns, bias = _cut(linear.in_features, index, count), index == 0 and linear.bias is not None
         made = _linear_like(linear, columns[1] - columns[0], linear.out_features, bias)
-        pieces = {"weight": (self._piece(f"{name}.weight", linear.weight, 1, columns),)}
+        pieces: Pieces = {"weight": (self._piece(f"{name}.weight", linear.weight, 1, columns),)}
         if bias:
             pieces["bias"] = (self._piece(f"{name}.bias", linear.bias, 0, (0, linear.out_features)),)
         return made, pieces
@@ -121,7 +122,7 @@ class Serial:
         proj = _plain(head.proj)
         rows = self.tied_rows(head, index, count)
         made = _linear_like(proj, proj.in_features, rows[1] - rows[0], proj.bias is not None)
-        pieces = {"weight": (self._piece(f"{name}.weight", proj.weight, 0, rows),)}
+        pieces: Pieces = {"weight": (self._piece(f"{name}.weight", proj.weight, 0, rows),)}
         if proj.bias is not None:
             pieces["bias"] = (self._piece(f"{name}.bias", proj.bias, 0, rows),)
         return made, pieces, ((*rows, 0),)

@@ -116,6 +116,7 @@ def make_units(
             sharing=sharings[layout.choices[of].shards],
             reductions=reductions,
             sum_over={n: group for n, group in sums.items() if group is not None},
+            sliced=layout.choices[of].slices > 1,
         )
         for n, parameter in unit.params.items():
             for piece in unit.pieces[n]:
@@ -191,6 +192,7 @@ def make_stages(
                         plan.precision.compile,
                         part.adds,
                         part.takes_extra,
+                        held.units[name].sliced,
                     )
                 )
             reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
