@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from fourfold import schema
 from fourfold.config import Config, ModelConfig, nearest_divisor
-from fourfold.errors import NotYetError, PlanError
+from fourfold.errors import PlanError
 from fourfold.model.spec import unit_names
 
 __all__ = [
@@ -260,7 +260,6 @@ class Plan:
         self.check_sharding(units)
         self._check_pipeline()
         self._check_grid(config.model)
-        self._check_supported()
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
         lay_out_pipeline(config.model, self, config.train.global_batch)
@@ -355,16 +354,6 @@ class Plan:
                 f"precision.compile: a compiled graph gathers and sums on its own, and tensor.keep = '{kept[0]}' cannot be "
                 "kept; use keep = [] or ['inputs']"
             )
-
-    def _check_supported(self) -> None:
-        """What this version does not execute, refused by name. Each line goes when its feature lands."""
-        if self.mesh.row * self.mesh.col > 1:
-            for rule in self.unit:
-                if rule.split > 1:
-                    raise NotYetError(
-                        f"unit '{rule.match}': split = {rule.split} with row = {self.mesh.row} and col = {self.mesh.col}: "
-                        "not yet; use split = 1, or more depth or data in place of row and col"
-                    )
 
 
 def _patterns(units: list[str]) -> list[str]:
