@@ -59,7 +59,8 @@ class Reduction:
     def __init__(self, grad: Tensor, sharing: Sharing, what: str, done: Callable[[Tensor], None]):
         self._grad: Tensor | None = grad  # held until the collective has read it
         self._sharing, self._what, self._done = sharing, what, done
-        self._out, self._work = grad, Pending(None, what)
+        self._out: Tensor | None = grad
+        self._work = Pending(None, what)
         if sharing.reductions is not None:
             self._out = grad.new_empty(grad.numel() // sharing.shards)
             self._work = reduce_scatter(self._out, grad, sharing.reductions, what)
@@ -68,13 +69,13 @@ class Reduction:
 
     def complete(self) -> None:
         """Wait for it and hand over the sum."""
-        if self._grad is None:
+        if self._out is None:
             return
         self._work.wait()
-        self._grad = None
+        self._grad, out, self._out = None, self._out, None
         if self._sharing.reductions is not None and self._sharing.across is not None:
-            all_reduce(self._out, self._sharing.across, f"{self._what}, across").wait()
-        self._done(self._out)
+            all_reduce(out, self._sharing.across, f"{self._what}, across").wait()
+        self._done(out)
 
 
 class Reductions:

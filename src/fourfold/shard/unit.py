@@ -311,7 +311,9 @@ class Unit:
         what = f"the sum of {self.name}'s gradients"
         for start, stop, group in self.sums:
             all_reduce(grad[start:stop], group, f"{what} over their copies").wait()
-        self._reducing.append(self.reductions.start(grad, self.sharing, what, self._reduced))
+        for before in self._reducing:  # of an earlier micro-batch
+            before.complete()
+        self._reducing = [self.reductions.start(grad, self.sharing, what, self._reduced)]
 
     @torch.no_grad()
     def _reduced(self, part: Tensor) -> None:
