@@ -10,6 +10,8 @@ on the host; `--quick` is a small shape.
     bound without clipping   max(compute, traffic)                    traffic = bytes of state / one direction of the duplex link
     bound with clipping      compute + what of the traffic is neither staged nor hidden by the next forward, at least traffic
 
+where compute is forward, backward and update with all state on the GPU, measured in the same turn.
+
 Then: the update alone against the link; the largest model; activations on the host against recomputation.
 """
 
@@ -28,6 +30,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as `fourfold train` does
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
 from fourfold import StreamedAdamW
 from fourfold.config import ModelConfig
+from fourfold.errors import HostMemoryError
 from fourfold.model.build import serial_model
 from fourfold.offload.activations import ActivationOffload
 from fourfold.offload.host import host_memory
@@ -243,7 +248,7 @@ def optimizer_rows(quick: bool) -> Iterator[Row]:
             rows = list(race(case, count, there, ours, ids, fsdp))
             yield from rows
             link = rates["both"] / 2
-            compute, traffic = count * micro, streamer.host_bytes / link
+            compute, traffic = count * per_step / rows[0].theirs, streamer.host_bytes / link
             exposed = (streamer.host_bytes - streamer.ring_bytes) / link - forward if ours.optimizer.clip else 0.0
             bound = max(traffic, compute + max(0.0, exposed))
             spent = count * per_step / rows[0].ours
@@ -377,21 +382,26 @@ def largest_rows(quick: bool) -> Iterator[Row]:
         "8 B, on the GPU": (replace(wide, layers=28), "device"),
         "14 B, auto": (replace(wide, layers=50), "auto"),
         "16 B, auto": (replace(wide, layers=57), "auto"),
+        "17.6 B, auto": (replace(wide, layers=63), "auto"),
     }
     if quick:
         cases = {"small": (SMALL, "device"), "small, auto": (SMALL, "auto")}
-    found = {name: train_large(name, shape, where, quick) for name, (shape, where) in cases.items()}
+    found: dict[str, float] = {}
+    for name, (shape, where) in cases.items():
+        try:
+            found[name] = train_large(name, shape, where, quick)
+        except (HostMemoryError, torch.OutOfMemoryError) as e:
+            log(f"{name}: {type(e).__name__}: {e}")
     (small, a), *others = found.items()
     for large, b in others:
         yield Row(large, small, "TFLOP/s of 6 N T", b / 1e12, a / 1e12, b / a)
 
 
 def train_large(name: str, shape: ModelConfig, placement: Any, quick: bool) -> float:
-    """FLOP/s of 6 N T; the device holds what is left beside weights, gradients and 14 GiB for activations."""
+    """FLOP/s of 6 N T; the device holds as much state as a step without it leaves free."""
     clean()
     model, ids, losses = Model(shape), tokens(shape), []
-    free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 2 * GIB
-    room = free - 2 * model.size - (1 if quick else 16) * GIB
+    room = left_free(model, ids)
     log(
         f"{name}: {model.size / 1e9:.2f} B, state {10 * model.size / GIB:.0f} GiB, {room / GIB:.0f} GiB of room on the device"
     )
@@ -412,6 +422,18 @@ def train_large(name: str, shape: ModelConfig, placement: Any, quick: bool) -> f
     log(f"{name}: {seconds:.2f} s a step, {rate / 1e12:.0f} TFLOP/s, peak {most:.1f} GiB")
     log(f"losses {[round(float(x), 3) for x in losses]}")
     return rate
+
+
+def left_free(model: Model, ids: Tensor) -> int:
+    """Bytes that a forward and backward leave free at their peak, less the optimizer's ring of eight buckets and 2 GiB."""
+    if DEVICE.type == "cpu":
+        return 2 * GIB
+    model(ids).backward()
+    rises = peak() - allocated()
+    for p in model.parameters():
+        p.grad = None
+    clean()
+    return torch.cuda.mem_get_info()[0] - rises - 2 * model.size - (8 * 10 + 16) * (1 << 24) - 2 * GIB
 
 
 # ---- activations ----

@@ -191,10 +191,11 @@ class MlpRank:
                 reduce=torch.float32,
                 sharing=sharing,
                 reductions=reductions,
+                sliced=split > 1,
             )
             unit.scatter()
             units[unit.name] = unit
-            links.append(Link(unit.name, unit, part.module, recompute, adds=part.adds))
+            links.append(Link(unit.name, unit, part.module, recompute, adds=part.adds, sliced=split > 1))
         described = [ProgramUnit(name, "zero3") for name in units]
         programs = lower(build("1f1b", 1, 1), [described], prefetch=prefetch)
         self.units, self.program = units, programs.of(0)

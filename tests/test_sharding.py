@@ -35,7 +35,7 @@ MIX = [
     {"match": "embed", "mode": "keep"},
 ]
 
-# model, ranks, mesh, micro-batches, pipeline, rules
+# model, ranks, mesh, micro-batches, pipeline (and the flow on a grid), rules
 PLANS: dict[str, tuple[str, int, dict[str, int], int, dict[str, Any], list[dict[str, Any]]]] = {
     "zero3": ("gpt", 2, {"data": 2}, 1, {}, everything("zero3")),
     "zero3, reduced each time": ("untied", 3, {"data": 3}, 4, {}, everything("zero3", reduce="micro-batch")),
@@ -67,13 +67,54 @@ PLANS: dict[str, tuple[str, int, dict[str, int], int, dict[str, Any], list[dict[
         {"executor": "message-driven", "slack": 1, "split_backward": True},
         everything("keep", split=2),
     ),
+    "split 2 on a grid, tied": ("gpt", 4, {"row": 2, "col": 2}, 2, {}, everything("replicate", split=2)),
+    "split 8 on columns": (
+        "bert",
+        6,
+        {"data": 2, "col": 3},
+        2,
+        {"residual": "hidden"},
+        everything("zero3", split=8, recompute="per-slice"),
+    ),
+    "split 4 on rows": (
+        "llama",
+        4,
+        {"depth": 2, "row": 2},
+        3,
+        {"residual": "hidden", "flow": "ws"},
+        everything("keep", split=4, recompute="selective"),
+    ),
+    "split 4, summa, in a pipeline": (
+        "untied",
+        8,
+        {"pipe": 2, "row": 2, "col": 2},
+        3,
+        {"schedule": "zb-h1", "flow": "summa"},
+        everything("zero2", split=4, recompute="full"),
+    ),
+    "split 2 on a grid, tied apart, message-driven": (
+        "llama",
+        8,
+        {"pipe": 2, "data": 2, "col": 2},
+        3,
+        {"executor": "message-driven", "split_backward": True, "flow": "ls"},
+        everything("keep", split=2, recompute="per-slice"),
+    ),
     "alone, message-driven": ("gpt", 2, {"pipe": 2}, 4, {"executor": "message-driven"}, everything("zero3")),
 }
 
 
 def plan_of(name: str) -> tuple[str, int, dict[str, Any]]:
     model, ranks, mesh, micro_batches, pipeline, rules = PLANS[name]
-    plan = {"mesh": mesh, "batch": {"micro_batches": micro_batches}, "pipeline": pipeline, "unit": rules}
+    tensor = {key: value for key, value in pipeline.items() if key in ("flow", "residual")}
+    pipeline = {key: value for key, value in pipeline.items() if key not in tensor}
+    plan = {
+        "mesh": mesh,
+        "batch": {"micro_batches": micro_batches},
+        "pipeline": pipeline,
+        "unit": rules,
+        "tensor": tensor,
+    }
     return model, ranks, plan | {"precision": {"compute": "fp64"}}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.sharding_device import DEVICE_PLANS, overlapped, peaks
 from benchmarks.sharding_engine import MIB, transient
 
 from fourfold.collectives import all_gather
@@ -102,6 +103,21 @@ def test_memory_is_that_of_the_replay(tmp_path: Path, mode: str) -> None:
     largest = 4 * 2 * 4 * 64 * 64
     for counted, said in run_ranks(_memory, 2, tmp_path, plan):
         assert said <= counted <= said + largest + 0.15 * said
+
+
+@pytest.mark.parametrize("name", DEVICE_PLANS)
+def test_peak_is_that_of_the_replay(name: str) -> None:
+    """Activations, workspaces, gathers, gradients and reductions under way, in one rank of 16 that is counted."""
+    counted, said = peaks(name, hidden=64, layers=2, tokens=32, ranks=16, vocab=128)
+    assert 0 <= counted - said <= 4 * 4  # the losses of the micro-batches
+
+
+def test_overlap_is_read_from_a_trace() -> None:
+    def kernel(name: str, start: float, end: float) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
+
+    events = [kernel("spin_kernel", 0, 4), kernel("gemm", 3, 6), kernel("gemm", 5, 9), kernel("spin_kernel", 8, 10)]
+    assert overlapped([*events, {"cat": "cpu_op", "name": "mm", "ts": 0, "dur": 99}]) == 2 / 6
 
 
 def _touched(rank: int, ranks: int, folder: Path) -> None:

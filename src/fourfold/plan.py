@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from fourfold import schema
 from fourfold.config import Config, ModelConfig, nearest_divisor
-from fourfold.errors import NotYetError, PlanError
+from fourfold.errors import PlanError
 from fourfold.model.spec import unit_names
 
 __all__ = [
@@ -255,7 +255,6 @@ class Plan:
         self.check_sharding(units)
         self._check_pipeline()
         self._check_grid(config.model)
-        self._check_supported()
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
         lay_out_pipeline(config.model, self, config.train.global_batch)
@@ -344,16 +343,6 @@ class Plan:
             raise PlanError(
                 "precision.compile: torch cannot capture the reductions of tensor.flow = 'summa'; use flow = 'auto'"
             )
-
-    def _check_supported(self) -> None:
-        """What this version does not execute, refused by name. Each line goes when its feature lands."""
-        if self.mesh.row * self.mesh.col > 1:
-            for rule in self.unit:
-                if rule.split > 1:
-                    raise NotYetError(
-                        f"unit '{rule.match}': split = {rule.split} with row = {self.mesh.row} and col = {self.mesh.col}: "
-                        "not yet; use split = 1, or more depth or data in place of row and col"
-                    )
 
 
 def _patterns(units: list[str]) -> list[str]:

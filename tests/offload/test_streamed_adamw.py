@@ -19,7 +19,7 @@ from fourfold import StreamedAdamW
 from fourfold.errors import ConfigError, HostMemoryError
 from fourfold.offload import host
 from fourfold.offload.lanes import Lanes, make_lanes
-from fourfold.offload.split import join, split
+from fourfold.offload.split import join, split, square_sum
 from tests.helpers import rounded_half_up
 from tests.offload.threads import slow_lanes
 
@@ -462,6 +462,16 @@ def test_split_masters_lose_nothing() -> None:
     assert back[~finite].isnan().all()
     assert weight[~finite].isnan().all()
     assert torch.equal(weight[finite], rounded_half_up(master[finite]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_squares_are_summed_in_fp64(dtype: torch.dtype) -> None:
+    """Also those that fp32 could not hold, and any number of them."""
+    for size in (1, 2048, 5001):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(DEVICE, dtype) * 1e-30
+        expected = float(sum(v * v for v in x.double().tolist()))
+        assert float(square_sum(x)) == pytest.approx(expected, rel=1e-12)
+    assert float(square_sum(torch.zeros(0, device=DEVICE, dtype=dtype))) == 0
 
 
 # ---- errors ----

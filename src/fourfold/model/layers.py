@@ -11,10 +11,12 @@ a gated MLP are one matrix with rows [F | F].
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import ModelConfig, RopeScaling
 
@@ -86,7 +88,7 @@ def make_norm(m: ModelConfig, width: int = 0) -> nn.Module:
 
 
 class _Part(nn.Module):
-    """A residual branch with its norm; subclasses compute the branch."""
+    """A residual branch with its norm; subclasses compute the branch, up to its last product."""
 
     def __init__(self, m: ModelConfig):
         super().__init__()
@@ -94,13 +96,43 @@ class _Part(nn.Module):
         self.post_norm = m.family == "bert"
         self.dropout = m.dropout
 
-    def branch(self, x_btd: Tensor) -> Tensor:
+    def inner(self, x_btd: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def last(self) -> nn.Module:
+        """The linear that leads back to the residual stream."""
         raise NotImplementedError
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        h_btd = self.branch(x_btd if self.post_norm else self.norm(x_btd))
+        h_btd = self.last(self.inner(x_btd if self.post_norm else self.norm(x_btd)))
         h_btd = x_btd + F.dropout(h_btd, self.dropout, self.training)
         return self.norm(h_btd) if self.post_norm else h_btd
+
+    def again(self, x_btd: Tensor) -> Tensor:
+        """`forward` for the sake of its graph (recomputation): nobody reads what it returns.
+
+        So the last product need not be computed, unless a norm comes after it.
+        """
+        if self.post_norm or not isinstance(self.last, nn.Linear):
+            return self(x_btd)
+        h_btd = self.inner(self.norm(x_btd))
+        with _Unread():
+            return x_btd + F.dropout(self.last(h_btd), self.dropout, self.training)
+
+
+class _Unread(TorchDispatchMode):
+    """Products and sums leave their results as memory happens to be; what autograd records of them is as always."""
+
+    _left_out = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.add.Tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._left_out:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.add.Tensor:
+            return torch.empty_like(args[0])
+        a, b = args[-2:]
+        return a.new_empty(a.shape[0], b.shape[1])
 
 
 class Attention(_Part):
@@ -116,7 +148,11 @@ class Attention(_Part):
         self.rotary = rotary
         self.out: nn.Module = nn.Linear(self.widths[0], m.hidden, bias=m.family != "llama")
 
-    def branch(self, x_btd: Tensor) -> Tensor:
+    @property
+    def last(self) -> nn.Module:
+        return self.out
+
+    def inner(self, x_btd: Tensor) -> Tensor:
         parts = self.qkv(x_btd).split(self.widths, dim=-1)
         q_bthe, k_bthe, v_bthe = (p.unflatten(-1, (-1, self.head_dim)) for p in parts)
         if self.q_norm is not None and self.k_norm is not None:
@@ -128,7 +164,7 @@ class Attention(_Part):
         o_bhte = F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=self.grouped
         )
-        return self.out(o_bhte.transpose(1, 2).flatten(-2))
+        return o_bhte.transpose(1, 2).flatten(-2)
 
 
 class MLP(_Part):
@@ -141,12 +177,16 @@ class MLP(_Part):
         self.up: nn.Module = nn.Linear(m.hidden, (2 if gated else 1) * m.ffn, bias=not gated)
         self.down: nn.Module = nn.Linear(m.ffn, m.hidden, bias=not gated)
 
-    def branch(self, x_btd: Tensor) -> Tensor:
+    @property
+    def last(self) -> nn.Module:
+        return self.down
+
+    def inner(self, x_btd: Tensor) -> Tensor:
         h = self.up(x_btd)
         if self.family == "llama":
             gate, up = h.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(h, approximate="tanh" if self.family == "gpt" else "none"))
+            return F.silu(gate) * up
+        return F.gelu(h, approximate="tanh" if self.family == "gpt" else "none")
 
 
 class Block(nn.Module):

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """The functions of offload/split.py as Triton kernels: one pass over the data each. Same bits as there."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["join", "round_half_up", "scale", "split"]
+__all__ = ["join", "round_half_up", "scale", "split", "square_sum"]
 
 BLOCK = 2048
 
@@ -24,6 +25,12 @@ def scale(grad: Tensor, factor: Tensor, out: Tensor) -> None:
 
 def round_half_up(master: Tensor, weight: Tensor) -> None:
     _round_half_up[(triton.cdiv(master.numel(), BLOCK),)](master, weight, master.numel(), BLOCK)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    parts = torch.empty(triton.cdiv(x.numel(), BLOCK), dtype=torch.float64, device=x.device)
+    _square_sum[(len(parts),)](x, parts, x.numel(), BLOCK)
+    return parts.sum()
 
 
 @triton.jit
@@ -61,3 +68,10 @@ def _round_half_up(master, weight, n, block: tl.constexpr):
     value = tl.load(master + at, mask=inside, other=0.0)
     bits = tl.where(value != value, 0x7FC00000, value.to(tl.int32, bitcast=True))
     tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _square_sum(x, parts, n, block: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float64)
+    tl.store(parts + tl.program_id(0), tl.sum(value * value))

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["join", "round_half_up", "scale", "split"]
+__all__ = ["join", "round_half_up", "scale", "split", "square_sum"]
 
 
 def join(weight: Tensor, low: Tensor, out: Tensor) -> None:
@@ -60,6 +60,13 @@ def round_half_up(master: Tensor, weight: Tensor) -> None:
     bits = master.view(torch.int32)
     weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
     weight.masked_fill_(master.isnan(), math.nan)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """The sum of the squares of `x`, a number in fp64."""
+    if x.numel() and (kernels := _kernels(x)):
+        return kernels.square_sum(x)
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
 def _kernels(tensor: Tensor):  # type: ignore[no-untyped-def]

@@ -42,7 +42,7 @@ def unit_choices(model: ModelConfig, plan: Plan) -> dict[str, UnitChoice]:
         rule = plan.rule_for(name)
         sharing = plan.rule_for("embed") if name == "head" and model.tie else rule
         shards = 1 if sharing.mode == "replicate" else sharing.within or replicas
-        slices = _slices(name, rule.split, model)
+        slices = _slices(name, rule.split, model, plan)
         recompute = "full" if rule.recompute == "per-slice" else rule.recompute
         out[name] = UnitChoice(
             names=_names(name, slices, recompute),
@@ -62,14 +62,16 @@ def _names(name: str, slices: int, recompute: str) -> tuple[str, ...]:
     return tuple(f"{name}/{i}{part}" for i in range(slices) for part in parts)
 
 
-def _slices(name: str, split: int, model: ModelConfig) -> int:
-    """Into how many slices a unit is cut."""
-    what, width = ("hidden features", model.ffn) if name.endswith(".mlp") else ("words", model.vocab)
+def _slices(name: str, split: int, model: ModelConfig, plan: Plan) -> int:
+    """Into how many slices a unit is cut: on a grid, each column's block of it."""
     if name != "head" and not name.endswith(".mlp"):
         return 1
-    assert width is not None
-    if split > width:
-        raise PlanError(
-            f"unit '{name}': split = {split} is wider than the layer, which has {width} {what}; use at most {width}"
-        )
+    assert model.ffn is not None
+    width, what, ways = model.ffn, "hidden features", plan.mesh.col
+    if name == "head":
+        width, what, ways = model.vocab, "words", plan.mesh.col * plan.mesh.row
+    most = -(-width // ways)
+    if split > most:
+        cut = f"{most} of {width} {what} on a rank of the grid" if ways > 1 else f"{width} {what}"
+        raise PlanError(f"unit '{name}': split = {split} is wider than the layer, which has {cut}; use at most {most}")
     return split

@@ -75,6 +75,8 @@ class Link:
     """How the output joins the input, where that is (h, acc) or (h, acc, a): [Note: links that add]."""
     takes_extra: bool = False
     """Whether it is given `extra` beside its input; the last link of a stage is."""
+    sliced: bool = False
+    """Whether its weight gradients are made after its backward, each on its own, which takes less memory."""
 
 
 @dataclass
@@ -102,12 +104,13 @@ class Stage:
         keeper: Keeper | None = None,
     ):
         self.links, self.step, self.keeper = list(links), 0, keeper
-        self.queue = WeightGradQueue() if split else None
-        if self.queue is not None:
-            for link in self.links:
+        self.queue = WeightGradQueue() if split or any(link.sliced for link in self.links) else None
+        for link in self.links:
+            if self.queue is not None and (split or link.sliced):
                 device = next((p.device for p in link.unit.parameters()), None)
                 defer(link.module, self.queue, link.unit, device)
         self._runs = [_make_run(link, split) for link in self.links]
+        self._again = [_make_again(link, run) for link, run in zip(self.links, self._runs, strict=True)]
         self._reseed = reseed
         self._kept: dict[int, list[_Kept]] = {}
 
@@ -162,14 +165,17 @@ class Stage:
         """The backward of one link from the gradient of its output."""
         kept = self._kept[micro_batch]
         assert len(kept) == index + 1, f"micro-batch {micro_batch}: link {index} out of order"
-        if split:
-            assert self.queue is not None, "a stage that was not built to be split"
-            self.queue.open(micro_batch, index)
+        queue = self.queue if split or self.links[index].sliced else None
+        assert queue is not None or not split, "a stage that was not built to be split"
+        if queue is not None:
+            queue.open(micro_batch, index)
         try:
             grad = self._link_backward(micro_batch, index, kept.pop(), grad)
         finally:
-            if split and self.queue is not None:
-                self.queue.close()
+            if queue is not None:
+                queue.close()
+        if queue is not None and not split:
+            queue.run(micro_batch, index)
         if not kept:
             del self._kept[micro_batch]
         return grad
@@ -221,10 +227,12 @@ class Stage:
         takes = index == len(self.links) - 1 or self.links[index].takes_extra
         return (*leaves, *(extra if takes else ()))
 
-    def _run(self, micro_batch: int, index: int, args: tuple[Any, ...]) -> Any:
+    def _run(
+        self, micro_batch: int, index: int, args: tuple[Any, ...], runs: Sequence[Callable[..., Any]] | None = None
+    ) -> Any:
         if self._reseed is not None:
             self._reseed(self.step, micro_batch, index)
-        return self._runs[index](*args)
+        return (runs or self._runs)[index](*args)
 
     def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
         link, edges = self.links[index], kept.edges
@@ -241,7 +249,7 @@ class Stage:
                     a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args
                 )
             with torch.enable_grad():
-                edges = _edges(self._run(micro_batch, index, args))
+                edges = _edges(self._run(micro_batch, index, args, self._again))
         wanted = kept.inputs if kept.inputs is not None else [a for a in args if _differentiable(a)]
         inputs = [*wanted, *link.unit.parameters()]
         grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
@@ -280,8 +288,14 @@ def _make_run(link: Link, split: bool) -> Callable[..., Any]:
             checkpoint, run, use_reentrant=False, context_fn=_keep_products, determinism_check="none"
         )
     if link.compile:
-        run = torch.compile(run, options=dict(COMPILE_OPTIONS)) if split else torch.compile(run)
+        deferred = split or link.sliced
+        run = torch.compile(run, options=dict(COMPILE_OPTIONS)) if deferred else torch.compile(run)
     return run
+
+
+def _make_again(link: Link, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What recomputes a link: the values of its output are of no use then, and a module may know how to save them."""
+    return run if link.compile else getattr(link.module, "again", run)
 
 
 def _edges(value: Any) -> list[GradientEdge]:

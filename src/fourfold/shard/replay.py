@@ -1,10 +1,15 @@
-"""What a program's unit verbs will communicate and hold, without running it. Pure arithmetic; no torch.
+"""What a program's verbs will communicate and what its rank will hold, without running it. Pure arithmetic; no torch.
 
     collectives   every collective the verbs issue, in order: (kind, unit, payload bytes), as the ledger counts payloads
-    held          bytes of gathered parameters and of gradients after every instruction; their peak
+    held          bytes of gathered parameters and of gradients after every instruction
+    peak          the most of them at any moment; with `activations`, together with what computations hold
 
-`resident` (shards and optimizer state) and activations come on top; they do not depend on the order of instructions in the way
-gathered parameters and gradients do.
+`resident` (shards and optimizer state) comes on top. What a computation holds is said by `Activations`, unit by unit:
+
+    forward    over what was there before it                            then it leaves `kept` (its output among it)
+    backward   until the unit's gradient is taken, and from then on     then it leaves `left` (its input's gradient among it)
+
+Both include what the micro-batch holds of the units before, so that what two units share counts once.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass
 
 from fourfold.program import Gather, Instruction, Op, Part, Program, Reduce, Release
 
-__all__ = ["Collective", "Footprint", "Replay", "replay"]
+__all__ = ["Activations", "Collective", "Footprint", "Replay", "replay"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,26 @@ class Footprint:
     copies: int = 1
     lender: str | None = None
     """The unit whose parameter it borrows."""
+    borrowed: int = 0
+    """Elements that it borrows: it accumulates their gradient until the lender's is reduced."""
+    sliced: bool = False
+    """Whether its gradient is made when no reduction is under way."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one micro-batch holds on the way through a unit, parameters and accumulated gradients not counted."""
+
+    forward: int
+    """Most during its forward."""
+    kept: int
+    """After it."""
+    before: int
+    """Most during its backward, before gradients are added up."""
+    after: int
+    """Most from then on."""
+    left: int
+    """After its backward."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +63,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step's verbs do on one rank."""
+    """What a step does on one rank."""
 
     collectives: tuple[Collective, ...]
     held: tuple[int, ...]
-    """Bytes after every instruction; within an op, gradients and parameters only grow until its end."""
-
-    @property
-    def peak(self) -> int:
-        return max(self.held, default=0)
+    """Bytes of parameters and gradients after every instruction."""
+    peak: int
+    """Most bytes at any moment, activations included where they are known."""
 
     def bytes(self, kind: str) -> int:
         """Payload of all collectives of a kind."""
@@ -64,26 +87,38 @@ def replay(
     reduce_bytes: int,
     in_flight: int = 1,
     units_of_op: Mapping[int, tuple[str, ...]] | None = None,
+    activations: Mapping[str, Activations] | None = None,
 ) -> Replay:
-    """Replay the verbs of a program. `units_of_op[stage]` names the units of ops that stand whole in it."""
-    walk = _Walk(units, compute_bytes, reduce_bytes, in_flight)
+    """Replay a program. `units_of_op[stage]` names the units of ops that stand whole in it."""
+    walk = _Walk(units, compute_bytes, reduce_bytes, in_flight, activations or {})
     held = []
     for instruction in program.instructions:
         walk.do(instruction, units_of_op or {})
         held.append(walk.now)
     walk.finish()
-    return Replay(tuple(walk.collectives), tuple(held))
+    return Replay(tuple(walk.collectives), tuple(held), walk.peak)
 
 
 class _Walk:
-    def __init__(self, units: Mapping[str, Footprint], compute: int, reduce: int, in_flight: int):
+    def __init__(
+        self,
+        units: Mapping[str, Footprint],
+        compute: int,
+        reduce: int,
+        in_flight: int,
+        activations: Mapping[str, Activations],
+    ):
         self.units, self.compute, self.reduce, self.in_flight = units, compute, reduce, in_flight
-        self.now = 0
+        self.activations = activations
+        self.now = self.peak = 0
+        self.live: dict[int, int] = {}  # activations by micro-batch
         self.collectives: list[Collective] = []
         self.holders: dict[str, set[str]] = {}
         self.grads: set[str] = set()  # whole gradients that accumulate
+        self.borrowed: dict[str, int] = {}  # bytes of accumulators of what each unit borrows
         self.sums: set[str] = set()  # reduced gradients
         self.under_way: deque[str] = deque()
+        self.whole: set[str] = set()  # reduced, and as large as before
 
     def do(self, instruction: Instruction, units_of_op: Mapping[int, tuple[str, ...]]) -> None:
         match instruction:
@@ -93,13 +128,39 @@ class _Walk:
             case Release(unit):
                 for name in self._with_lender(unit):
                     self._let_go(name, unit)
-            case Op(stage, kind, _) if kind != "F":
-                for name in units_of_op.get(stage, ()):
-                    self._contribute(name)
-            case Part(_, kind, _, unit) if kind != "F":
-                self._contribute(unit)
+            case Op(stage, kind, micro_batch):
+                names = units_of_op.get(stage, ())
+                for name in names if kind == "F" else names[::-1]:
+                    self._compute(name, kind, micro_batch)
+            case Part(_, kind, micro_batch, unit):
+                self._compute(unit, kind, micro_batch)
             case Reduce(unit):
                 self._reduce(unit)
+        self._mark()
+
+    def _mark(self, micro_batch: int = -1, now: int = 0) -> None:
+        """Something was taken; of `micro_batch`, `now` bytes are there for the moment."""
+        others = sum(live for m, live in self.live.items() if m != micro_batch)
+        self.peak = max(self.peak, self.now + others + now)
+
+    # ---- computing ----
+
+    def _compute(self, name: str, kind: str, micro_batch: int) -> None:
+        known = self.activations.get(name)
+        if kind == "F":
+            if known is not None:
+                self._mark(micro_batch, known.forward)
+                self.live[micro_batch] = known.kept
+            return
+        if known is not None and kind != "W":
+            self._mark(micro_batch, known.before)
+        self._contribute(name)
+        if known is not None and kind != "W":
+            self._mark(micro_batch, known.after)
+            self.live[micro_batch] = known.left
+        self._mark()
+
+    # ---- parameters ----
 
     def _with_lender(self, unit: str) -> list[str]:
         lender = self.units[unit].lender
@@ -118,30 +179,59 @@ class _Walk:
         if not holders and unit.shards > 1:
             self.now -= unit.elements * self.compute
 
+    # ---- gradients ----
+
     def _contribute(self, name: str) -> None:
-        if name not in self.grads:
-            self.grads.add(name)
-            self.now += self.units[name].elements * self.reduce
+        unit = self.units[name]
+        if unit.borrowed and name not in self.borrowed:
+            self.borrowed[name] = unit.borrowed * self.reduce
+            self.now += self.borrowed[name]
+        if name not in self.grads and unit.elements:
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        """A whole gradient; a slice's waits for all reductions, one that stays whole for its own."""
+        unit = self.units[name]
+        if unit.sliced:
+            self.finish()
+        if name in self.whole:
+            self.whole.remove(name)
+            self._sum(name, unit.elements * self.reduce)
+        self.grads.add(name)
+        self.now += unit.elements * self.reduce
+
+    def _sum(self, name: str, size: int) -> None:
+        """A sum is there: the unit's gradient, or added to what was there."""
+        if name in self.sums:
+            self.now -= size
+        self.sums.add(name)
 
     def _reduce(self, name: str) -> None:
-        self._contribute(name)
-        self.grads.remove(name)
         unit = self.units[name]
         payload = unit.elements * self.reduce
         if not payload:
             return
+        self._take_over(name)
+        self.grads.remove(name)
         if unit.shards == 1:
             if unit.copies > 1:
                 self.collectives.append(Collective("all_reduce", name, payload))
-            if name in self.sums:  # added to what is there
-                self.now -= payload
-            self.sums.add(name)
+            self.whole.add(name)
             return
         self.collectives.append(Collective("reduce_scatter", name, payload))
         self.now += payload // unit.shards
         self.under_way.append(name)
+        self._mark()
         while len(self.under_way) > self.in_flight:
             self._complete(self.under_way.popleft())
+
+    def _take_over(self, name: str) -> None:
+        """A unit has a gradient when it is reduced, and that of what was borrowed from it goes there."""
+        if name not in self.grads:
+            self._take(name)
+        self._mark()
+        for borrower in [b for b in self.borrowed if self.units[b].lender == name]:
+            self.now -= self.borrowed.pop(borrower)
 
     def _complete(self, name: str) -> None:
         unit = self.units[name]
@@ -149,10 +239,9 @@ class _Walk:
         self.now -= payload
         if unit.copies > 1:
             self.collectives.append(Collective("all_reduce", name, payload // unit.shards))
-        if name in self.sums:
-            self.now -= payload // unit.shards
-        self.sums.add(name)
+        self._sum(name, payload // unit.shards)
 
     def finish(self) -> None:
+        """Wait for all reductions."""
         while self.under_way:
             self._complete(self.under_way.popleft())

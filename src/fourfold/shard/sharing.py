@@ -57,30 +57,31 @@ class Reduction:
     """One reduction under way: `done` is given this rank's part of the sum."""
 
     def __init__(self, grad: Tensor, sharing: Sharing, what: str, done: Callable[[Tensor], None]):
-        self._grad: Tensor | None = grad  # held until the collective has read it
-        self._sharing, self._what, self._done = sharing, what, done
-        self._out, self._work = grad, Pending(None, what)
+        self._sharing, self._what, self._done, self._work = sharing, what, done, Pending(None, what)
+        self._held: tuple[Tensor, Tensor] | None = (grad, grad)  # until the collective has read it; and the sum
         if sharing.reductions is not None:
-            self._out = grad.new_empty(grad.numel() // sharing.shards)
-            self._work = reduce_scatter(self._out, grad, sharing.reductions, what)
+            out = grad.new_empty(grad.numel() // sharing.shards)
+            self._held = (grad, out)
+            self._work = reduce_scatter(out, grad, sharing.reductions, what)
         elif sharing.across is not None:
             self._work = all_reduce(grad, sharing.across, what)
 
     def complete(self) -> None:
         """Wait for it and hand over the sum."""
-        if self._grad is None:
+        if self._held is None:
             return
         self._work.wait()
-        self._grad = None
+        out, self._held = self._held[1], None
         if self._sharing.reductions is not None and self._sharing.across is not None:
-            all_reduce(self._out, self._sharing.across, f"{self._what}, across").wait()
-        self._done(self._out)
+            all_reduce(out, self._sharing.across, f"{self._what}, across").wait()
+        self._done(out)
 
 
 class Reductions:
     """The reductions of a rank: at most `in_flight` whole gradients of sharded units wait for theirs while the next is made.
 
-    With 0, a reduction is waited for at once: least memory, no overlap.
+    With 0, a reduction is waited for at once: least memory, no overlap. A slice's gradient waits for all of them before it is
+    made (`settle`), so that one whole gradient exists at a time; a reduction then overlaps what comes before that.
     """
 
     def __init__(self, in_flight: int = 1):
@@ -93,6 +94,10 @@ class Reductions:
             return Reduction(grad, sharing, what, done)
         started = Reduction(grad, sharing, what, done)
         self._under_way.append(started)
-        while len(self._under_way) > self.in_flight:
-            self._under_way.popleft().complete()
+        self.settle(self.in_flight)
         return started
+
+    def settle(self, left: int = 0) -> None:
+        """Wait for the oldest reductions until at most `left` are under way."""
+        while len(self._under_way) > left:
+            self._under_way.popleft().complete()

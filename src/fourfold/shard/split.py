@@ -15,15 +15,18 @@ Values between units (B sequences, T tokens, D hidden):
     linear   x → (x, acc) → … → y
     head     x → (h, lse, picked) → … → loss        lse [B·T]: log of the sum of exponentials so far; picked: the target's logit
 
+On a tensor grid every column cuts its block of the hidden size or of the vocabulary: a `Cutter` (tensor/slices.py) makes the
+linears.
+
 What is only added to acc, or laid beside it, does not touch acc: no unit keeps it, and its gradient passes unchanged
 (`Link.adds`). Dropout draws the same mask in every slice of a unit (they share its random numbers), so it is dropout of the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +35,12 @@ from torch import Tensor, nn
 from fourfold.model.layers import IGNORE, MLP, Head
 from fourfold.piece import Piece
 
-__all__ = ["Slice", "slices_of", "splittable"]
+__all__ = ["Cutter", "Serial", "Slice", "slices_of", "splittable"]
 
 Adds = Literal["no", "beside", "more", "last"]
 Rows = tuple[int, int]
+Pieces = dict[str, tuple[Piece, ...]]
+Total = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Slice:
     """One slice: its module (on the meta device), what its parameters are, and how it is chained to the next."""
 
     module: nn.Module
-    pieces: dict[str, tuple[Piece, ...]]
+    pieces: Pieces
     adds: Adds = "no"
     """no: its output is the next one's input; beside: it is laid beside h and acc; more, last: it is added to acc."""
     takes_extra: bool = False
@@ -52,55 +57,97 @@ class Slice:
     """Parameters that are rows of a tied weight, where the weight is."""
 
 
+class Cutter(Protocol):
+    """Makes the linears of slice `index` of `count`, and says what their parameters are; `name` is the serial linear's."""
+
+    def up(self, mlp: MLP, name: str, index: int, count: int, /) -> tuple[nn.Module, Pieces]: ...
+    def down(self, mlp: MLP, name: str, index: int, count: int, /) -> tuple[nn.Module, Pieces]: ...
+    def words(self, head: Head, name: str, index: int, count: int, /) -> tuple[nn.Module, Pieces, Any]: ...
+    def tied_rows(self, head: Head, index: int, count: int, /) -> Rows: ...
+    def whole(self, module: nn.Module, name: str, /) -> Pieces: ...
+    def total(self) -> Total: ...
+
+
 def splittable(module: nn.Module) -> bool:
     return isinstance(module, MLP | Head) or type(module) is nn.Linear
 
 
 def slices_of(
-    name: str, module: nn.Module, count: int, *, apart: bool = False, copies_over: tuple[str, ...] = ()
+    name: str, module: nn.Module, count: int, *, apart: bool = False, cutter: Cutter | None = None
 ) -> list[Slice]:
     """Cut the unit `name` into `count` slices, as even as they can be; `apart`: the matrices of an MLP's slices, too."""
+    cutter = cutter or Serial()
     match module:
         case MLP():
             halves = (("up",), ("down",)) if apart else (("up", "down"),)
-            cuts = enumerate(_cuts(_plain(module.down).in_features, count))
-            made = [_mlp(module, rows, j == 0, j == count - 1, half) for j, rows in cuts for half in halves]
+            return [_mlp(name, module, cutter, j, count, half) for j in range(count) for half in halves]
         case Head():
-            made = [
-                _head(module, rows, j, count) for j, rows in enumerate(_cuts(_plain(module.proj).out_features, count))
-            ]
+            return [_head(name, module, cutter, j, count) for j in range(count)]
         case _:
-            assert type(module) is nn.Linear, f"{name} cannot be split"
-            made = [
-                _linear(module, rows, j == 0, j == count - 1) for j, rows in enumerate(_cuts(module.in_features, count))
-            ]
-    for each in made:
-        each.pieces = {
-            n: tuple(_renamed(p, f"{name}.{p.name}", copies_over) for p in ps) for n, ps in each.pieces.items()
-        }
-    return made
+            return [_linear(name, _plain(module), j, count) for j in range(count)]
 
 
-def _cuts(width: int, count: int) -> list[Rows]:
-    return [(j * width // count, (j + 1) * width // count) for j in range(count)]
+# ---- linears of the serial model ----
 
 
-def _renamed(piece: Piece, name: str, copies_over: tuple[str, ...]) -> Piece:
-    return Piece(name, piece.global_shape, piece.global_slice, piece.local_slice, copies_over)
+class Serial:
+    """Cuts plain linears. `copies_over`: the axes along which all ranks hold what this one does."""
+
+    def __init__(self, copies_over: tuple[str, ...] = ()):
+        self.copies_over = copies_over
+
+    def up(self, mlp: MLP, name: str, index: int, count: int) -> tuple[nn.Module, Pieces]:
+        up, width = _plain(mlp.up), _plain(mlp.down).in_features
+        ways, (start, stop) = up.out_features // width, _cut(width, index, count)
+        parts = [(i * (stop - start), (i * width + start, i * width + stop)) for i in range(ways)]
+        made = _linear_like(up, up.in_features, ways * (stop - start), up.bias is not None)
+        pieces = {"weight": tuple(self._piece(f"{name}.weight", up.weight, 0, rows, at) for at, rows in parts)}
+        if up.bias is not None:
+            pieces["bias"] = tuple(self._piece(f"{name}.bias", up.bias, 0, rows, at) for at, rows in parts)
+        return made, pieces
+
+    def down(self, mlp: MLP, name: str, index: int, count: int) -> tuple[nn.Module, Pieces]:
+        return self.inputs(_plain(mlp.down), name, index, count)
+
+    def inputs(self, linear: nn.Linear, name: str, index: int, count: int) -> tuple[nn.Linear, Pieces]:
+        """Some input features of a linear; the first slice has the bias."""
+        columns, bias = _cut(linear.in_features, index, count), index == 0 and linear.bias is not None
+        made = _linear_like(linear, columns[1] - columns[0], linear.out_features, bias)
+        pieces: Pieces = {"weight": (self._piece(f"{name}.weight", linear.weight, 1, columns),)}
+        if bias:
+            pieces["bias"] = (self._piece(f"{name}.bias", linear.bias, 0, (0, linear.out_features)),)
+        return made, pieces
+
+    def words(self, head: Head, name: str, index: int, count: int) -> tuple[nn.Module, Pieces, Any]:
+        proj = _plain(head.proj)
+        rows = self.tied_rows(head, index, count)
+        made = _linear_like(proj, proj.in_features, rows[1] - rows[0], proj.bias is not None)
+        pieces: Pieces = {"weight": (self._piece(f"{name}.weight", proj.weight, 0, rows),)}
+        if proj.bias is not None:
+            pieces["bias"] = (self._piece(f"{name}.bias", proj.bias, 0, rows),)
+        return made, pieces, ((*rows, 0),)
+
+    def tied_rows(self, head: Head, index: int, count: int) -> Rows:
+        return _cut(_plain(head.proj).out_features, index, count)
+
+    def whole(self, module: nn.Module, name: str) -> Pieces:
+        found = dict(module.named_parameters())
+        return {n: (self._piece(f"{name}.{n}", p, 0, (0, p.shape[0])),) for n, p in found.items()}
+
+    def total(self) -> Total:
+        return lambda lse, picked, valid: (lse - picked).where(valid, 0.0).sum()
+
+    def _piece(self, name: str, serial: Tensor, dim: int, rows: Rows, at: int = 0) -> Piece:
+        """Elements `rows` along `dim` of a serial parameter, lying from `at` on in the local one."""
+        shape = tuple(serial.shape)
+        box = tuple((0, n) for n in shape)
+        part, local = list(box), list(box)
+        part[dim], local[dim] = rows, (at, at + rows[1] - rows[0])
+        return Piece(name, shape, tuple(part), tuple(local), self.copies_over)
 
 
-def _whole(prefix: str, module: nn.Module | None) -> dict[str, tuple[Piece, ...]]:
-    """The pieces of a module that is held whole."""
-    found = {} if module is None else {f"{prefix}.{n}": tuple(p.shape) for n, p in module.named_parameters()}
-    return {n: (_cut(n, shape, 0, (0, shape[0])),) for n, shape in found.items()}
-
-
-def _cut(name: str, shape: tuple[int, ...], dim: int, rows: Rows, at: int = 0) -> Piece:
-    """Elements `rows` along `dim` of a serial parameter, lying from `at` on in the local one."""
-    box = tuple((0, n) for n in shape)
-    part, local = list(box), list(box)
-    part[dim], local[dim] = rows, (at, at + rows[1] - rows[0])
-    return Piece(name, shape, tuple(part), tuple(local))
+def _cut(width: int, index: int, count: int) -> Rows:
+    return index * width // count, (index + 1) * width // count
 
 
 def _plain(module: nn.Module) -> nn.Linear:
@@ -112,25 +159,22 @@ def _linear_like(serial: nn.Linear, inputs: int, outputs: int, bias: bool) -> nn
     return nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=serial.weight.dtype)
 
 
+def _put(pieces: Pieces, where: str, found: Pieces) -> None:
+    pieces.update({f"{where}.{n}": held for n, held in found.items()})
+
+
 # ---- the MLP ----
 
 
 class MlpSlice(nn.Module):
     """Rows of `up` (twice, with a gate), columns of `down`, or both; the first has the bias of `down`, first or last the norm."""
 
-    def __init__(self, mlp: MLP, rows: Rows, first: bool, last: bool, parts: tuple[str, ...]):
+    def __init__(self, mlp: MLP, up: nn.Module | None, down: nn.Module | None, first: bool, last: bool):
         super().__init__()
-        up, down = _plain(mlp.up), _plain(mlp.down)
-        width, hidden = rows[1] - rows[0], down.out_features
         self.family, self.dropout, self.first = mlp.family, mlp.dropout, first
-        pre, self.post = first and not mlp.post_norm and "up" in parts, last and mlp.post_norm and "down" in parts
+        pre, self.post = first and not mlp.post_norm and up is not None, last and mlp.post_norm and down is not None
         self.norm = mlp.norm if pre or self.post else None
-        self.up = self.down = None
-        if "up" in parts:
-            ways = up.out_features // down.in_features
-            self.up = _linear_like(up, hidden, ways * width, up.bias is not None)
-        if "down" in parts:
-            self.down = _linear_like(down, width, hidden, first and down.bias is not None)
+        self.up, self.down = up, down
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         x_btd, h_btd, a_btf = values[0], values[0], values[-1]
@@ -155,21 +199,16 @@ class MlpSlice(nn.Module):
         return F.gelu(a, approximate="tanh" if self.family == "gpt" else "none")
 
 
-def _mlp(mlp: MLP, rows: Rows, first: bool, last: bool, parts: tuple[str, ...]) -> Slice:
-    made = MlpSlice(mlp, rows, first, last, parts)
-    up, down = _plain(mlp.up), _plain(mlp.down)
-    hidden, width, size = down.out_features, down.in_features, rows[1] - rows[0]
-    ways = up.out_features // width
-    pieces = _whole("norm", made.norm)
-    starts = [(i * size, (i * width + rows[0], i * width + rows[1])) for i in range(ways)]
-    if made.up is not None:
-        pieces["up.weight"] = tuple(_cut("up.weight", (ways * width, hidden), 0, part, at) for at, part in starts)
-        if made.up.bias is not None:
-            pieces["up.bias"] = tuple(_cut("up.bias", (ways * width,), 0, part, at) for at, part in starts)
-    if made.down is not None:
-        pieces["down.weight"] = (_cut("down.weight", (hidden, width), 1, rows),)
-        if made.down.bias is not None:
-            pieces["down.bias"] = (_cut("down.bias", (hidden,), 0, (0, hidden)),)
+def _mlp(name: str, mlp: MLP, cutter: Cutter, index: int, count: int, parts: tuple[str, ...]) -> Slice:
+    up = cutter.up(mlp, f"{name}.up", index, count) if "up" in parts else (None, {})
+    down = cutter.down(mlp, f"{name}.down", index, count) if "down" in parts else (None, {})
+    first, last = index == 0, index == count - 1
+    made = MlpSlice(mlp, up[0], down[0], first, last)
+    pieces: Pieces = {}
+    if made.norm is not None:
+        _put(pieces, "norm", cutter.whole(made.norm, f"{name}.norm"))
+    _put(pieces, "up", up[1])
+    _put(pieces, "down", down[1])
     adds: Adds = "last" if last else "more"
     if made.post or (first and made.up is not None):
         adds = "no"
@@ -182,15 +221,17 @@ def _mlp(mlp: MLP, rows: Rows, first: bool, last: bool, parts: tuple[str, ...]) 
 
 
 class HeadSlice(nn.Module):
-    """Some words of the vocabulary; the first has what comes before the projection."""
+    """Some words of the vocabulary; the first has what comes before the projection.
 
-    def __init__(self, head: Head, rows: Rows, index: int, count: int):
+    `runs` (start, stop, at): words [start, stop) have their logits at places [at, …) of the projection's output.
+    """
+
+    def __init__(self, head: Head, proj: nn.Module, runs: tuple[tuple[int, int, int], ...], first: bool, total: Any):
         super().__init__()
-        self.rows, self.first, self.last = rows, index == 0, index == count - 1
-        self.dense = head.dense if self.first else None
-        self.norm = head.norm if self.first else None
-        proj, words = _plain(head.proj), rows[1] - rows[0]
-        self.proj = _linear_like(proj, proj.in_features, words, proj.bias is not None)
+        self.runs, self.first, self.total = runs, first, total
+        self.dense = head.dense if first else None
+        self.norm = head.norm if first else None
+        self.proj = proj
 
     def forward(self, *args: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         *values, targets_bt = args
@@ -199,28 +240,42 @@ class HeadSlice(nn.Module):
             h_btd = F.gelu(self.dense(h_btd))
         if self.norm is not None:
             h_btd = self.norm(h_btd)
-        logits_nv = self.proj(h_btd).flatten(0, 1)
-        logits_nv = logits_nv if logits_nv.dtype == torch.float64 else logits_nv.float()
-        targets_n = targets_bt.flatten()
-        here = (targets_n >= self.rows[0]) & (targets_n < self.rows[1])
-        place = (targets_n - self.rows[0]).clamp(0, logits_nv.shape[1] - 1)
-        picked_n = logits_nv.gather(1, place[:, None])[:, 0].where(here, 0.0)
-        lse_n = logits_nv.logsumexp(1)
+        logits_nv, targets_n = self._logits(h_btd), targets_bt.flatten()
+        here, place, at = torch.zeros_like(targets_n, dtype=torch.bool), torch.zeros_like(targets_n), 0
+        for start, stop, _ in self.runs:
+            inside = (targets_n >= start) & (targets_n < stop)
+            here, place = here | inside, torch.where(inside, targets_n - start + at, place)
+            at += stop - start
+        if logits_nv.shape[1]:
+            picked_n = logits_nv.gather(1, place[:, None])[:, 0].where(here, 0.0)
+            lse_n = logits_nv.logsumexp(1)
+        else:  # all of it is padding
+            picked_n = logits_nv.sum(1)
+            lse_n = picked_n + torch.finfo(picked_n.dtype).min
         if not self.first:
             lse_n, picked_n = torch.logaddexp(values[1], lse_n), values[2] + picked_n
-        if self.last:
-            return (lse_n - picked_n).where(targets_n != IGNORE, 0.0).sum()
+        if self.total is not None:
+            return self.total(lse_n, picked_n, targets_n != IGNORE)
         return h_btd, lse_n, picked_n
 
+    def _logits(self, h_btd: Tensor) -> Tensor:
+        """Without padding, at least fp32."""
+        logits_nv = self.proj(h_btd).flatten(0, 1)
+        used = [logits_nv[:, at : at + stop - start] for start, stop, at in self.runs]
+        logits_nv = used[0] if len(used) == 1 else torch.cat(used, 1) if used else logits_nv[:, :0]
+        return logits_nv if logits_nv.dtype == torch.float64 else logits_nv.float()
 
-def _head(head: Head, rows: Rows, index: int, count: int) -> Slice:
-    made = HeadSlice(head, rows, index, count)
-    pieces = _whole("dense", made.dense) | _whole("norm", made.norm)
-    words, hidden = _plain(head.proj).out_features, _plain(head.proj).in_features
-    pieces["proj.weight"] = (_cut("proj.weight", (words, hidden), 0, rows),)
-    if made.proj.bias is not None:
-        pieces["proj.bias"] = (_cut("proj.bias", (words,), 0, rows),)
-    return Slice(made, pieces, takes_extra=True, tied_rows={"proj.weight": rows})
+
+def _head(name: str, head: Head, cutter: Cutter, index: int, count: int) -> Slice:
+    proj, found, runs = cutter.words(head, f"{name}.proj", index, count)
+    made = HeadSlice(head, proj, runs, index == 0, cutter.total() if index == count - 1 else None)
+    pieces: Pieces = {}
+    if made.dense is not None:
+        _put(pieces, "dense", cutter.whole(made.dense, f"{name}.dense"))
+    if made.norm is not None:
+        _put(pieces, "norm", cutter.whole(made.norm, f"{name}.norm"))
+    _put(pieces, "proj", found)
+    return Slice(made, pieces, takes_extra=True, tied_rows={"proj.weight": cutter.tied_rows(head, index, count)})
 
 
 # ---- any linear ----
@@ -229,21 +284,18 @@ def _head(head: Head, rows: Rows, index: int, count: int) -> Slice:
 class LinearSlice(nn.Module):
     """Some input features of a linear; the first has the bias."""
 
-    def __init__(self, linear: nn.Linear, columns: Rows, first: bool):
+    def __init__(self, part: nn.Linear, columns: Rows, first: bool):
         super().__init__()
-        self.columns, self.first = columns, first
-        bias = first and linear.bias is not None
-        self.part = _linear_like(linear, columns[1] - columns[0], linear.out_features, bias)
+        self.part, self.columns, self.first = part, columns, first
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         y: Tensor = self.part(x[..., slice(*self.columns)])
         return (x, y) if self.first else y
 
 
-def _linear(linear: nn.Linear, columns: Rows, first: bool, last: bool) -> Slice:
-    made = LinearSlice(linear, columns, first)
-    shape = (linear.out_features, linear.in_features)
-    pieces: dict[str, tuple[Piece, ...]] = {"part.weight": (_cut("weight", shape, 1, columns),)}
-    if made.part.bias is not None:
-        pieces["part.bias"] = (_cut("bias", shape[:1], 0, (0, shape[0])),)
-    return Slice(made, pieces, "no" if first else "last" if last else "more")
+def _linear(name: str, linear: nn.Linear, index: int, count: int) -> Slice:
+    part, found = Serial().inputs(linear, name, index, count)
+    made = LinearSlice(part, _cut(linear.in_features, index, count), index == 0)
+    pieces: Pieces = {}
+    _put(pieces, "part", found)
+    return Slice(made, pieces, "no" if index == 0 else "last" if index == count - 1 else "more")

@@ -30,6 +30,11 @@ its own. So the order of the sum does not depend on the order in which micro-bat
 On a grid, norms and biases are copies over more ranks than matrices are. `sum_over` names such parameters with the group
 that holds the other copies; they are laid out last, and one small all-reduce for each group comes before the reduction. So
 layers need no collective for them.
+
+[Note: slices]
+Layers are cut into slices for the sake of memory, so a slice is frugal: its gradient is made when no other waits for its
+reduction, and a quarter of a product at a time. One slice that is gathered ahead, one that computes and one whole gradient
+are all there is of a layer.
 """
 
 from __future__ import annotations
@@ -83,10 +88,12 @@ class Unit:
         sharing: Sharing = ALONE,
         reductions: Reductions | None = None,
         sums: Sequence[tuple[int, int, dist.ProcessGroup]] = (),
+        sliced: bool = False,
     ):
         self.name, self.layout, self.pieces, self.full = name, layout, dict(pieces), full
         self.params, self.borrowed, self.reduce_dtype = dict(params), dict(borrowed), reduce_dtype
         self.sharing, self.reductions, self.sums = sharing, reductions or Reductions(), tuple(sums)
+        self.sliced = sliced  # one of a layer's slices: [Note: slices]
         self.shard = full if sharing.shards == 1 else full.new_empty(layout.total // sharing.shards)
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
@@ -114,6 +121,7 @@ class Unit:
         borrow: Mapping[str, Borrowed] | None = None,
         sum_over: Mapping[str, dist.ProcessGroup] | None = None,
         names: Sequence[str] | None = None,
+        sliced: bool = False,
     ) -> Unit:
         """Make a unit of `module`'s parameters (their shapes: they may be on the meta device), gathered and zero.
 
@@ -146,6 +154,7 @@ class Unit:
             sharing,
             reductions,
             sums,
+            sliced,
         )
         for n, parameter in params.items():
             unit.put(module, n, parameter)
@@ -267,6 +276,10 @@ class Unit:
 
     def _whole_grad(self) -> Tensor:
         if self.grad is None:
+            if self.sliced:
+                self.reductions.settle()
+            if self.sharing.shards == 1:  # of the micro-batch before: long done
+                self._settle()
             self.grad = torch.zeros(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
             self._grads |= {s.name: self.grad[s.start : s.stop].view(s.shape) for s in self.layout.slots}
         return self.grad
@@ -282,9 +295,12 @@ class Unit:
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None:
         """Add dYᵀX, the gradient of a linear's weight [outputs, inputs]; needs no parameter.
 
-        The product is rounded to the compute dtype before it is added, as autograd's is.
+        The product is rounded to the compute dtype before it is added, as autograd's is; a slice's exists in parts.
         """
-        self.main_grad(name).add_(dy.flatten(0, -2).t() @ x.flatten(0, -2))
+        into, dy, x = self.main_grad(name), dy.flatten(0, -2).t(), x.flatten(0, -2)
+        rows = max(64, -(-len(into) // 4)) if self.sliced else len(into)
+        for start in range(0, len(into), rows):
+            into[start : start + rows].add_(dy[start : start + rows] @ x)
 
     @torch.no_grad()
     def add_grad(self, name: str, grad: Tensor) -> None:
@@ -317,11 +333,14 @@ class Unit:
     def _reduced(self, part: Tensor) -> None:
         self.shard_grad = part if self.shard_grad is None else self.shard_grad.add_(part)
 
-    def finish(self) -> None:
-        """Wait for the reductions: `shard_grad` is final."""
+    def _settle(self) -> None:
         for reduction in self._reducing:
             reduction.complete()
         self._reducing = []
+
+    def finish(self) -> None:
+        """Wait for the reductions: `shard_grad` is final."""
+        self._settle()
         for borrower, theirs, _ in self._borrowers:
             assert theirs not in borrower._grads, f"{borrower.name} had a gradient after {self.name} was reduced"
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from fourfold.piece import Piece
 
-__all__ = ["Blocks", "Runs", "cut", "even", "fuse", "grouped_heads", "make_pieces", "round_up", "single"]
+__all__ = ["Blocks", "Runs", "cut", "even", "fuse", "grouped_heads", "make_pieces", "round_up", "single", "slice_of"]
 
 Runs = tuple[tuple[int, int, int], ...]
 
@@ -116,6 +116,25 @@ def cut(runs: Runs, size: int, ways: int, index: int) -> tuple[Runs, int]:
         if a < b:
             out.append((start + a - at, start + b - at, a - low))
     return tuple(out), step
+
+
+def slice_of(blocks: Blocks, count: int, index: int, ways: int = 1) -> Blocks:
+    """Of every part the `index`-th of `count` slices; where `ways` ranks share a part, of what each of them has.
+
+    `total` stays that of the serial dim, of which this is not all.
+    """
+    held = round_up(blocks.size, ways) // ways
+    low, high = index * held // count, (index + 1) * held // count
+    parts = []
+    for runs in blocks.runs:
+        mine: list[tuple[int, int, int]] = []
+        for way in range(ways):
+            for start, stop, at in cut(runs, blocks.size, ways, way)[0]:
+                a, b = max(low, at), min(high, at + stop - start)
+                if a < b:
+                    mine.append((start + a - at, start + b - at, way * (high - low) + a - low))
+        parts.append(tuple(mine))
+    return Blocks(blocks.total, ways * (high - low), tuple(parts))
 
 
 def make_pieces(

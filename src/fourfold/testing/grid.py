@@ -98,7 +98,7 @@ def run_grid(fn: Callable[..., Any], depth: int, row: int, col: int, *args: Any,
         try:
             results[place] = fn(place, grid, planes, *args)
         except threading.BrokenBarrierError:
-            pass
+            pass  # another rank failed, and is reported
         except BaseException:
             failures.append((place, traceback.format_exc()))
         finally:

@@ -4,14 +4,19 @@
         rank = OneRank(config, plan)
         rank.step()                                # the real code of a rank: its true memory and compute time
 
+`activations` measures what each unit's computations hold, one micro-batch on its way through the stage; with it, `replayed` says
+the rank's peak before a step is run.
+
 In a real group (`run_ranks`), every rank makes its own. What a collective would have brought is left out in `one_of_many`, so
 values mean nothing there; memory, order and time of computation do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,13 +27,14 @@ from fourfold.model.build import build_model, materialize_buffers
 from fourfold.plan import Plan
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.runtime.executor import Executor
-from fourfold.shard.replay import Footprint, Replay, replay
+from fourfold.shard.replay import Activations, Footprint, Replay, replay
 from fourfold.shard.unit import Unit
 from fourfold.testing._torch import fake_store
+from fourfold.testing.budget import Budget
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
 
-__all__ = ["OneRank", "one_of_many"]
+__all__ = ["CountedMeter", "DeviceMeter", "Meter", "OneRank", "one_of_many"]
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -92,14 +98,37 @@ class OneRank:
         if self.runner.executor.transport is not None:
             self.runner.executor.transport.close()
 
-    def replayed(self) -> Replay:
-        """What the rank's program says its units communicate and hold."""
+    def activations(self, meter: Meter) -> dict[str, Activations]:
+        """What one micro-batch holds on its way through each unit, where one stage is the whole model.
+
+        Everything else is out of the way: one unit is gathered at a time, and its gradient forgotten.
+        """
+        (stage,) = self.runner.executor.stages.values()
+        units, base = [self.held.units[link.name] for link in stage.links], meter.live
+        forward, backward = [], []
+        value: Any = self.first(0)
+        for index, unit in enumerate(units):
+            with _passing(unit, meter) as most:
+                value = stage.forward_part(index, 0, value, self.extra(0))
+            forward.append((most[-1] - base, meter.live - base))
+        value = self.grad(0)
+        for index, unit in reversed(list(enumerate(units))):
+            with _passing(unit, meter) as most:
+                value = stage.backward_part(index, 0, value)
+            backward.append((most[0] - base, most[-1] - base, meter.live - base))
+        found = zip(units, forward, reversed(backward), strict=True)
+        return {unit.name: Activations(*there, *back) for unit, there, back in found}
+
+    def replayed(self, activations: Mapping[str, Activations] | None = None) -> Replay:
+        """What the rank's program says its units communicate and hold, with `activations` all it holds."""
         footprints = {
             unit.name: Footprint(
                 unit.layout.total,
                 unit.sharing.shards,
                 unit.sharing.copies,
                 next((lender.name for lender, *_ in unit.borrowed.values()), None),
+                sum(row.numel() for row in unit._rows.values()),
+                unit.sliced,
             )
             for unit in self.units
         }
@@ -111,6 +140,7 @@ class OneRank:
             reduce_bytes=first.reduce_dtype.itemsize,
             in_flight=first.reductions.in_flight,
             units_of_op=dict(enumerate(self.layout.units)),
+            activations=activations,
         )
 
     # ---- the feed: random tokens, a function of the rank's place in the batch and the micro-batch ----
@@ -130,3 +160,78 @@ class OneRank:
 
     def grad(self, micro_batch: int) -> Tensor:
         return self._scale
+
+
+# ---- measuring ----
+
+
+class Meter(Protocol):
+    """Bytes that are there now, and the most since `reset`."""
+
+    @property
+    def live(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+    def reset(self) -> None: ...
+
+
+class DeviceMeter:
+    """A GPU's allocator."""
+
+    def __init__(self, device: str | torch.device = "cuda"):
+        self.device = torch.device(device)
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    @property
+    def most(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class CountedMeter:
+    """A budget that is being enforced."""
+
+    def __init__(self, budget: Budget):
+        self.budget = budget
+
+    @property
+    def live(self) -> int:
+        return self.budget.live
+
+    @property
+    def most(self) -> int:
+        return self.budget.peak.bytes
+
+    def reset(self) -> None:
+        self.budget.reset_peak()
+
+
+@contextmanager
+def _passing(unit: Unit, meter: Meter) -> Iterator[list[int]]:
+    """What is there besides the unit's parameters and gradient, at most: until its gradient is taken, and from then on."""
+    without = meter.live
+    unit.gather()
+    unit.need()
+    extra = meter.live - without
+    main_grad = unit.main_grad
+    most: list[int] = []
+
+    def taken(name: str) -> Tensor:
+        if not most:
+            most.append(meter.most - extra)
+            meter.reset()
+        return main_grad(name)
+
+    meter.reset()
+    with patch.object(unit, "main_grad", taken):
+        yield most
+    own = [unit.grad] if unit.grad is not None else []
+    own += [grad for name, grad in unit._grads.items() if name in unit._rows]
+    most.append(meter.most - extra - sum(grad.nbytes for grad in own))
+    unit.release()
+    unit.zero_grad()

@@ -20,6 +20,7 @@ from torch import Tensor
 from fourfold.collectives import all_gather, all_reduce
 from fourfold.errors import CommunicationError
 from fourfold.model.spec import flops_per_token
+from fourfold.offload.split import square_sum
 from fourfold.runtime.runner import Runner
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Unit
@@ -198,7 +199,7 @@ class Loop:
         for unit in self.units:
             for start, stop in self._owned(unit):
                 assert unit.shard_grad is not None
-                total += torch.linalg.vector_norm(unit.shard_grad[start:stop], dtype=torch.float64).square()
+                total += square_sum(unit.shard_grad[start:stop])
         return total
 
     def _owned(self, unit: Unit) -> list[tuple[int, int]]:

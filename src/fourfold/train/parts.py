@@ -23,11 +23,12 @@ from fourfold.runtime.stage import Keeper, Link, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.shard.sharing import Reductions, Sharing
-from fourfold.shard.split import Slice, slices_of
+from fourfold.shard.split import Serial, Slice, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.linear import Setting
+from fourfold.tensor.slices import GridCutter
 from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
 
@@ -115,6 +116,7 @@ def make_units(
             sharing=sharings[layout.choices[of].shards],
             reductions=reductions,
             sum_over={n: group for n, group in sums.items() if group is not None},
+            sliced=layout.choices[of].slices > 1,
         )
         for n, parameter in unit.params.items():
             for piece in unit.pieces[n]:
@@ -138,8 +140,8 @@ def make_units(
         slices = layout.choices[of].slices
         parts = [Slice(module, pieces_of(module, of, grid))]
         if slices > 1:
-            copies = grid.copies("row", "col")
-            parts = slices_of(of, module, slices, apart=len(names) > slices, copies_over=copies)
+            cutter = GridCutter(grid) if grid.row.size * grid.col.size > 1 else Serial(grid.copies())
+            parts = slices_of(of, module, slices, apart=len(names) > slices, cutter=cutter)
         for name, part in zip(names, parts, strict=True):
             rows = part.tied_rows.get("proj.weight")
             borrow = {"proj.weight": Borrowed(lender, "tokens.weight", rows)} if lender is not None else None
@@ -190,6 +192,7 @@ def make_stages(
                         plan.precision.compile,
                         part.adds,
                         part.takes_extra,
+                        held.units[name].sliced,
                     )
                 )
             reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None

@@ -271,6 +271,8 @@ def environment(place: Place, device: torch.device) -> dict[str, Any]:
 def _prepare(config: Config, place: Place) -> tuple[torch.device, float]:
     """This rank's device and timeout, with torch set up as the config wants it."""
     device = choose_device(config.train.device, place)
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # less of the memory is lost to fragments; read at the first allocation
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if config.train.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
