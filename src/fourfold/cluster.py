@@ -10,7 +10,7 @@ crosses with k times the bandwidth of one. Received bytes of a buffer of S bytes
     all_gather, reduce_scatter   (n - 1)/n · S          all_reduce   2 (n - 1)/n · S          message   S
 
 Latency is paid once per hop of the ring. `factor` multiplies the time of a collective where a backend is worse than a ring
-(gloo's reduce_scatter moves what an all_reduce does). `fourfold calibrate` measures all of it on a machine or job, and writes
+(gloo's own reduce_scatter moves what an all_reduce does). `fourfold calibrate` measures all of it on a machine or job, and writes
 factors of several sizes and groups in place of one (`measured`): those between are interpolated, and the nearest group's count.
 """
 
@@ -160,7 +160,7 @@ class Cluster:
             memory_rate=4e9 * share,
             operator=2e-5,
         )
-        inside = Level(name="loopback", bandwidth=1e9 * share, latency=2e-4, factor={"reduce_scatter": 2.0})
+        inside = Level(name="loopback", bandwidth=1e9 * share, latency=2e-4)
         return cls(
             name="local",
             devices=ranks,

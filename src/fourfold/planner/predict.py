@@ -18,6 +18,7 @@ from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.operators import UnitSpec
 from fourfold.plan import Plan
 from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.messages import message_bytes
 from fourfold.planner.replay import CATEGORIES, Extra, RankMemory, replay_rank
 from fourfold.planner.stages import (
     PlannedUnit,
@@ -36,8 +37,9 @@ from fourfold.program.partition import partition
 
 __all__ = ["BUFFERS", "Prediction", "describe_memory", "layout_of_plan", "predict", "stage_layers"]
 
-BUFFERS = 3 * 16 * 2**20
-"""Parameters whose state the streamed update has on the device at once: three buckets."""
+BUCKET, RING = 2**24, 4
+"""Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
+BUFFERS = RING * BUCKET
 MOST_OPS = 150_000
 """Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
 
@@ -150,7 +152,7 @@ def predict(
     if choices is None:
         choices = {u.name: _choice(plan, u) for u in spec.units}
     stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
-    return _Judge(setting, layout, schedule, stages, counts, state_on_device).prediction()
+    return _Judge(setting, layout, schedule, stages, counts, state_on_device, plan.memory.prefetch).prediction()
 
 
 def _choice(plan: Plan, unit: UnitSpec) -> Choice:
@@ -176,7 +178,9 @@ class _Judge:
         stages: list[list[PlannedUnit]],
         counts: Sequence[int],
         state_on_device: float | None,
+        prefetch: int,
     ):
+        self.prefetch = prefetch
         self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
         self.counts = tuple(counts)
         mesh = layout.mesh
@@ -304,19 +308,39 @@ class _Judge:
 
     def memory(self, rank: int) -> RankMemory:
         s, schedule = self.setting, self.schedule
+        cpu = s.cluster.device.kind == "cpu"
         units = [u for stage in schedule.stages_of[rank] for u in self.stages[stage]]
-        copy = self.tied_copy and rank == schedule.placement[-1]
-        rounding = 12.0 * max(u.cost.local for u in units) if s.compute < 4 else 0.0
-        streamed = min(BUFFERS, sum(u.cost.local for u in units)) * s.streamed if self.share < 1 else 0.0
+        first, last = schedule.placement[0], schedule.placement[-1]
+        copy, owner = self.tied_copy and rank == last, self.tied_copy and rank == first
+        tied = self.tied_elements * s.reduce
+        whole = next(u.cost for u in self.stages[0])
+        head = self.stages[-1][-1].cost
+        # CPUs have no kernel that rounds a master in one pass
+        rounding = 9.0 * max(u.cost.local for u in units) if s.compute < 4 and cpu else 0.0
         extra = Extra(
-            parameters=(self.tied_elements * s.compute if copy else 0.0) + self._tables(),
-            gradients=self.tied_elements * s.reduce if copy else 0.0,
-            message=self.message_bytes,
-            update=max(rounding, streamed),
-            state_on_device=self.share,
+            parameters=(whole.parameters if copy else 0.0) + self._tables(),
+            lent=head.borrowed if s.spec.tied and not self.tied_copy and rank == first else 0.0,
+            copied=whole.gradients if copy else 0.0,
+            taken=tied if owner else 0.0,
+            messages=message_bytes(schedule, rank, self.message_bytes, cpu),
+            pooled=self.message_bytes if cpu else 0.0,
+            buffers=self._buffers(sum(u.cost.local for u in units)),
+            update=rounding if self.share == 1 else 0.0,
+            state_on_device=1.0 if cpu else self.share,
             state=s.state if self.share == 1 else s.streamed,
+            prefetch=self.prefetch,
         )
         return replay_rank(schedule, rank, self.stages, extra)
+
+    def _buffers(self, local: float) -> float:
+        """Bytes of the streamed update's ring and scratch."""
+        if self.share == 1:
+            return 0.0
+        s = self.setting
+        bucket = min(BUCKET, local)
+        slots = min(RING, -(-local * (1 - self.share) // BUCKET))
+        scratch = max(4, s.compute) * (1 + (s.compute < 4) + 2 * (s.moments == "bf16"))
+        return bucket * (slots * s.streamed + scratch)
 
 
 def describe_memory(memory: RankMemory) -> str:
