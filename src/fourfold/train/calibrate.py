@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from fourfold.cluster import Cluster, Device, Host, Level
 from fourfold.collectives import all_gather, all_reduce, reduce_scatter
 from fourfold.launch.place import Place
+from fourfold.train.device_rates import gpu_device
 
 __all__ = ["calibrate"]
 
@@ -59,27 +60,11 @@ class _Calibration:
         self.nodes = place.ranks // max(1, place.local_ranks)
 
     def cluster(self, name: str) -> Cluster:
-        rates = {kind: self._best_rate(dtype) for kind, dtype in DTYPES.items()}
-        peaks = {kind: max(found) for kind, found in rates.items()}
-        kind = "bf16" if self.device.type == "cuda" else "fp32"
-        share = min(1.0, median(rates[kind]) / peaks[kind])
-        attention = min(1.0, self._attention(DTYPES[kind]) / (peaks[kind] * share))
-        memory = self._memory()
         made = Cluster(
             name=name or platform.node(),
             nodes=self.nodes,
             devices=max(1, self.place.local_ranks),
-            device=Device(
-                name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
-                kind="cuda" if self.device.type == "cuda" else "cpu",
-                memory=str(memory),
-                reserve="2GiB" if self.device.type == "cuda" else str(min(256 << 20, memory // 8)),
-                matrix=peaks,
-                efficiency=share,
-                attention=attention,
-                memory_rate=self._memory_rate(),
-                operator=self._operator(),
-            ),
+            device=self._device(),
             host=Host(memory=str(psutil.virtual_memory().total), link=self._link()),
             level=self._levels(),
             source=f"measured with torch {torch.__version__} on {self.place.ranks} ranks",
@@ -87,6 +72,25 @@ class _Calibration:
         return replace(made, overlap=self._overlap(made)) if self.place.ranks > 1 else made
 
     # ---- one device ----
+
+    def _device(self) -> Device:
+        if self.device.type == "cuda":
+            return gpu_device(self.device, self._memory(), self._operator())
+        rates = {kind: self._best_rate(dtype) for kind, dtype in DTYPES.items()}
+        peaks = {kind: max(found) for kind, found in rates.items()}
+        share = min(1.0, median(rates["fp32"]) / peaks["fp32"])
+        memory = self._memory()
+        return Device(
+            name="CPU",
+            kind="cpu",
+            memory=str(memory),
+            reserve=str(min(256 << 20, memory // 8)),
+            matrix=peaks,
+            efficiency=share,
+            attention=min(1.0, self._attention() / (peaks["fp32"] * share)),
+            memory_rate=self._memory_rate(),
+            operator=self._operator(),
+        )
 
     def _best_rate(self, dtype: torch.dtype) -> list[float]:
         """FLOP/s of square products, by size."""
@@ -96,9 +100,9 @@ class _Calibration:
             out.append(2.0 * n**3 / self._time(partial(torch.mm, a, a)))
         return out
 
-    def _attention(self, dtype: torch.dtype) -> float:
-        tokens, heads = (2048, 16) if self.device.type == "cuda" else (128, 4)
-        q = torch.ones(2, heads, tokens, 64, dtype=dtype, device=self.device)
+    def _attention(self) -> float:
+        tokens = 128
+        q = torch.ones(2, 4, tokens, 64)
         took = self._time(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
         return 0.5 * 4 * tokens * q.numel() / took
 
