@@ -43,9 +43,7 @@ def lower_is_better(case: str, peer: str, metric: str, ours: float, theirs: floa
 
 def parser_of(description: str, sections: Sequence[str] = ()) -> argparse.ArgumentParser:
     """A parser of `--quick`, `--json PATH`, and `--only SECTION …` where there are sections to choose from."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small part, in seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     if sections:

@@ -352,7 +352,9 @@ def _planned(task: Task, cluster: Cluster, budget: float, *fixes: str) -> Plan |
         return None
 
 
-def osdp_plan(task: Task, cluster: Cluster, budget: float, activations: float, reduce: str, split: int = 1) -> Plan | None:
+def osdp_plan(
+    task: Task, cluster: Cluster, budget: float, activations: float, reduce: str, split: int = 1
+) -> Plan | None:
     """OSDP's choice: for every operator DP (as it runs: unsharded from forward to backward) or ZDP, by its own model.
 
     Memory is a sum: 16 bytes a parameter over the ranks, 12 more for DP, activations, and the largest operator gathered (a slice of
@@ -362,7 +364,9 @@ def osdp_plan(task: Task, cluster: Cluster, budget: float, activations: float, r
     ring = {u.name: cluster.collective("all_gather", 4 * u.parameters, n) for u in spec.units}
     surge = max(8 * u.parameters for u in spec.units) / split
     groups = [
-        Group([(16 * u.parameters / n, 3 * ring[u.name]), (16 * u.parameters / n + 12 * u.parameters, 2 * ring[u.name])])
+        Group(
+            [(16 * u.parameters / n, 3 * ring[u.name]), (16 * u.parameters / n + 12 * u.parameters, 2 * ring[u.name])]
+        )
         for u in spec.units
     ]
     chosen = choose(groups, budget - activations - surge, exact=True)
@@ -466,7 +470,11 @@ def race(task: Task, lab: Lab, cluster: Cluster, rounds: int, goal: bool = True)
         if osdp is not None:
             rows.append(lower_is_better(f"{name}; {level}", "OSDP", "step ms", ms(ours), ms(osdp), spread))
         rows.append(lower_is_better(f"{name}; {level}", "best single mode", "step ms", ms(ours), fitting[best], spread))
-        modes = ", ".join(f"{sum(rule_is(ours, u, m) for u in units(task))} {m}" for m in MODES if any(rule_is(ours, u, m) for u in units(task)))
+        modes = ", ".join(
+            f"{sum(rule_is(ours, u, m) for u in units(task))} {m}"
+            for m in MODES
+            if any(rule_is(ours, u, m) for u in units(task))
+        )
         told = f"OSDP {ms(osdp):.0f} ms; " if osdp is not None else "OSDP has no plan; "
         against = fitting["FSDP2 ZeRO-3"] / ms(ours)
         print(
@@ -523,14 +531,21 @@ def check(ranks: int = 2, micro_batches: int = 2) -> Iterator[tuple[str, float]]
                 UnitRule(match="*"),
             ),
         )
-        entries: dict[str, Entry] = {"DDP": "ddp", "FSDP2 ZeRO-3": "zero3", "FSDP2 ZeRO-2": "zero2", "ours, mixed": mixed}
+        entries: dict[str, Entry] = {
+            "DDP": "ddp",
+            "FSDP2 ZeRO-3": "zero3",
+            "FSDP2 ZeRO-2": "zero2",
+            "ours, mixed": mixed,
+        }
         entries |= {f"ours, {mode}": mode_plan(task, mode) for mode in ("zero2", "zero3", "keep")}
         for name, entry in entries.items():
             found = run_ranks(_gradients, ranks, task, entry, timeout=100)
             worst = 0.0
             for grads in found:
                 assert grads.keys() == want.keys(), f"{name}: {sorted(grads.keys() ^ want.keys())}"
-                worst = max(worst, *(float((grads[n] - w).abs().max() / w.abs().max().clamp(min=1e-6)) for n, w in want.items()))
+                worst = max(
+                    worst, *(float((grads[n] - w).abs().max() / w.abs().max().clamp(min=1e-6)) for n, w in want.items())
+                )
             yield f"{model.name}, {name}", worst
 
 
