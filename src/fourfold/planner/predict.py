@@ -40,6 +40,8 @@ __all__ = ["BUFFERS", "Prediction", "describe_memory", "layout_of_plan", "predic
 BUCKET, RING = 2**24, 4
 """Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
 BUFFERS = RING * BUCKET
+STASH = 2 << 30
+"""Bytes of activations that wait on the device for their way to the host, or are back before they are needed."""
 MOST_OPS = 150_000
 """Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
 
@@ -65,6 +67,8 @@ class Prediction:
     rate: float
     """The devices' peak FLOP/s, one device."""
     layers: tuple[int, ...] = ()
+    computing: tuple[float, ...] = ()
+    """Of every rank of a pipeline: computing, recomputation and update, were collectives and messages free."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -252,7 +256,13 @@ class _Judge:
             ranks=layout.mesh.ranks,
             rate=setting.cluster.device.matrix[setting.precision.compute],
             layers=self.counts,
+            computing=tuple(self._computing(rank) for rank in range(self.schedule.ranks)),
         )
+
+    def _computing(self, rank: int) -> float:
+        units = [u.cost for s in self.schedule.stages_of[rank] for u in self.stages[s]]
+        once = sum(sum(c.compute[:4]) - c.compute.grid for c in units)
+        return self.layout.micro_batches * once + self._update(sum(c.local for c in units))
 
     def _steady(self, rank: int) -> bool:
         """Whether a rank always has a micro-batch in flight between its first forward and its last backward."""
@@ -315,6 +325,7 @@ class _Judge:
         tied = self.tied_elements * s.reduce
         whole = next(u.cost for u in self.stages[0])
         head = self.stages[-1][-1].cost
+        flight = min(self.layout.micro_batches, self.layout.stages)
         # CPUs have no kernel that rounds a master in one pass
         rounding = 9.0 * max(u.cost.local for u in units) if s.compute < 4 and cpu else 0.0
         extra = Extra(
@@ -324,6 +335,7 @@ class _Judge:
             taken=tied if owner else 0.0,
             messages=message_bytes(schedule, rank, self.message_bytes, cpu),
             pooled=self.message_bytes if cpu else 0.0,
+            parked=0.0 if cpu else min(STASH, flight * sum(u.cost.offloaded for u in units)),
             buffers=self._buffers(sum(u.cost.local for u in units)),
             update=rounding if self.share == 1 else 0.0,
             state_on_device=1.0 if cpu else self.share,

@@ -67,6 +67,8 @@ class Extra:
     """Of one of them, where inputs and gradients of stages that came in a message are among those."""
     buffers: float = 0.0
     """Of the streamed update, all the time."""
+    parked: float = 0.0
+    """Of activations on their way to the host and back."""
     update: float = 0.0
     """What the update holds for a while: rounding of masters."""
     state_on_device: float = 1.0
@@ -120,6 +122,7 @@ def replay_rank(schedule: Schedule, rank: int, stages: Sequence[Sequence[Planned
     base[PARAMETERS] += extra.parameters
     base[OPTIMIZER] = local * extra.state * extra.state_on_device + extra.buffers
     base[MESSAGES] = extra.messages
+    base[ACTIVATIONS] = extra.parked
     ops = schedule.order[rank]
     walks: dict[_Place, _Walk] = {}
     best, most, best_at = list(base), 0.0, "update"
@@ -219,7 +222,10 @@ def _walk(place: _Place, units: Sequence[PlannedUnit], extra: Extra, came: froze
         else:
             grad = extra.pooled if i == 0 and kind != "W" and (place.stage, "B") in came else 0.0
             step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead)
-            if kind != "W" and (place.first or (_each_time(u) and kind == "B")):
+            if c.slices > 1:  # its gradient waits for those before
+                now[GRADIENTS] -= sum(flying)
+                flying = (0.0, 0.0)
+            if kind != "W" and (place.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients)):
                 now[GRADIENTS] += (c.gradients + c.borrowed) / c.slices
             step.mark({"B": c.closing, "I": 0.0, "W": c.product}[kind], ahead)
             if kind != "I":
@@ -248,9 +254,8 @@ def _reduced(
     if u.spec.layer == 0:
         step.mark(gradients=extra.taken)
         now[GRADIENTS] -= extra.lent
-    if c.reduced >= c.gradients:  # it stays whole; a second one is added to it when the third has begun
-        step.mark(gradients=whole if each and not place.first else 0.0)
-        now[GRADIENTS] -= whole if each and place.kind == "B" and not place.first else 0.0
+    if c.reduced >= c.gradients:  # it stays whole; a second one is added to it when the third begins
+        now[GRADIENTS] += whole if each and place.first and not place.last else 0.0
         return flying
     step.mark(gradients=sums)
     now[GRADIENTS] += sums - sum(flying)

@@ -40,6 +40,8 @@ from fourfold.shard.layout import ALIGN
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
+LEAST = 1 << 20
+"""Bytes: smaller activations are not sent to the host."""
 
 
 class Choice(NamedTuple):
@@ -128,10 +130,13 @@ def compute_times(
             grid += sum(moves)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            forward, input_grad = forward + time, input_grad + time * o.backward
+            forward, input_grad = (
+                forward + time,
+                input_grad + time * cluster.device.attention_backward * o.backward / 2.5,
+            )
             cheap += time if o.name in unit.again else 0.0
         else:
-            time = cluster.memory_bound(o.moved * tokens * width / col)
+            time = cluster.memory_bound((o.moved * width + o.wide * max(4, width)) * tokens / col)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
     again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
@@ -227,7 +232,14 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     lent = _lent(setting, unit, mesh)
     scale = tokens / mesh.col
     kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
-    held = kept if layout.activations == "device" or cluster.device.kind == "cpu" else 0.0
+    if (
+        choice.recompute == "selective" and mesh.col > 1
+    ):  # a product's output is kept before it is summed over the columns
+        kept += unit.output * e * (tokens - scale)
+    offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
+    held = 0.0 if offloads else kept
+    if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
+        held = kept * (2 if setting.spec.hidden * e * scale >= LEAST else 1)
     heights = _Heights(setting, unit, mesh, choice, tokens, (n + lent) * e, slices)
     return UnitCost(
         compute=compute,
@@ -241,16 +253,16 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         local=n / shards,
         activation=held,
         kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale,
-        forward_workspace=heights.forward() + kept - held,
-        workspace=heights.backward() + kept - held,
+        forward_workspace=heights.forward() + max(0.0, kept - held),
+        workspace=heights.backward() + max(0.0, kept - held),
         closing=heights.closing() - held,
-        split_workspace=heights.split() + kept - held,
+        split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
         transient=n * e / slices if mode == "zero3" else 0.0,
         slices=slices,
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
-        offloaded=kept if layout.activations == "host" else 0.0,
+        offloaded=kept if offloads else 0.0,
     )
 
 
@@ -282,8 +294,9 @@ class _Heights:
         size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale + m.grads * self.grads
         if mesh.col > 1:
             size += m.full * self.tokens * e
-        if mesh.row > 1:
-            size += m.weights * self.unit.matrices / mesh.col * e
+        if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
+            wide = 4 if m.grads and e < 4 else 0
+            size += m.weights * self.unit.matrices / mesh.col * (e + wide)
         return size
 
     @property
@@ -305,13 +318,30 @@ class _Heights:
         return self._most(self.unit.forward[name]) + cast * self.scale + self._sum
 
     def backward(self) -> float:
-        return self._again + self._most(self.unit.backward) + 2 * self._sum
+        """What is recomputed is there before the backward begins, and a forward's own workspace while it is recomputed."""
+        if self.slices > 1:
+            return max(self.split(), self._first_slice)
+        most = self._most(self.unit.backward)
+        if self.recompute != "none":
+            most = max(most, self._most(self.unit.forward["none"]) + self.unit.output * self.width * self.scale)
+        return self._again + most
 
     def split(self) -> float:
-        return self._again + self._most(self.unit.split) + 2 * self._sum
+        return self._again + self._most(self.unit.split) + self._sum
 
     def closing(self) -> float:
-        return self.unit.closing * self.width * self.scale + self.grads + 2 * self._sum
+        """With all of what is kept in it, but where slices keep it for each other."""
+        if self.slices > 1:
+            return self.kept * self.scale + self._first_slice + self.grads / 4  # a quarter of a product at a time
+        return self.unit.closing * self.width * self.scale + self.grads
+
+    @property
+    def _first_slice(self) -> float:
+        """At the norm: gradients of the sum, of what feeds the slices and of the input; what products wait for."""
+        hidden, e = self.setting.spec.hidden, self.width
+        waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
+        unfused = 4 * self.unit.unfused * max(4, e) if self.setting.cluster.device.kind == "cpu" else 0.0
+        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale
 
     def product(self) -> float:
         """The largest weight gradient."""
