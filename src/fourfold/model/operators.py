@@ -390,7 +390,8 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             ),
         },
         backward=(
-            Moment(Held(d), Held(f + gate), late, full=d, weights=late),
+            Moment(Held(d), Held(f), late, full=d, weights=late),
+            Moment(Held(d), Held(f + gate), late),
             Moment(Held(2 * d), Held(-f - gate), 1.0, full=d, weights=1 - late),
         ),
         split=(Moment(Held(d), Held(2 * f + gate)), Moment(Held(2 * d), full=d)),
@@ -425,9 +426,9 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "per-slice": Held(2 * d + (d if bert else 0), 4),
         },
         forward={
-            "none": (Moment(inner=Held(v)),),
-            "selective": (Moment(inner=Held(0, v)),),
-            "full": (Moment(Held(d + more), Held(v, v)),),
+            "none": (Moment(inner=Held(v)), Moment(full=d)),
+            "selective": (Moment(inner=Held(0, v)), Moment(Held(d), full=d)),
+            "full": (Moment(Held(d + more), Held(v, v)), Moment(Held(d + more), Held(v), full=d)),
         },
         backward=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), 1.0, full=d)),
         split=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), full=d)),

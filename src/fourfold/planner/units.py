@@ -36,6 +36,7 @@ from fourfold.model.operators import Held, Moment, Operator, UnitSpec
 from fourfold.plan import Mesh
 from fourfold.planner.layout import Layout, Setting
 from fourfold.shard.layout import ALIGN
+from fourfold.tensor.costs import Product, choose_flow
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
 
@@ -228,16 +229,12 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         reduce += cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
     lent = _lent(setting, unit, mesh)
     scale = tokens / mesh.col
-    kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
-    if (
-        choice.recompute == "selective" and mesh.col > 1
-    ):  # a product's output is kept before it is summed over the columns
-        kept += unit.output * e * (tokens - scale)
+    heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
+    kept = heights.kept
     offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
     held = 0.0 if offloads else kept
     if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
-        held = kept * (2 if setting.spec.hidden * e * scale >= LEAST else 1)
-    heights = _Heights(setting, unit, mesh, choice, tokens, (n + lent) * e, slices)
+        held = kept * (2 if kept >= LEAST else 1)
     return UnitCost(
         compute=compute,
         gather=gather,
@@ -274,13 +271,46 @@ class _Heights:
     """The most bytes that a unit holds for a while, above what it keeps of a micro-batch."""
 
     def __init__(
-        self, setting: Setting, unit: UnitSpec, mesh: Mesh, choice: Choice, tokens: int, grads: float, slices: int
+        self, setting: Setting, layout: Layout, unit: UnitSpec, choice: Choice, tokens: int, grads: float, slices: int
     ):
+        mesh = layout.mesh
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
-        self.kept = _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute)
-        self.full = _bytes(setting, unit.saved["none"], unit, "none")
+        self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
+        self.kept = (
+            _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute) * self.scale
+        )
+        if self.recompute == "none":
+            self.kept = self.full
+        # on a grid, the last product's output is kept before it is summed over the columns
+        self.unsummed = 0.0
+        if self.recompute == "selective" and mesh.col > 1 and unit.flops and unit.output:
+            self.unsummed = unit.output * self.width * tokens
+            self.kept += self.unsummed - unit.output * self.width * self.scale
+        self.moving = self._moving(layout.flow) if mesh.row > 1 and unit.output else 0.0
+
+    def _moving(self, flow: str) -> float:
+        """Bytes more than `os` and `ls` hold: `ws` gathers activations over the rows, `summa` copies what it sums."""
+        mesh, hidden, widest, ws = self.mesh, self.setting.spec.hidden, 0, False
+        for o in self.unit.operators:
+            if o.kind == "product":
+                leaves, comes = o.inputs == hidden, o.outputs == hidden
+                k, b = -(-o.inputs // mesh.col), -(-o.outputs // mesh.col)
+                sizes = Product(self.tokens, o.inputs, o.outputs, k, b, leaves, comes, mesh.row, mesh.col)
+                chosen = choose_flow(sizes, flow, self.width, self.setting.reduce)
+                ws, widest = ws or chosen.startswith("ws"), max(widest, o.inputs, o.outputs)
+        if ws:
+            return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)
+        return self.width * (widest + 2 * hidden) * self.scale if flow == "summa" else 0.0
+
+    @property
+    def _shared_keys(self) -> float:
+        """Bytes of a token: with fewer key heads than columns, every column holds one whole (keys, values, turned keys)."""
+        config, col = self.setting.spec.config, self.mesh.col
+        if self.unit.kind != "attn" or config is None or config.kv_heads is None or config.head_dim is None:
+            return 0.0
+        return 3.0 * max(0, col - config.kv_heads) * config.head_dim * self.width
 
     def _most(self, moments: tuple[Moment, ...]) -> float:
         return max((self._bytes(m) for m in moments), default=0.0)
@@ -300,8 +330,10 @@ class _Heights:
         """Bytes that a backward computes again before it begins."""
         if self.recompute == "none":
             return 0.0
-        stays = self.unit.output * self.width if self.recompute == "selective" else 0.0  # the last product's output
-        return (max(0.0, self.full - self.kept) / self.slices + stays) * self.scale
+        again = max(0.0, self.full - self.kept + self.unsummed) / self.slices - self.unsummed
+        if self.recompute == "selective" and not self.unsummed:
+            again += self.unit.output * self.width * self.scale  # the last product's output, which nobody reads
+        return again
 
     @property
     def _sum(self) -> float:
@@ -311,24 +343,28 @@ class _Heights:
     def forward(self) -> float:
         name = "full" if self.recompute == "per-slice" else self.recompute
         cast = 4 * self.unit.cast / self.slices if self.width < 4 else 0.0
-        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum
+        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum + self.moving
 
     def backward(self) -> float:
         """What is recomputed is there before the backward begins, and a forward's own workspace while it is recomputed."""
         if self.slices > 1:
-            return max(self.split(), self._first_slice)
-        most = self._most(self.unit.backward)
+            probabilities = self.unit.cast * max(4, self.width) / self.slices * self.scale
+            return max(self.split() + probabilities, self._first_slice)
+        most = self._again + self._most(self.unit.backward) + self.moving
+        output = self.unit.output * self.width
+        if self.unsummed:  # while the first product's input is gathered
+            return max(most, output * (2 * self.scale + self.tokens))
         if self.recompute != "none":
-            most = max(most, self._most(self.unit.forward["none"]) + self.unit.output * self.width * self.scale)
-        return self._again + most
+            most = max(most, self._again + self._most(self.unit.forward["none"]) + output * self.scale)
+        return most
 
     def split(self) -> float:
-        return self._again + self._most(self.unit.split) + self._sum
+        return self._again + self._most(self.unit.split) + self._sum + self.moving
 
     def closing(self) -> float:
         """With all of what is kept in it, but where slices keep it for each other."""
         if self.slices > 1:
-            return self.kept * self.scale + self._first_slice + self.grads / 4  # a quarter of a product at a time
+            return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
         return self.unit.closing * self.width * self.scale + self.grads
 
     @property
@@ -337,7 +373,8 @@ class _Heights:
         hidden, e = self.setting.spec.hidden, self.width
         waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
         unfused = 4 * self.unit.unfused * max(4, e) if self.setting.cluster.device.kind == "cpu" else 0.0
-        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale
+        gathered = hidden * e * (self.tokens + self.scale) if self.mesh.col > 1 else 0.0
+        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale + gathered
 
     def product(self) -> float:
         """The largest weight gradient."""
