@@ -75,7 +75,9 @@ class UnitCost:
     gather: float
     """Seconds of one gather of its parameters."""
     reduce: float
-    """Seconds of one reduction of its gradients."""
+    """Seconds of one reduction of its gradients, within its group."""
+    across: float
+    """Seconds of the sum across groups that follows."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -222,11 +224,12 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     n = _rounded(_elements(unit, mesh), shards * slices)
     e, r = setting.compute, setting.reduce
     gather = 0.0 if mode == "replicate" else cluster.collective("all_gather", n * e, group, stride)
+    across = 0.0
     if mode == "replicate":
         reduce = cluster.collective("all_reduce", n * r, replicas, stride)
     else:
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
-        reduce += cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
+        across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
     lent = _lent(setting, unit, mesh)
     scale = tokens / mesh.col
     heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
@@ -239,6 +242,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         compute=compute,
         gather=gather,
         reduce=reduce,
+        across=across,
         whole=n * e,
         parameters=n * e / shards,
         gradients=n * r,

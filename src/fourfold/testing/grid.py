@@ -43,7 +43,7 @@ class _ThreadAxis(Axis):
     """An Axis between threads."""
 
     def __init__(self, name: str, size: int, index: int, line: _Line):
-        super().__init__(name, size, index)
+        super().__init__(name, size, index)  # no group: what is started is done at once
         self.line = line
 
     def gather(self, x: Tensor) -> Tensor:

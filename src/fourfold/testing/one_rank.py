@@ -88,7 +88,7 @@ class OneRank:
         self.model = build_model(config.model)
         compute = _DTYPES[plan.precision.compute]
         reduce = torch.promote_types(_DTYPES[plan.precision.reduce], compute)
-        grid = make_grid(self.mesh)
+        grid = make_grid(self.mesh, plan)
         put_on_grid(self.model, grid, config, plan, compute, reduce)
         self.model.to(compute)
         self.held = make_units(
