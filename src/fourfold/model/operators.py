@@ -348,7 +348,7 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         backward=(
             Moment(Held(d + q), grads=late, full=d, weights=late),
             Moment(Held(d + q + qkv), grads=late),
-            Moment(Held(2 * d - q), grads=1.0, full=d, weights=1 - late),
+            Moment(Held(2 * d - q), grads=1.0, full=2 * d, weights=1 - late),
         ),
         split=(Moment(Held(d + q + qkv)), Moment(Held(2 * d), full=d)),
         closing=3.0 * d,
@@ -392,7 +392,7 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         backward=(
             Moment(Held(d), Held(f), late, full=d, weights=late),
             Moment(Held(d), Held(f + gate), late),
-            Moment(Held(2 * d), Held(-f - gate), 1.0, full=d, weights=1 - late),
+            Moment(Held(2 * d), Held(-f - gate), 1.0, full=2 * d, weights=1 - late),
         ),
         split=(Moment(Held(d), Held(2 * f + gate)), Moment(Held(2 * d), full=d)),
         closing=3.0 * d,
@@ -430,7 +430,7 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "selective": (Moment(inner=Held(0, v)), Moment(Held(d), full=d)),
             "full": (Moment(Held(d + more), Held(v, v)), Moment(Held(d + more), Held(v), full=d)),
         },
-        backward=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), 1.0, full=d)),
+        backward=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), 1.0, full=2 * d)),
         split=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), full=d)),
         closing=2.0 * d,
         cast=float(v),

@@ -114,6 +114,7 @@ def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
         plan.memory.optimizer,
         plan.memory.activations,
         plan.tensor.flow,
+        plan.tensor.keep,
     )
 
 

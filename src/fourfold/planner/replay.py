@@ -220,12 +220,14 @@ def _walk(place: _Place, units: Sequence[PlannedUnit], extra: Extra, came: froze
                 now[ACTIVATIONS] += c.activation - given
             step.mark(c.forward_workspace, ahead)
         else:
+            adds = kind != "W" and (place.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients))
             grad = extra.pooled if i == 0 and kind != "W" and (place.stage, "B") in came else 0.0
-            step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead)
+            early = c.gradients / c.slices if c.at_once and kind == "B" and adds else 0.0
+            step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead, early)
             if c.slices > 1:  # its gradient waits for those before
                 now[GRADIENTS] -= sum(flying)
                 flying = (0.0, 0.0)
-            if kind != "W" and (place.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients)):
+            if adds:
                 now[GRADIENTS] += (c.gradients + c.borrowed) / c.slices
             step.mark({"B": c.closing, "I": 0.0, "W": c.product}[kind], ahead)
             if kind != "I":

@@ -104,6 +104,8 @@ class UnitCost:
     """What W holds for a while: one product."""
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    at_once: bool = False
+    """Weight gradients are added up as they are made (on a grid), not at the end of the unit's backward."""
     slices: int = 1
     """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
     borrowed: float = 0.0
@@ -231,6 +233,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
     lent = _lent(setting, unit, mesh)
+    whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
+    if mesh.row > 1 and unit.flops:
+        width = (e if "weights" in layout.keep else 0) + (max(4, e) if "gradients" in layout.keep else 0)
+        whole_rows = unit.matrices / mesh.col * width
     scale = tokens / mesh.col
     heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
     kept = heights.kept
@@ -244,7 +250,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         reduce=reduce,
         across=across,
         whole=n * e,
-        parameters=n * e / shards,
+        parameters=n * e / shards + whole_rows,
         gradients=n * r,
         reduced=n * r / shards,
         local=n / shards,
@@ -256,6 +262,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
         transient=n * e / slices if mode == "zero3" else 0.0,
+        at_once=mesh.row * mesh.col > 1,
         slices=slices,
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
@@ -281,12 +288,16 @@ class _Heights:
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
+        sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
+        self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
         self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
         self.kept = (
             _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute) * self.scale
         )
         if self.recompute == "none":
             self.kept = self.full
+            if "inputs" in layout.keep and mesh.col > 1 and unit.flops:  # of all columns
+                self.kept += setting.spec.hidden * self.width * (tokens - self.scale)
         # on a grid, the last product's output is kept before it is summed over the columns
         self.unsummed = 0.0
         if self.recompute == "selective" and mesh.col > 1 and unit.flops and unit.output:
@@ -321,12 +332,14 @@ class _Heights:
 
     def _bytes(self, m: Moment) -> float:
         e, mesh = self.width, self.mesh
-        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale + m.grads * self.grads
+        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
+        size += m.grads * self.grads if mesh.row * mesh.col == 1 else min(m.grads, self.largest) * self.grads
         if mesh.col > 1:
             size += m.full * self.tokens * e
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
             wide = 4 if m.grads and e < 4 else 0
-            size += m.weights * self.unit.matrices / mesh.col * (e + wide)
+            ahead = self.largest if m.weights else 0.0
+            size += (m.weights + ahead) * self.unit.matrices / mesh.col * (e + wide)
         return size
 
     @property
@@ -369,7 +382,8 @@ class _Heights:
         """With all of what is kept in it, but where slices keep it for each other."""
         if self.slices > 1:
             return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
-        return self.unit.closing * self.width * self.scale + self.grads
+        alone = self.mesh.row * self.mesh.col == 1  # on a grid, each weight's gradient is added when it is made
+        return self.unit.closing * self.width * self.scale + (self.grads if alone else 0.0)
 
     @property
     def _first_slice(self) -> float:
@@ -382,8 +396,7 @@ class _Heights:
 
     def product(self) -> float:
         """The largest weight gradient."""
-        sizes = [math.prod(s) for s in self.unit.shapes.values() if len(s) > 1]
-        return max(sizes, default=0) / max(1, self.unit.matrices) * self.grads
+        return self.largest * self.grads
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:
