@@ -188,6 +188,7 @@ class _Judge:
         prefetch: int,
     ):
         self.prefetch = prefetch
+        self.walks: dict[Any, Any] = {}
         self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
         self.counts = tuple(counts)
         mesh = layout.mesh
@@ -348,7 +349,7 @@ class _Judge:
             state=s.streamed if self.streams else s.state,
             prefetch=self.prefetch,
         )
-        return replay_rank(schedule, rank, self.stages, extra)
+        return replay_rank(schedule, rank, self.stages, extra, self.walks)
 
     def _buffers(self, local: float) -> float:
         """Bytes of the streamed update's ring and scratch; narrow moments are widened there, wherever they are."""
