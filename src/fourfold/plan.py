@@ -126,6 +126,11 @@ class Tensor:
     """How a product moves; auto: fewest bytes for each shape."""
     residual: Literal["sequence", "hidden"] = "sequence"
     """What the residual stream is split by."""
+    overlap: bool = True
+    """Whether the grid's collectives run beside computing: weights gathered one linear ahead, gradients summed late."""
+    keep: tuple[Literal["weights", "inputs", "gradients"], ...] = ()
+    """What is kept rather than moved again: gathered weights, a step; gathered inputs, until the backward; gradients of all
+    rows, which are then summed over row once a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,6 +347,12 @@ class Plan:
         if tensor.flow == "summa" and mesh.col > 1 and self.precision.compile:
             raise PlanError(
                 "precision.compile: torch cannot capture the reductions of tensor.flow = 'summa'; use flow = 'auto'"
+            )
+        kept = [what for what in tensor.keep if what != "inputs"]
+        if kept and mesh.row > 1 and self.precision.compile:
+            raise PlanError(
+                f"precision.compile: a compiled graph gathers and sums on its own, and tensor.keep = '{kept[0]}' cannot be "
+                "kept; use keep = [] or ['inputs']"
             )
 
 

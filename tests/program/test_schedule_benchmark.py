@@ -1,14 +1,9 @@
 """What the benchmark of schedules rests on: the exhaustive proof, the Chimera baseline, the rows it writes."""
 
 import json
-import sys
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks import common, schedules
 from benchmarks.exhaustive import pairings, possible
 

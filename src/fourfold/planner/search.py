@@ -12,6 +12,7 @@ The certificate says: under the planner's model, no plan of the searched space t
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -83,7 +84,7 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     seconds = best.prediction.seconds
     lower = min([seconds - best.choice_gap, run.unsolved, run.passed, *(e.floor for e in run.pending)])
     certificate = {
-        "lower_bound": round(lower, 6),
+        "lower_bound": math.floor(lower * 1e6) / 1e6,
         "gap": round(max(0.0, seconds / lower - 1), 6),
         "choice_gap": round(best.choice_gap / seconds, 8),
         "layouts": run.total,

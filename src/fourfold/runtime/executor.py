@@ -97,13 +97,7 @@ class Executor:
         """Run a program to its end; returns what the last stage made of each micro-batch, where it is on this rank."""
         self.begin(feed, evaluate=evaluate)
         for instruction in program.instructions:
-            try:
-                self.do(instruction)
-            except CommunicationError as e:
-                raise CommunicationError(f"{instruction}: {e}") from e
-            except Exception as e:
-                e.add_note(f"in instruction {instruction}")
-                raise
+            self.do(instruction)
         return self.end()
 
     def begin(self, feed: Feed, *, evaluate: bool = False) -> None:
@@ -121,7 +115,16 @@ class Executor:
         return values.outputs
 
     def do(self, instruction: Instruction) -> None:
-        """Do one instruction."""
+        """Do one instruction; what goes wrong in it names it."""
+        try:
+            self._do(instruction)
+        except CommunicationError as e:
+            raise CommunicationError(f"{instruction}: {e}") from e
+        except Exception as e:
+            e.add_note(f"in instruction {instruction}")
+            raise
+
+    def _do(self, instruction: Instruction) -> None:
         match instruction:
             case Op(stage, kind, micro_batch):
                 self.compute(stage, kind, micro_batch)

@@ -138,14 +138,7 @@ class _Driver:
             self.executor.do(gather)
         kinds = 3 if self.plan.split else 2
         for _ in range(kinds * len(self.plan.stages) * self.plan.micro_batches):
-            op = self._agree(self._choose() if self.leads else None)
-            try:
-                self._do(op)
-            except CommunicationError as e:
-                raise CommunicationError(f"{op}: {e}") from e
-            except Exception as e:
-                e.add_note(f"in op {op}")
-                raise
+            self._do(self._agree(self._choose() if self.leads else None))
         while self._stream():
             pass
         return self.executor.end()

@@ -41,17 +41,25 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
-__all__ = ["Keeper", "Link", "Stage", "UnitVerbs", "keep_products"]
+__all__ = ["Keeper", "Link", "Stage", "UnitVerbs", "Watch", "keep_products"]
 
 
 class UnitVerbs(Protocol):
     """What a stage asks of a unit."""
 
+    def ready(self) -> bool: ...
     def need(self) -> None: ...
     def parameters(self) -> Sequence[Tensor]: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
     def add_grad(self, name: str, grad: Tensor, /) -> None: ...
+
+
+class Watch(Protocol):
+    """Is told when an op of a stage begins and ends: F, B, I, or E (a forward without a backward)."""
+
+    def begin(self, op: str, /) -> None: ...
+    def end(self) -> None: ...
 
 
 class Keeper(Protocol):
@@ -102,8 +110,9 @@ class Stage:
         split: bool = False,
         reseed: Callable[[int, int, int], None] | None = None,
         keeper: Keeper | None = None,
+        watch: Watch | None = None,
     ):
-        self.links, self.step, self.keeper = list(links), 0, keeper
+        self.links, self.step, self.keeper, self.watch = list(links), 0, keeper, watch
         self.queue = WeightGradQueue() if split or any(link.sliced for link in self.links) else None
         for link in self.links:
             if self.queue is not None and (split or link.sliced):
@@ -126,6 +135,7 @@ class Stage:
         """Run one link on the output of the one before."""
         kept = self._kept.setdefault(micro_batch, [])
         assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
+        self._begins("F", index == 0)
         link = self.links[index]
         fed = _fed(link, value)
         args = self._args(index, value if link.adds == "no" else value[fed], extra)
@@ -150,6 +160,7 @@ class Stage:
             with torch.enable_grad():
                 out = self._run(micro_batch, index, args)
             kept.append(_Kept(args, _edges(out), fed))
+        self._ends(index == len(self.links) - 1)
         return _joined(link, value, _detached(out))
 
     def backward(self, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
@@ -165,6 +176,7 @@ class Stage:
         """The backward of one link from the gradient of its output."""
         kept = self._kept[micro_batch]
         assert len(kept) == index + 1, f"micro-batch {micro_batch}: link {index} out of order"
+        self._begins("I" if split else "B", index == len(self.links) - 1)
         queue = self.queue if split or self.links[index].sliced else None
         assert queue is not None or not split, "a stage that was not built to be split"
         if queue is not None:
@@ -178,6 +190,7 @@ class Stage:
             queue.run(micro_batch, index)
         if not kept:
             del self._kept[micro_batch]
+        self._ends(index == 0)
         return grad
 
     def weight_grad(self, micro_batch: int) -> None:
@@ -201,11 +214,13 @@ class Stage:
         link = self.links[index]
         args = self._args(index, value if link.adds == "no" else value[_fed(link, value)], extra)
         link.unit.need()
+        self._begins("E", index == 0)
         link.module.eval()
         try:
             return _joined(link, value, link.module(*args))
         finally:
             link.module.train()
+            self._ends(index == len(self.links) - 1)
 
     @property
     def in_flight(self) -> int:
@@ -217,6 +232,14 @@ class Stage:
         self._kept.clear()
         if self.queue is not None:
             self.queue.clear()
+
+    def _begins(self, op: str, first: bool) -> None:
+        if first and self.watch is not None:
+            self.watch.begin(op)
+
+    def _ends(self, last: bool) -> None:
+        if last and self.watch is not None:
+            self.watch.end()
 
     # ---- one link ----
 

@@ -82,7 +82,8 @@ class DefersWeightGrad(Protocol):
     ) -> None:
         """From now on the backward calls put_off(a, b, token, queue, place)."""
 
-    def weight_grad(self, a: Tensor, b: Tensor, /) -> Tensor: ...
+    def weight_grad(self, a: Tensor, b: Tensor, add: Callable[[Tensor], None], /) -> None:
+        """Compute the gradient and see to it that it is added, by `add` or on its own account."""
 
 
 class Accumulates(Protocol):
@@ -112,7 +113,7 @@ def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates, device: 
 
 
 def _computed(linear: DefersWeightGrad, add: Callable[[Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    return lambda a, b: add(linear.weight_grad(a, b))
+    return lambda a, b: linear.weight_grad(a, b, add)
 
 
 def _sink(queue: WeightGradQueue, work: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:

@@ -229,6 +229,11 @@ class Unit:
         """Whether the parameters are here, or on their way."""
         return self.sharing.shards == 1 or bool(self._holders)
 
+    def ready(self) -> bool:
+        """Whether the parameters can be used without waiting; a function of the verbs alone, not of time."""
+        units = [self, *(lender for lender, *_ in self.borrowed.values())]
+        return all(unit.gathered and unit._gathering is None for unit in units)
+
     def _hold(self, who: str) -> None:
         there = bool(self._holders)
         self._holders.add(who)

@@ -1,12 +1,16 @@
 """The flows: how a matrix product moves over a plane of the grid, forward and backward, on plain local tensors.
 
-Shapes, costs and the two ways of holding activations (tokens, features) are in costs.py. A flow is three functions:
+Shapes, costs and the two ways of holding activations (tokens, features) are in costs.py. A flow is four functions:
 
-    forward(x, w) -> y              input_grad(dy, w) -> dx, kept              weight_grad(x, kept, dtype) -> dw
+    forward(x, w) -> y, inputs      input_grad(dy, w) -> dx, kept      inputs(x)      weight_grad(inputs, kept, dtype) -> dw
 
-`x` is what the rank holds, nothing gathered is kept for the backward. `kept` is the gradient of y as the weight gradient needs
-it, gathered where it had to be for dx. So a weight gradient can be computed at once, or put off until W; its sum over row is
-done in `dtype` (fp32 or wider), and is part of it. The sum over depth and data is the unit's reduction.
+`x` is what the rank holds, `inputs` what the weight gradient needs of it: gathered again in the backward, or kept from the
+forward where a plan says so. `kept` is the gradient of y as the weight gradient needs it, gathered where it had to be for
+dx. So a weight gradient can be computed at once, or put off until W; its sum over row is done in `dtype` (fp32 or wider), and
+is part of it. The sum over depth and data is the unit's reduction.
+
+What is gathered for the weight gradient is on its way while dx is computed, and dx is scattered while the weight gradient
+is; weights arrive ahead of their use and weight gradients are summed behind it (late.py).
 
 Letters: n tokens of this row, m = n / col (rounded up, padded with zeros), r = row, c = col.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import Product
-from fourfold.tensor.grid import Axis, Grid
+from fourfold.tensor.grid import Axis, Coming, Grid
 
 __all__ = ["Matmul", "join", "multiply", "scatter_sum", "to_features", "to_tokens", "tokens_in"]
 
@@ -39,17 +43,21 @@ def tokens_in(rows: int, col: Axis, seq_len: int) -> int:
 
 def join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Tensor:
     """Everything the columns hold, on each of them: [n, width]."""
-    whole = col.gather(x)
-    if tokens:
-        return whole[: tokens_in(x.shape[0], col, seq_len)]
-    return _side_by_side(whole, col.size)
+    return _start_join(x, col, tokens, seq_len).get()
+
+
+def _start_join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Coming:
+    n = tokens_in(x.shape[0], col, seq_len) if tokens else 0
+    return col.start_gather(x).then(lambda whole: whole[:n] if tokens else _side_by_side(whole, col.size))
 
 
 def scatter_sum(x: Tensor, col: Axis, tokens: bool) -> Tensor:
     """The sum over columns of x [n, width], each keeping its tokens [m, width] or features [n, width / c]."""
-    if tokens:
-        return col.scatter(_pad(x, round_up(x.shape[0], col.size)))
-    return col.scatter(_stacked(x, col.size))
+    return _start_scatter_sum(x, col, tokens).get()
+
+
+def _start_scatter_sum(x: Tensor, col: Axis, tokens: bool) -> Coming:
+    return col.start_scatter(_pad(x, round_up(x.shape[0], col.size)) if tokens else _stacked(x, col.size))
 
 
 def _swap_to_features(x: Tensor, col: Axis, block: int, seq_len: int) -> Tensor:
@@ -113,14 +121,19 @@ def to_tokens(x: Tensor, col: Axis, width: int, seq_len: int) -> Tensor:
 # ---- the flows ----
 
 
+Whole = Callable[[], Tensor]
+"""Gives W of all rows."""
+
+
 @dataclass(frozen=True)
 class Matmul:
-    """A product on the grid by one flow."""
+    """A product on the grid by one flow. With `keeps_inputs`, what was gathered of x is kept for the backward."""
 
     flow: str
     grid: Grid
     sizes: Product
     seq_len: int
+    keeps_inputs: bool = False
 
     @property
     def takes_tokens(self) -> bool:
@@ -130,61 +143,98 @@ class Matmul:
     def gives_tokens(self) -> bool:
         return {"ls": self.sizes.out_tokens, "ws-out": True}.get(self.flow, False)
 
-    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+    @property
+    def moves_weight(self) -> bool:
+        """Whether W is gathered over row, and its gradient scattered there."""
+        return self.flow in ("os", "ls")
+
+    def forward(self, x: Tensor, w: Tensor, whole: Whole) -> tuple[Tensor, Tensor]:
+        """y, and what is kept of x for the backward."""
         row, col = self.grid.row, self.grid.col
         match self.flow:
             case "os":
-                return self._join_in(x) @ self._whole(w).t()
+                coming, all_rows = self._inputs(x), whole()
+                inputs = coming.get()
+                return inputs @ all_rows.t(), inputs if self.keeps_inputs else x
             case "ls":
-                return scatter_sum(x @ self._whole(w).t(), col, self.gives_tokens)
+                return scatter_sum(x @ whole().t(), col, self.gives_tokens), x
             case "ws-in":
-                return row.scatter((self._spread(x) @ w.t()).flatten(0, 1))
+                inputs = self._inputs(x).get()
+                return row.scatter(inputs @ w.t()), inputs if self.keeps_inputs else x
             case "ws-out":
-                return self._collect(row.gather(x).unflatten(0, (row.size, -1)) @ w.t(), self._width_out)
+                inputs = self._inputs(x).get()
+                y = (inputs @ w.t()).unflatten(0, (row.size, -1))
+                return self._start_collect(y, self._width_out).get(), inputs if self.keeps_inputs else x
             case _:
                 y = col.broadcast(x, 0) @ row.broadcast(w, 0).t()
                 for t in range(1, col.size):
                     y = y + col.broadcast(x, t) @ row.broadcast(w, t).t()
-                return y
+                return y, x
 
-    def input_grad(self, dy: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, kept: Tensor) -> Coming:
+        """What the weight gradient needs of x, of which the forward kept this."""
+        return Coming(kept) if self.keeps_inputs else self._inputs(kept)
+
+    def _inputs(self, x: Tensor) -> Coming:
+        match self.flow:
+            case "os":
+                return _start_join(x, self.grid.col, self.takes_tokens, self.seq_len)
+            case "ws-in":
+                return Coming(self._spread(x).flatten(0, 1))
+            case "ws-out":
+                return self.grid.row.start_gather(x)
+            case _:
+                return Coming(x)
+
+    def input_grad(self, dy: Tensor, w: Tensor, whole: Whole) -> tuple[Coming, Tensor]:
+        """dx, on its way, and what the weight gradient needs of dy."""
         row, col = self.grid.row, self.grid.col
         match self.flow:
             case "os":
-                return scatter_sum(dy @ self._whole(w), col, self.takes_tokens), dy
+                return _start_scatter_sum(dy @ whole(), col, self.takes_tokens), dy
             case "ls":
-                whole = join(dy, col, self.gives_tokens, self.seq_len)
-                return whole @ self._whole(w), whole
+                coming, all_rows = _start_join(dy, col, self.gives_tokens, self.seq_len), whole()
+                joined = coming.get()
+                return Coming(joined @ all_rows), joined
             case "ws-in":
-                whole = row.gather(dy)
-                return self._collect(whole.unflatten(0, (row.size, -1)) @ w, self._width_in), whole
+                joined = row.gather(dy)
+                return self._start_collect((joined @ w).unflatten(0, (row.size, -1)), self._width_in), joined
             case "ws-out":
-                spread = self._spread(dy)
-                return row.scatter((spread @ w).flatten(0, 1)), spread.flatten(0, 1)
+                spread = self._spread(dy).flatten(0, 1)
+                return row.start_scatter(spread @ w), spread
             case _:
                 dx = dy
                 for t in range(col.size):
                     part = col.reduce(dy @ row.broadcast(w, t), t)
                     dx = part if t == col.index else dx
-                return dx, dy
+                return Coming(dx), dy
 
-    def weight_grad(self, x: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    def weight_grad(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Coming:
+        """dw, summed over row."""
+        if self.moves_weight:
+            return self.row_sum(self.weight_product(inputs, kept, dtype))
         row, col = self.grid.row, self.grid.col
-        match self.flow:
-            case "os":
-                return self._row_sum(kept.t() @ self._join_in(x), dtype)
-            case "ls":
-                return self._row_sum(kept.t() @ x, dtype)
-            case "ws-in":
-                return (kept.t() @ self._spread(x).flatten(0, 1)).to(dtype)
-            case "ws-out":
-                return (kept.t() @ row.gather(x)).to(dtype)
-            case _:
-                dw = kept
-                for t in range(col.size):
-                    part = row.reduce((kept.t() @ col.broadcast(x, t)).to(dtype), t)
-                    dw = part if t == row.index else dw
-                return dw
+        if self.flow != "summa":
+            return Coming((kept.t() @ inputs).to(dtype))
+        dw = kept
+        for t in range(col.size):
+            part = row.reduce((kept.t() @ col.broadcast(inputs, t)).to(dtype), t)
+            dw = part if t == row.index else dw
+        return Coming(dw)
+
+    def weight_product(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """dw of all rows, from this row's tokens alone."""
+        dw = (kept.t() @ inputs).to(dtype)
+        return _pad(dw, round_up(dw.shape[0], self.grid.row.size))
+
+    def row_sum(self, dw: Tensor) -> Coming:
+        """This row's part of the sum of all rows' `weight_product`s."""
+        return self.grid.row.start_scatter(dw)
+
+    def start_whole(self, w: Tensor) -> Coming:
+        """W of all rows, without the padding that made them equal."""
+        filled = self.sizes.b if self.flow == "os" else self._width_out
+        return self.grid.row.start_gather(w).then(lambda whole: whole[:filled])
 
     # ---- parts of them ----
 
@@ -196,17 +246,6 @@ class Matmul:
     def _width_out(self) -> int:
         return self.sizes.outputs if self.sizes.out_tokens else self.sizes.col * self.sizes.b
 
-    def _join_in(self, x: Tensor) -> Tensor:
-        return join(x, self.grid.col, self.takes_tokens, self.seq_len)
-
-    def _whole(self, w: Tensor) -> Tensor:
-        """W of all rows, without the padding that made them equal."""
-        return self.grid.row.gather(w)[: self.sizes.b if self.flow == "os" else self._width_out]
-
-    def _row_sum(self, dw: Tensor, dtype: torch.dtype) -> Tensor:
-        row = self.grid.row
-        return row.scatter(_pad(dw.to(dtype), round_up(dw.shape[0], row.size)))
-
     def _spread(self, x: Tensor) -> Tensor:
         """[m, width] to the tokens of all rows and columns, of the features one block: [r, n, width / r]."""
         row, col = self.grid.row, self.grid.col
@@ -215,15 +254,26 @@ class Matmul:
         whole = col.gather(mine).unflatten(0, (col.size, row.size, -1))
         return whole.transpose(0, 1).flatten(1, 2)[:, :n]
 
-    def _collect(self, x: Tensor, width: int) -> Tensor:
+    def _start_collect(self, x: Tensor, width: int) -> Coming:
         """The way back of `_spread`, summed over col: [r, n, width / r] to [m, width]."""
         row, col = self.grid.row, self.grid.col
         x = F.pad(x, (0, 0, 0, round_up(x.shape[1], col.size) - x.shape[1]))
         stacked = x.unflatten(1, (col.size, -1)).transpose(0, 1).flatten(0, 2)
-        return _side_by_side(row.exchange(col.scatter(stacked)), row.size)[:, :width]
+        summed = col.start_scatter(stacked)
+        return summed.then(lambda mine: _side_by_side(row.exchange(mine), row.size)[:, :width])
 
 
 PutOff = Callable[[Tensor, Tensor, Tensor, int, int], None]
+
+
+class Holder(Protocol):
+    """What holds the weight of a product, outside of compiled graphs."""
+
+    def whole(self, forward: bool) -> Tensor:
+        """W of all rows, for a forward or a backward."""
+
+    def take_weight_grad(self, inputs: Tensor, kept: Tensor, /) -> bool:
+        """Compute the weight gradient and see to it; False: autograd is to have it."""
 
 
 class _Multiply(torch.autograd.Function):
@@ -239,22 +289,35 @@ class _Multiply(torch.autograd.Function):
         put_off: PutOff | None,
         queue: int,
         place: int,
+        holder: Holder | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, w)
         ctx.matmul, ctx.token, ctx.put_off, ctx.queue, ctx.place = matmul, token, put_off, queue, place
-        return matmul.forward(x, w)
+        ctx.holder = holder
+        y, kept = matmul.forward(x, w, _whole(matmul, w, holder, True))
+        ctx.save_for_backward(kept, w)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
-        dx, kept = ctx.matmul.input_grad(dy, w)
+        matmul, holder = ctx.matmul, ctx.holder
+        # what the weight gradient needs travels while dx is computed; without overlap, it is not held that long
+        early = matmul.inputs(x) if ctx.put_off is None and matmul.grid.col.overlap else None
+        dx, kept = matmul.input_grad(dy, w, _whole(matmul, w, holder, False))
         dw = None
         if ctx.put_off is not None:
             ctx.put_off(x, kept, ctx.token, ctx.queue, ctx.place)
         else:
-            dw = ctx.matmul.weight_grad(x, kept, torch.promote_types(w.dtype, torch.float32)).to(w.dtype)
-        return dx, dw, None, None, None, None, None
+            inputs = (matmul.inputs(x) if early is None else early).get()
+            if holder is None or not holder.take_weight_grad(inputs, kept):
+                wide = torch.promote_types(w.dtype, torch.float32)
+                dw = matmul.weight_grad(inputs, kept, wide).get().to(w.dtype)
+        return dx.get(), dw, None, None, None, None, None, None
+
+
+def _whole(matmul: Matmul, w: Tensor, holder: Holder | None, forward: bool) -> Whole:
+    return lambda: matmul.start_whole(w).get() if holder is None else holder.whole(forward)
 
 
 def multiply(
@@ -265,6 +328,7 @@ def multiply(
     put_off: PutOff | None = None,
     queue: int = 0,
     place: int = 0,
+    holder: Holder | None = None,
 ) -> Tensor:
     """x wᵀ, differentiable; the input as the flow takes it, the output as it gives it."""
-    return _Multiply.apply(x, w, token, matmul, put_off, queue, place)
+    return _Multiply.apply(x, w, token, matmul, put_off, queue, place, holder)

@@ -3,10 +3,15 @@
 Its sides are the residual stream, held as tokens [m, width] or features [B, T, block], or the inside of a layer, held as
 features in blocks that suit what is done with them (whole heads, gate beside up). It works by one flow (costs.py), and
 converts where a side is not what the flow works on.
+
+Alone, a linear gathers its weight where it needs it, and autograd gets its gradient. In a stage (`serve`), weights are gathered
+ahead, and gradients are given to a unit, late. There it can also keep, until `forget`, `weights` (W of all rows: one gather a
+step) and `gradients` (of all rows, this row's tokens: one sum over row a step, at `flush`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +22,8 @@ from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, make_pieces, single
 from fourfold.tensor.costs import Product, choose_flow
 from fourfold.tensor.flows import Matmul, PutOff, multiply, to_features, to_tokens
-from fourfold.tensor.grid import Grid
+from fourfold.tensor.grid import Coming, Grid
+from fourfold.tensor.late import Ahead, Sums
 
 __all__ = ["GridLinear", "Setting", "Side"]
 
@@ -37,6 +43,8 @@ class Setting:
     residual: str = "sequence"
     compute_bytes: int = 4
     reduce_bytes: int = 4
+    keep: frozenset[str] = frozenset()
+    """Of `weights`, `inputs` and `gradients`: what is kept rather than communicated again."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ class Side:
 
     blocks: Blocks
     tokens: bool = False
+
+
+def _always() -> bool:
+    return True
 
 
 class GridLinear(nn.Module):
@@ -82,7 +94,7 @@ class GridLinear(nn.Module):
         )
         self.setting, self.inputs, self.outputs = setting, inputs, outputs
         self.filled = inputs.blocks.filled(grid.col.index) if trim else inputs.blocks.size
-        self.matmul = Matmul(chosen, grid, sizes, setting.seq_len)
+        self.matmul = Matmul(chosen, grid, sizes, setting.seq_len, keeps_inputs="inputs" in setting.keep)
         self.weight = nn.Parameter(torch.empty(sizes.weight_shape(chosen), device="meta"))
         width = outputs.blocks.total if outputs.tokens else outputs.blocks.size
         self.bias = nn.Parameter(torch.empty(width, device="meta")) if bias else None
@@ -90,6 +102,13 @@ class GridLinear(nn.Module):
         self._queue = self._place = 0
         self.register_buffer("token", None, persistent=False)
         self.token: Tensor | None
+        self._ahead: Ahead | None = None
+        self._sums: Sums | None = None
+        self._add: Callable[[Tensor], None] | None = None
+        self._ready: Callable[[], bool] = _always
+        self._selective = False
+        self._whole: Tensor | None = None  # kept: W of all rows
+        self._unsummed: Tensor | None = None  # kept: the gradients of all rows
 
     def forward(self, x: Tensor) -> Tensor:
         matmul, grid, seq_len = self.matmul, self.setting.grid, self.setting.seq_len
@@ -101,7 +120,8 @@ class GridLinear(nn.Module):
             x = to_tokens(x, grid.col, grid.col.size * x.shape[1], seq_len)
         elif self.inputs.tokens and not matmul.takes_tokens:
             x = to_features(x, grid.col, self.inputs.blocks.size, seq_len)
-        y = multiply(x, self.weight, matmul, self.token, self._put_off, self._queue, self._place)
+        holder = None if torch.compiler.is_compiling() else self
+        y = multiply(x, self.weight, matmul, self.token, self._put_off, self._queue, self._place, holder)
         if matmul.gives_tokens and not self.outputs.tokens:
             y = to_features(y, grid.col, self.outputs.blocks.size, seq_len)
         elif self.outputs.tokens and not matmul.gives_tokens:
@@ -110,16 +130,75 @@ class GridLinear(nn.Module):
             y = y + self.bias
         return y if self.outputs.tokens else y.unflatten(0, (-1, seq_len))
 
-    # ---- a weight gradient that is put off ----
+    # ---- its weight, and the gradient of it ----
+
+    def serve(
+        self,
+        ahead: Ahead,
+        sums: Sums,
+        add: Callable[[Tensor], None],
+        ready: Callable[[], bool] = _always,
+        *,
+        selective: bool = False,
+    ) -> None:
+        """Be part of a stage: `add` takes gradients of the weight, `ready` says whether it is here.
+
+        `selective`: the forward is recomputed by torch's selective checkpoints, which must see the same operations in it each
+        time; so it gathers the weight on its own.
+        """
+        self._ahead, self._sums, self._add, self._ready, self._selective = ahead, sums, add, ready, selective
+
+    def ready(self) -> bool:
+        return self._ready()
+
+    @torch.no_grad()
+    def start_whole(self) -> Coming:
+        return Coming(self._whole) if self._whole is not None else self.matmul.start_whole(self.weight)
+
+    def whole(self, forward: bool) -> Tensor:
+        """W of all rows."""
+        if self._ahead is None or (forward and self._selective):
+            return self.matmul.start_whole(self.weight).get()
+        whole = self._ahead.take(self).get()
+        if "weights" in self.setting.keep and self.training:
+            self._whole = whole
+        return whole
+
+    @torch.no_grad()
+    def take_weight_grad(self, inputs: Tensor, kept: Tensor) -> bool:
+        """Compute the gradient and give it to the unit, late; False where there is none."""
+        if self._sums is None or self._add is None:
+            return False
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        if "gradients" not in self.setting.keep or not self.matmul.moves_weight:
+            self._sums.start(self.matmul.weight_grad(inputs, kept, wide), self._add)
+        elif self._unsummed is None:
+            self._unsummed = self.matmul.weight_product(inputs, kept, wide)
+        else:
+            self._unsummed += self.matmul.weight_product(inputs, kept, wide)
+        return True
+
+    def flush(self) -> None:
+        """Start the sum over row of gradients that were kept."""
+        if self._unsummed is not None and self._sums is not None and self._add is not None:
+            unsummed, self._unsummed = self._unsummed, None
+            self._sums.start(self.matmul.row_sum(unsummed), self._add)
+
+    def forget(self) -> None:
+        """Let go of W of all rows."""
+        self._whole = None
 
     def defer(self, put_off: PutOff, token: Tensor, queue: int, place: int) -> None:
-        """From now on the backward calls put_off(x, kept, token, queue, place); the gradient is `weight_grad` of the two."""
+        """From now on the backward calls put_off(x, kept, token, queue, place); `weight_grad` of the two does the rest."""
         self._put_off, self._queue, self._place, self.token = put_off, queue, place, token
 
     @torch.no_grad()
-    def weight_grad(self, x: Tensor, kept: Tensor) -> Tensor:
-        """The gradient of the weight, summed over row, fp32 or wider."""
-        return self.matmul.weight_grad(x, kept, torch.promote_types(self.weight.dtype, torch.float32))
+    def weight_grad(self, x: Tensor, kept: Tensor, add: Callable[[Tensor], None]) -> None:
+        """Give the gradient of the weight, summed over row, fp32 or wider, to the unit, late, or else to `add`."""
+        inputs = self.matmul.inputs(x).get()
+        if not self.take_weight_grad(inputs, kept):
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            add(self.matmul.weight_grad(inputs, kept, wide).get())
 
     # ---- which part of what ----
 

@@ -43,7 +43,7 @@ class _ThreadAxis(Axis):
     """An Axis between threads."""
 
     def __init__(self, name: str, size: int, index: int, line: _Line):
-        super().__init__(name, size, index)
+        super().__init__(name, size, index)  # no group: what is started is done at once
         self.line = line
 
     def gather(self, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def run_grid(fn: Callable[..., Any], depth: int, row: int, col: int, *args: Any,
         try:
             results[place] = fn(place, grid, planes, *args)
         except threading.BrokenBarrierError:
-            pass
+            pass  # another rank failed, and is reported
         except BaseException:
             failures.append((place, traceback.format_exc()))
         finally:

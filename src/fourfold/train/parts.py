@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -27,7 +28,8 @@ from fourfold.shard.split import Serial, Slice, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.linear import Setting
+from fourfold.tensor.late import Ahead, Sums
+from fourfold.tensor.linear import GridLinear, Setting
 from fourfold.tensor.slices import GridCutter
 from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
@@ -56,9 +58,12 @@ class Held:
     buckets: dict[str, StreamVerbs] = field(default_factory=dict)
 
 
-def make_grid(mesh: RankMesh) -> Grid:
+def make_grid(mesh: RankMesh, plan: Plan) -> Grid:
     """This rank's lines of the tensor grid."""
-    row, col = (Axis(axis, mesh.size(axis), mesh.coordinates[axis], mesh.group(axis)) for axis in ("row", "col"))
+    row, col = (
+        Axis(axis, mesh.size(axis), mesh.coordinates[axis], mesh.group(axis), overlap=plan.tensor.overlap)
+        for axis in ("row", "col")
+    )
     return Grid(row, col, tuple(axis for axis in ("data", "depth") if mesh.size(axis) > 1))
 
 
@@ -76,6 +81,7 @@ def put_on_grid(
         residual=plan.tensor.residual,
         compute_bytes=compute.itemsize,
         reduce_bytes=reduce.itemsize,
+        keep=frozenset(plan.tensor.keep),
     )
     parallelize(model, setting)
     model.tie()
@@ -177,7 +183,7 @@ def make_stages(
     """This rank's stages by number, each a chain of its units' modules."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
     number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
-    stages = {}
+    stages, sums = {}, Sums(int(plan.tensor.overlap))
     for number, names in enumerate(layout.units):
         if layout.schedule.placement[number] == mesh.coordinates["pipe"]:
             links = []
@@ -196,8 +202,58 @@ def make_stages(
                     )
                 )
             reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
-            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper)
+            watch = _serve_linears(links, held, sums) if mesh.size("row", "col") > 1 else None
+            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper, watch=watch)
     return stages
+
+
+def _serve_linears(links: Sequence[Link], held: Held, sums: Sums) -> Ahead:
+    """Give the linears of a stage what gathers their weights ahead and sums their gradients late."""
+    ahead = Ahead(sums)
+    for link in links:
+        linears = []
+        for name, linear in link.module.named_modules():
+            if isinstance(linear, GridLinear):
+                weight = f"{name}.weight" if name else "weight"
+                add, ready = functools.partial(link.unit.add_grad, weight), link.unit.ready
+                linear.serve(ahead, sums, add, ready, selective=link.recompute == "selective")
+                linears.append(linear)
+        held.verbs[link.name] = OnGrid(held.verbs[link.name], linears, sums)
+        if link.name in held.buckets:
+            held.buckets[link.name] = AfterSums(held.buckets[link.name], sums)
+    return ahead
+
+
+class OnGrid:
+    """Verbs of a unit on the grid: its linears' gradients are summed over row, and what they keep is dropped, in time."""
+
+    def __init__(self, verbs: Verbs, linears: Sequence[GridLinear], sums: Sums):
+        self._verbs, self._linears, self._sums = verbs, linears, sums
+
+    def gather(self) -> None:
+        self._verbs.gather()
+
+    def release(self) -> None:
+        for linear in self._linears:
+            linear.forget()
+        self._verbs.release()
+
+    def reduce(self) -> None:
+        for linear in self._linears:
+            linear.flush()
+            linear.forget()
+        self._sums.then(self._verbs.reduce)
+
+
+class AfterSums:
+    """A bucket whose unit's reduction must have been started."""
+
+    def __init__(self, bucket: StreamVerbs, sums: Sums):
+        self._bucket, self._sums = bucket, sums
+
+    def stream(self) -> None:
+        self._sums.settle()
+        self._bucket.stream()
 
 
 def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[int, int, int], None]:

@@ -233,5 +233,9 @@ class Awaited:
         self._optimizer.wait(self._unit)
         self._verbs.gather()
 
+    def ready(self) -> bool:
+        """Not before `need`: the update may be under way."""
+        return False
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._verbs, name)

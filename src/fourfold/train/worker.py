@@ -176,7 +176,7 @@ def assemble(
     early = streams_early(config, plan)
     layout = lay_out_pipeline(config.model, plan, config.train.global_batch, early=early)
     model = build_model(config.model)
-    grid = make_grid(mesh)
+    grid = make_grid(mesh, plan)
     put_on_grid(model, grid, config, plan, compute, reduce)
     model.to(compute)
     held = make_units(config, plan, mesh, grid, layout, model, device=device, compute=compute, reduce=reduce)

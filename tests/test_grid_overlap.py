@@ -1,0 +1,243 @@
+"""The grid's collectives beside its products: the same bits and bytes with and without, and they do run beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fourfold import collectives
+from fourfold.collectives import Pending
+from fourfold.errors import PlanError
+from fourfold.plan import Plan
+from fourfold.tensor.grid import Coming
+from fourfold.tensor.late import Ahead, Sums
+from fourfold.testing.ledger import Ledger
+from fourfold.testing.one_rank import OneRank, one_of_many
+from fourfold.testing.ranks import run_ranks
+from tests.helpers import MODELS, make_config, run_training, series
+
+MODEL = MODELS["llama"] | {"vocab": 259}
+PLANS: dict[str, dict[str, Any]] = {
+    "2 x 2 x 2": {"mesh": {"depth": 2, "row": 2, "col": 2}, "batch": {"micro_batches": 2}},
+    "hidden, summa": {"mesh": {"depth": 2, "row": 2, "col": 2}, "tensor": {"flow": "summa", "residual": "hidden"}},
+    "ws": {"mesh": {"row": 4, "col": 2}, "tensor": {"flow": "ws"}},
+    "ls, hidden": {"mesh": {"row": 2, "col": 4}, "tensor": {"flow": "ls", "residual": "hidden"}},
+    "split in a pipeline": {
+        "mesh": {"pipe": 2, "row": 2, "col": 2},
+        "pipeline": {"schedule": "zb-h1"},
+        "batch": {"micro_batches": 3},
+        "tensor": {"flow": "os"},
+    },
+    "waves, recomputed": {
+        "mesh": {"pipe": 2, "row": 4},
+        "pipeline": {"schedule": "wave"},
+        "batch": {"micro_batches": 2},
+        "unit": [{"match": "blocks.*.attn", "recompute": "full"}, {"match": "blocks.*.mlp", "recompute": "selective"}],
+    },
+    "zero3, each micro-batch reduced": {
+        "mesh": {"depth": 2, "row": 2, "col": 2},
+        "batch": {"micro_batches": 2},
+        "unit": [{"match": "*", "mode": "zero3", "reduce": "micro-batch"}],
+    },
+    "keep, message-driven": {
+        "mesh": {"pipe": 2, "data": 2, "row": 2},
+        "batch": {"micro_batches": 2},
+        "pipeline": {"executor": "message-driven"},
+        "unit": [{"match": "*", "mode": "keep"}],
+    },
+}
+
+
+def make_rank(folder: Path, plan: dict[str, Any], rank: int, model: dict[str, Any] = MODEL) -> OneRank:
+    config = make_config(folder / "run", model, train={"global_batch": 24}).resolve()
+    made = Plan.from_dict(plan)
+    made.check(config)
+    return OneRank(config, made, rank)
+
+
+def with_tensor(plan: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return plan | {"tensor": plan.get("tensor", {}) | more}
+
+
+def gradients(made: OneRank) -> tuple[dict[str, Tensor], float]:
+    """Of the second of two steps, with other weights; and the bytes it received."""
+    made.step()
+    made.zero_grad()
+    with torch.no_grad():
+        for unit in made.units:
+            unit.shard.mul_(1.5)
+    with Ledger() as ledger:
+        made.step()
+    found = {unit.name: unit.shard_grad.clone() for unit in made.units if unit.shard_grad is not None}
+    made.zero_grad()
+    made.close()
+    return found, ledger.received
+
+
+def compare(rank: int, ranks: int, folder: Path, names: list[str]) -> list[str]:
+    """What differs between plans that must not."""
+    wrong = []
+    for name in names:
+        plain, moved = gradients(make_rank(folder, with_tensor(PLANS[name], overlap=False), rank))
+        for label, more, bits in (
+            ("overlap", {}, True),
+            ("weights and inputs kept", {"keep": ["weights", "inputs"]}, True),
+            ("gradients kept", {"keep": ["gradients"]}, False),
+        ):
+            found, received = gradients(make_rank(folder, with_tensor(PLANS[name], **more), rank))
+            same = torch.equal if bits else torch.allclose
+            wrong += [f"{name}, {label}: {n}" for n, g in plain.items() if not same(found[n], g)]
+            if received != moved if label == "overlap" else received > moved:
+                wrong.append(f"{name}, {label}: {received} bytes, not {moved}")
+    return wrong
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_overlap_changes_no_bit_and_moves_no_byte_more(tmp_path: Path, part: int) -> None:
+    """Nor does keeping weights and inputs; summing gradients later adds them in another order."""
+    for found in run_ranks(compare, 8, tmp_path, list(PLANS)[2 * part : 2 * part + 2]):
+        assert found == []
+
+
+def test_state_on_the_host_trains_alike(tmp_path: Path) -> None:
+    """Weights that may still be on their way are not gathered ahead."""
+    runs = []
+    for overlap in (False, True):
+        config = make_config(
+            tmp_path / str(overlap), MODEL, train={"steps": 3, "global_batch": 12, "guard": False}, optim={"clip": 0.0}
+        )
+        plan = {
+            "mesh": {"row": 2, "col": 2},
+            "memory": {"optimizer": "host"},
+            "tensor": {"overlap": overlap, "keep": ["weights"]},
+        }
+        runs.append(series(run_training(config, plan, 4), "loss"))
+    assert runs[0] == runs[1]
+
+
+# ---- what runs beside what ----
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "mm"
+        return func(*args, **(kwargs or {}))
+
+
+class Noted(Pending):
+    """Notes how many products were computed between its start and its wait."""
+
+    def __init__(self, products: Products, what: str, said: list[tuple[str, int]]):
+        super().__init__(None, what)
+        self.products, self.what, self.said, self.start = products, what, said, products.count
+
+    def wait(self) -> None:
+        self.said.append((self.what, self.products.count - self.start))
+
+
+def beside(folder: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> dict[str, list[int]]:
+    """By collective that was started ahead of its wait: products beside each, in a step of the first of many ranks."""
+    said: list[tuple[str, int]] = []
+    made = Plan.from_dict(plan)
+    with one_of_many(made.mesh.ranks):
+        rank = make_rank(folder, plan, 0, MODELS["gpt"])
+        rank.step()
+        rank.zero_grad()
+        products = Products()
+        with monkeypatch.context() as m, products:
+            for name in ("all_gather", "reduce_scatter"):
+                m.setattr(collectives, name, lambda out, x, group, what: Noted(products, what, said))
+            rank.step()
+    return {what: [n for w, n in said if w == what] for what, _ in said}
+
+
+def test_collectives_run_beside_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, their eight linears alternately by `os` and `ls`, and the head by `os`."""
+    plan = {"mesh": {"row": 2, "col": 2}}
+    found = beside(tmp_path, monkeypatch, plan)
+    weights = found["a gather over row"]
+    # the table's rows and the first weight of F and of B have nothing before them
+    assert len(weights) == 1 + 9 + 9
+    assert sum(n > 0 for n in weights) == 8 + 8
+    assert (
+        sum(n > 0 for n in found["a scatter over row"]) == 8
+    )  # of weight gradients all but the last; it is waited for with the op
+    assert sum(n > 0 for n in found["a scatter over col"]) == 5  # gradients of the inputs of `os`
+    assert sum(n > 0 for n in found["a gather over col"]) == 5  # those inputs, for the weight gradient
+    off = beside(tmp_path, monkeypatch, plan | {"tensor": {"overlap": False}})
+    assert all(n == 0 for counts in off.values() for n in counts)
+    assert {what: len(n) for what, n in off.items()} == {what: len(n) for what, n in found.items()}
+
+
+# ---- the parts ----
+
+
+class Weight:
+    """A weight that notes when it is gathered."""
+
+    def __init__(self, name: str, log: list[str], here: bool = True):
+        self.name, self.log, self.here = name, log, here
+
+    def ready(self) -> bool:
+        return self.here
+
+    def start_whole(self) -> Coming:
+        self.log.append(self.name)
+        return Coming(torch.zeros(1))
+
+
+def test_weights_are_gathered_one_ahead_in_the_order_learnt() -> None:
+    log: list[str] = []
+    a, b, c = (Weight(name, log) for name in "abc")
+    ahead = Ahead(Sums(1))
+
+    def op(*weights: Weight) -> list[str]:
+        log.clear()
+        seen = []
+        ahead.begin("F")
+        for weight in weights:
+            ahead.take(weight)
+            seen.append("".join(log))
+        ahead.end()
+        return seen
+
+    assert op(a, b, c) == ["a", "ab", "abc"]
+    assert op(a, b, c) == ["ab", "abc", "abc"]
+    assert op(a, c, b) == ["ab", "abc", "abcb"]  # b was fetched in vain
+    assert op(a, c, b) == ["ac", "acb", "acb"]
+    b.here = False
+    assert op(a, c, b) == ["ac", "ac", "acb"]
+
+
+def test_sums_are_added_in_the_order_in_which_they_were_started() -> None:
+    added: list[float] = []
+    sums = Sums(1)
+
+    def add(x: Tensor) -> None:
+        added.append(float(x))
+
+    for n in range(3):
+        sums.start(Coming(torch.tensor(float(n)), Pending(None, "")), add)
+        assert added == [float(i) for i in range(n)]
+    sums.open()
+    sums.then(lambda: added.append(-1.0))
+    assert added == [0.0, 1.0]  # in an op, what comes after waits with it
+    sums.close()
+    assert added == [0.0, 1.0, 2.0, -1.0]
+
+
+def test_compiled_graphs_keep_inputs_alone(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", "gpt").resolve()
+    plan = {"mesh": {"row": 2, "col": 2}, "precision": {"compile": True}}
+    Plan.from_dict(with_tensor(plan, keep=["inputs"])).check(config)
+    with pytest.raises(PlanError, match=r"tensor.keep = 'weights' cannot be kept; use keep = \[\] or \['inputs'\]"):
+        Plan.from_dict(with_tensor(plan, keep=["inputs", "weights"])).check(config)
