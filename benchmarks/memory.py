@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common import Row, arguments, finish, show
 from fourfold.cluster import Cluster
 from fourfold.config import Config
-from fourfold.errors import NotYetError, PlanError
+from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
@@ -146,8 +146,6 @@ def measure(name: str, model: str, sections: dict[str, Any]) -> Row | str:
         resolved = config(model, folder)
         try:
             plan.check(resolved, plan.mesh.ranks)
-        except NotYetError as e:
-            return f"{model}, {name}: not run here: {e}"
         except PlanError as e:
             return f"{model}, {name}: {e}"
         spec = ModelSpec.from_config(resolved.model)
