@@ -41,9 +41,11 @@ def lower_is_better(case: str, peer: str, metric: str, ours: float, theirs: floa
     return Row(case, peer, metric, float(ours), float(theirs), float(theirs) / float(ours), spread)
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--quick` and `--json PATH`."""
+def arguments(description: str, sections: Sequence[str] = ()) -> argparse.Namespace:
+    """`--quick` and `--json PATH`; of a benchmark with sections, `--only` some."""
     parser = argparse.ArgumentParser(description=description)
+    if sections:
+        parser.add_argument("--only", nargs="+", choices=sections, metavar="SECTION", help=", ".join(sections))
     parser.add_argument("--quick", action="store_true", help="a small part, in seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     return parser.parse_args()
