@@ -129,7 +129,7 @@ def compute_times(
             moves = _moves(setting, o, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0, 0.0)
             added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
             forward, input_grad = forward + f + moves[0], input_grad + i + moves[1]
-            weight_grad += w + moves[2] + cluster.memory_bound(added)
+            weight_grad += w + moves[2] + cluster.memory_bound(added, fused=True)
             grid += sum(moves)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
@@ -139,7 +139,8 @@ def compute_times(
             )
             cheap += time if o.name in unit.again else 0.0
         else:
-            time = cluster.memory_bound((o.moved * width + o.wide * max(4, width)) * tokens / col)
+            moved = (o.moved * width + o.wide * max(4, width)) * tokens / col
+            time = cluster.memory_bound(moved, fused=setting.precision.compile)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
     again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
