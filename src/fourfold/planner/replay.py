@@ -82,6 +82,8 @@ def replay_rank(
         for u in stages[s]:
             base[PARAMETERS] += u.cost.parameters
             base[OPTIMIZER] += u.cost.local * extra.state * extra.state_on_device
+            base[GATHERED] += u.cost.stays
+    base[WORKSPACE] += max(u.cost.ahead for s in held for u in stages[s])
     base[PARAMETERS] += extra.parameters
     ops = schedule.order[rank]
     last_of = {(op.stage, op.kind): op for op in ops}

@@ -4,15 +4,8 @@
 FLOPs and bytes. The backward of a product is two products: of the input (I) and of the weight (W), whose result is then
 added to the gradients of the micro-batches before.
 
-**The grid.** Every product moves as its flow says (buffer sizes in elements; col and row are the groups):
-
-    flow  forward                                      gradient of the input (I)        of the weight (W)
-    os    gather X[T, K] over col, W[K, N/col] over row    gather W, scatter dX over col    gather X, scatter dW over row
-    ls    gather W over row, scatter Y[T, N] over col      gather dY over col, W over row   scatter dW over row
-    ws    gather X over col, scatter Y over row            the reverse                      the smaller of both again
-    summa what os moves, in `col` broadcasts that no ring overlaps
-
-`auto` takes the cheapest for each shape. These collectives are waited for where they stand.
+**The grid.** Every product moves as its flow says (`products`): what nothing hides is waited for where it stands; the rest runs
+beside the unit's own computing, forward and backward each, as far as that lasts and the cluster overlaps.
 
 **Sharding.** Over a group of S of the N replicas (`within`; S = N: all): parameters of n elements are gathered, gradients
 reduced, over the group; with S < N the shards are summed over the other N/S, too.
@@ -27,12 +20,14 @@ reduced, over the group; with S < N the shards are summed over the other N/S, to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fourfold.model.operators import Held, Operator, UnitSpec
+from fourfold.model.operators import Held, UnitSpec
+from fourfold.plan import Tensor
 from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.products import grid_seconds, kept_bytes, product_seconds
 from fourfold.shard.layout import ALIGN
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
@@ -98,23 +93,26 @@ class UnitCost:
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
     offloaded: float = 0.0
     """Bytes of activations that move to the host and back."""
+    stays: float = 0.0
+    """Bytes of weights and gradients of all rows that are kept over a step."""
+    ahead: float = 0.0
+    """Bytes of the next weight of all rows, and of a gradient that is being summed over row."""
 
 
 @lru_cache(maxsize=200_000)
 def compute_times(
-    setting: Setting, kind: str, tokens: int, row: int, col: int, flow: str, split: int, recompute: str
+    setting: Setting, kind: str, tokens: int, row: int, col: int, tensor: Tensor, steps: int, split: int, recompute: str
 ) -> Compute:
-    """Seconds of one micro-batch of `tokens` tokens on a rank."""
+    """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them."""
     unit, cluster, width = setting.spec.kinds[kind], setting.cluster, setting.compute
-    forward = input_grad = weight_grad = grid = cheap = 0.0
+    forward = input_grad = weight_grad = cheap = 0.0
+    shown, hidden = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for o in unit.operators:
         if o.kind == "product":
-            f, i, w = _product(setting, o, tokens, col, split)
-            moves = _moves(setting, o, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0, 0.0)
+            f, i, w = product_seconds(setting, o, tokens, col, split)
             added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
-            forward, input_grad = forward + f + moves[0], input_grad + i + moves[1]
-            weight_grad += w + moves[2] + cluster.memory_bound(added)
-            grid += sum(moves)
+            forward, input_grad = forward + f, input_grad + i
+            weight_grad += w + cluster.memory_bound(added)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
             forward, input_grad = forward + time, input_grad + time * o.backward
@@ -123,58 +121,16 @@ def compute_times(
             time = cluster.memory_bound(o.moved * tokens * width / col)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
-    again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
-    return Compute(forward, input_grad, weight_grad, again, grid)
-
-
-def _product(setting: Setting, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
-    """Seconds of the forward, of the gradient of the input and of that of the weight, in `split` slices."""
-    cluster, dtype, width = setting.cluster, setting.precision.compute, setting.compute
-    k, n = float(o.inputs), float(o.outputs)
-    if o.outputs > o.inputs:
-        n /= col * split
-    else:
-        k /= col * split
-    count = o.flops * tokens / (2.0 * tokens * k * n * col)  # slices; more for batched products
-    rows = float(tokens)
-    return (
-        count * cluster.product(rows, k, n, dtype, width),
-        count * cluster.product(rows, n, k, dtype, width),
-        count * cluster.product(k, rows, n, dtype, width),
-    )
-
-
-def _moves(setting: Setting, o: Operator, tokens: int, row: int, col: int, flow: str) -> tuple[float, float, float]:
-    """Seconds of the grid's collectives in the forward, for the input's and for the weight's gradient."""
-    cluster, e, r = setting.cluster, setting.compute, setting.reduce
-    x, y, w = tokens * o.inputs, tokens * o.outputs, o.inputs * o.outputs / col
-
-    def over_col(kind: Literal["all_gather", "reduce_scatter"], elements: float, width: int = e) -> float:
-        return cluster.collective(kind, elements * width, col, 1)
-
-    def over_row(kind: Literal["all_gather", "reduce_scatter"], elements: float, width: int = e) -> float:
-        return cluster.collective(kind, elements * width, row, col)
-
-    weights, grads = over_row("all_gather", w), over_row("reduce_scatter", w, r)
-    options = {
-        "os": (
-            over_col("all_gather", x) + weights,
-            weights + over_col("reduce_scatter", x),
-            over_col("all_gather", x) + grads,
-        ),
-        "ls": (weights + over_col("reduce_scatter", y), over_col("all_gather", y) + weights, grads),
-        "ws": (
-            over_col("all_gather", x) + over_row("reduce_scatter", y * row / col),
-            over_row("all_gather", y * row / col) + over_col("reduce_scatter", x),
-            min(over_col("all_gather", x), over_row("all_gather", y * row / col)),
-        ),
-    }
-    if flow == "summa":
-        steps = col / (col - 1) if col > 1 else 1.0
-        return tuple(t * steps for t in options["os"])  # type: ignore[return-value]
-    if flow != "auto":
-        return options[flow]
-    return min(options.values(), key=sum)
+        if row * col > 1:
+            moved = grid_seconds(setting, o, tokens, row, col, tensor, steps)
+            for op, part in enumerate(moved.values()):
+                shown[op] += part[0]
+                hidden[op] += part[1]
+    overlap = cluster.overlap if tensor.overlap else 0.0
+    times = (forward, input_grad, weight_grad)
+    late = [shown[op] + hidden[op] - overlap * min(hidden[op], times[op]) for op in range(3)]
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0])
+    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late))
 
 
 def _rounded(elements: float, shards: int) -> float:
@@ -188,7 +144,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
     unit, mesh, cluster = setting.spec.kinds[kind], layout.mesh, setting.cluster
     tokens = layout.micro_batch_size * setting.spec.seq_len
-    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, layout.flow, choice.split, choice.recompute)
+    tensor, steps = layout.tensor, layout.steps
+    if choice.mode == "zero3" and "weights" in tensor.keep:  # released between F and B
+        tensor = replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
+    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, tensor, steps, choice.split, choice.recompute)
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
     mode = choice.mode if replicas > 1 else "replicate"
@@ -205,6 +164,8 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     scale = tokens / mesh.col
     kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
     full = _bytes(setting, unit.saved["none"], unit, "none") * scale
+    stays, ahead, inputs = _grid_bytes(setting, unit, replace(layout, tensor=tensor))
+    kept += inputs if choice.recompute == "none" else 0.0
     slices = choice.split if choice.recompute == "per-slice" else 1
     inside = max(0.0, full - kept) / slices if choice.recompute != "none" else 0.0
     grads = n * e / choice.split  # weight gradients, before they are added up
@@ -233,7 +194,20 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         + (full - kept if choice.recompute in ("full", "per-slice") else 0.0) / slices,
         transient=n * e / choice.split if mode == "zero3" else 0.0,
         offloaded=kept if layout.activations == "host" else 0.0,
+        stays=stays,
+        ahead=ahead,
     )
+
+
+def _grid_bytes(setting: Setting, unit: UnitSpec, layout: Layout) -> tuple[float, float, float]:
+    """Bytes of all rows that products keep over a step, and that overlap holds; of inputs that they keep of a micro-batch."""
+    mesh, products = layout.mesh, [o for o in unit.operators if o.kind == "product"]
+    if mesh.row * mesh.col == 1 or not products:
+        return 0.0, 0.0, 0.0
+    kept = [kept_bytes(setting, o, layout) for o in products] if layout.tensor.keep else [(0.0, 0.0, 0.0)]
+    most = max(o.inputs * o.outputs for o in products) / mesh.col if mesh.row > 1 and layout.tensor.overlap else 0.0
+    ahead = most * (setting.compute + max(4, setting.reduce))
+    return sum(k[0] + k[1] for k in kept), ahead, sum(k[2] for k in kept)
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:

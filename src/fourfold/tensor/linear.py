@@ -11,8 +11,8 @@ step) and `gradients` (of all rows, this row's tokens: one sum over row a step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +40,28 @@ class Setting:
     seq_len: int
     tokens: int
     flow: str = "auto"
+    flows: Mapping[str, str] = field(default_factory=dict)
+    """By name of a product, its flow; auto, as one that is not named: `flow`."""
     residual: str = "sequence"
     compute_bytes: int = 4
     reduce_bytes: int = 4
     keep: frozenset[str] = frozenset()
     """Of `weights`, `inputs` and `gradients`: what is kept rather than communicated again."""
+    micro_batches: int = 1
+    """Of a step."""
+
+    def choose(self, sizes: Product, name: str, moves_output: bool) -> str:
+        """The flow of a product."""
+        wish = self.flows.get(name, "auto")
+        return choose_flow(
+            sizes,
+            self.flow if wish == "auto" else wish,
+            self.compute_bytes,
+            self.reduce_bytes,
+            moves_output=moves_output,
+            keep=self.keep,
+            micro_batches=self.micro_batches,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,7 @@ def _always() -> bool:
 class GridLinear(nn.Module):
     """y = x Wᵀ + b. The bias lies as y does, and is added once.
 
+    `name`: which product of the model it is, by which a plan may say its flow.
     `trim`: the padding at the end of the input's block may hold something, and is taken as 0.
     """
 
@@ -72,6 +90,7 @@ class GridLinear(nn.Module):
         outputs: Side,
         *,
         bias: bool,
+        name: str = "",
         flow: str | None = None,
         moves_output: bool = True,
         trim: bool = False,
@@ -89,9 +108,7 @@ class GridLinear(nn.Module):
             grid.row.size,
             grid.col.size,
         )
-        chosen = flow or choose_flow(
-            sizes, setting.flow, setting.compute_bytes, setting.reduce_bytes, moves_output=moves_output
-        )
+        chosen = flow or setting.choose(sizes, name, moves_output)
         self.setting, self.inputs, self.outputs = setting, inputs, outputs
         self.filled = inputs.blocks.filled(grid.col.index) if trim else inputs.blocks.size
         self.matmul = Matmul(chosen, grid, sizes, setting.seq_len, keeps_inputs="inputs" in setting.keep)
