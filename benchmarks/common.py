@@ -41,11 +41,13 @@ def lower_is_better(case: str, peer: str, metric: str, ours: float, theirs: floa
     return Row(case, peer, metric, float(ours), float(theirs), float(theirs) / float(ours), spread)
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--quick` and `--json PATH`."""
-    parser = argparse.ArgumentParser(description=description)
+def arguments(description: str, sections: Sequence[str] = ()) -> argparse.Namespace:
+    """`--quick`, `--json PATH`, and `--only SECTION …` where there are sections to choose from."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small part, in seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    if sections:
+        parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="these sections alone")
     return parser.parse_args()
 
 

@@ -49,7 +49,7 @@ class Setting:
     @cached_property
     def streamed(self) -> float:
         """Bytes for one parameter that a streamed update moves each way: bf16 weights keep 16 bits of their master here."""
-        return (2 if self.compute < 4 else self.compute) + 2 * (2 if self.moments == "bf16" else max(4, self.compute))
+        return (2 if self.compute < 4 else 0) + 2 * (2 if self.moments == "bf16" else max(4, self.compute))
 
 
 @dataclass(frozen=True)

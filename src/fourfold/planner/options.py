@@ -129,7 +129,7 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
         seconds += m * (late(cost.gather, forward) + late(cost.gather, backward))
     elif sharded:
         seconds += late(cost.gather, forward)
-    seconds += (m if choice.reduce == "micro-batch" else 1) * late(cost.reduce, backward)
+    seconds += (m if choice.reduce == "micro-batch" else 1) * (late(cost.reduce, backward) + cost.across)
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
         seconds += m * (_work(cost) - _work(unit_cost(setting, alike, kind, Choice())))
     state = setting.state if layout.optimizer == "device" else 0.0

@@ -20,12 +20,13 @@ reduced, over the group; with S < N the shards are summed over the other N/S, to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fourfold.model.operators import Held, UnitSpec
-from fourfold.plan import Tensor
+from fourfold.model.operators import Held, Moment, UnitSpec
+from fourfold.plan import Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.products import grid_seconds, kept_bytes, product_seconds
 from fourfold.shard.layout import ALIGN
@@ -65,7 +66,9 @@ class UnitCost:
     gather: float
     """Seconds of one gather of its parameters."""
     reduce: float
-    """Seconds of one reduction of its gradients."""
+    """Seconds of one reduction of its gradients, within its group."""
+    across: float
+    """Seconds of the sum across groups that follows."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -74,23 +77,30 @@ class UnitCost:
     """Bytes of its gradient before it is reduced."""
     reduced: float
     """Bytes of its gradient after it is reduced (with it in place: the whole)."""
-    optimizer: float
-    """Bytes of optimizer state."""
     local: float
     """Parameters that this rank updates."""
     activation: float
     """Bytes kept of one micro-batch."""
     kept_for_weight_grad: float
     """Bytes that are held from I to W."""
+    forward_workspace: float
+    """Bytes that its forward holds for a while, besides what it keeps."""
     workspace: float
     """Bytes that its backward holds for a while: gradients inside, what is recomputed, weight gradients as they are made."""
+    closing: float
+    """Bytes that it holds when its weight gradients are added up, less what it kept."""
     split_workspace: float
     """What I holds for a while: inputs that a whole backward would have given back by then wait for W."""
     product: float
     """What W holds for a while: one product."""
-    forward_workspace: float
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    slices: int = 1
+    """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
+    borrowed: float = 0.0
+    """Bytes of the gradient of a tied weight that is another unit's."""
+    lender: float = 0.0
+    """Bytes of that unit's parameters, gathered with this one's; 0 where they stay."""
     offloaded: float = 0.0
     """Bytes of activations that move to the host and back."""
     stays: float = 0.0
@@ -133,6 +143,16 @@ def compute_times(
     return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late))
 
 
+def _elements(unit: UnitSpec, mesh: Mesh) -> float:
+    """Elements of a unit's parameters on a rank: a grid divides matrices, but for the rows of positions, which are copied."""
+    parts = mesh.row * mesh.col
+    sizes = (
+        math.prod(shape) / (parts if len(shape) > 1 and not name.startswith("positions") else 1)
+        for name, shape in unit.shapes.items()
+    )
+    return float(sum(_rounded(size, 1) for size in sizes))
+
+
 def _rounded(elements: float, shards: int) -> float:
     """Elements of a flat buffer that `shards` ranks share."""
     step = ALIGN * shards
@@ -150,49 +170,47 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, tensor, steps, choice.split, choice.recompute)
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
-    mode = choice.mode if replicas > 1 else "replicate"
+    mode = choice.mode if group > 1 else "replicate"
     shards = 1 if mode == "replicate" else group
-    n = _rounded(unit.matrices / (mesh.row * mesh.col) + unit.vectors, shards)
+    slices = choice.split if unit.slices > 1 else 1
+    n = _rounded(_elements(unit, mesh), shards * slices)
     e, r = setting.compute, setting.reduce
     gather = 0.0 if mode == "replicate" else cluster.collective("all_gather", n * e, group, stride)
+    across = 0.0
     if mode == "replicate":
         reduce = cluster.collective("all_reduce", n * r, replicas, stride)
     else:
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
-        reduce += cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
-    on_device = setting.state if layout.optimizer == "device" else 0.0
+        across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
+    lent = _lent(setting, unit, mesh)
     scale = tokens / mesh.col
     kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
-    full = _bytes(setting, unit.saved["none"], unit, "none") * scale
     stays, ahead, inputs = _grid_bytes(setting, unit, replace(layout, tensor=tensor))
-    kept += inputs if choice.recompute == "none" else 0.0
-    slices = choice.split if choice.recompute == "per-slice" else 1
-    inside = max(0.0, full - kept) / slices if choice.recompute != "none" else 0.0
-    grads = n * e / choice.split  # weight gradients, before they are added up
-    within = inside + unit.workspace.bytes(e) * scale / slices
-    work = max(within + unit.late * grads, grads + unit.output * e * scale - kept)
-    more = (
-        2 * tokens * setting.spec.hidden * e if mesh.col > 1 else 0.0
-    )  # a gathered input, a gradient not yet scattered
-    more += unit.matrices / mesh.col * e if mesh.row > 1 else 0.0
+    inputs = inputs if choice.recompute == "none" else 0.0
+    kept += inputs
+    held = kept if layout.activations == "device" or cluster.device.kind == "cpu" else 0.0
+    heights = _Heights(setting, unit, mesh, choice, tokens, (n + lent) * e, slices)
     return UnitCost(
         compute=compute,
         gather=gather,
         reduce=reduce,
+        across=across,
         whole=n * e,
         parameters=n * e / shards,
         gradients=n * r,
         reduced=n * r / shards,
-        optimizer=n / shards * on_device,
         local=n / shards,
-        activation=kept if layout.activations == "device" else 0.0,
-        kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale,
-        workspace=work + more + (kept if layout.activations == "host" else 0.0),
-        split_workspace=within + more + unit.last_input * e * scale,
-        product=max(unit.late, 1 - unit.late) * grads,
-        forward_workspace=(unit.forward_workspace.bytes(e) + unit.output * e + (4 * unit.cast if e < 4 else 0)) * scale
-        + (full - kept if choice.recompute in ("full", "per-slice") else 0.0) / slices,
-        transient=n * e / choice.split if mode == "zero3" else 0.0,
+        activation=held,
+        kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale + inputs,
+        forward_workspace=heights.forward() + kept - held,
+        workspace=heights.backward() + kept - held,
+        closing=heights.closing() - held,
+        split_workspace=heights.split() + kept - held,
+        product=heights.product(),
+        transient=n * e / slices if mode == "zero3" else 0.0,
+        slices=slices,
+        borrowed=lent * r,
+        lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
         offloaded=kept if layout.activations == "host" else 0.0,
         stays=stays,
         ahead=ahead,
@@ -208,6 +226,71 @@ def _grid_bytes(setting: Setting, unit: UnitSpec, layout: Layout) -> tuple[float
     most = max(o.inputs * o.outputs for o in products) / mesh.col if mesh.row > 1 and layout.tensor.overlap else 0.0
     ahead = most * (setting.compute + max(4, setting.reduce))
     return sum(k[0] + k[1] for k in kept), ahead, sum(k[2] for k in kept)
+
+
+def _lent(setting: Setting, unit: UnitSpec, mesh: Mesh) -> float:
+    """Elements of a tied weight that the unit uses and another holds."""
+    spec = setting.spec
+    if not spec.tied or unit.layer != spec.layers - 1:
+        return 0.0
+    return math.prod(next(iter(spec.units[0].shapes.values()))) / (mesh.row * mesh.col)
+
+
+class _Heights:
+    """The most bytes that a unit holds for a while, above what it keeps of a micro-batch."""
+
+    def __init__(
+        self, setting: Setting, unit: UnitSpec, mesh: Mesh, choice: Choice, tokens: int, grads: float, slices: int
+    ):
+        self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
+        self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
+        self.width, self.scale = setting.compute, tokens / mesh.col
+        self.kept = _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute)
+        self.full = _bytes(setting, unit.saved["none"], unit, "none")
+
+    def _most(self, moments: tuple[Moment, ...]) -> float:
+        return max((self._bytes(m) for m in moments), default=0.0)
+
+    def _bytes(self, m: Moment) -> float:
+        e, mesh = self.width, self.mesh
+        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale + m.grads * self.grads
+        if mesh.col > 1:
+            size += m.full * self.tokens * e
+        if mesh.row > 1:
+            size += m.weights * self.unit.matrices / mesh.col * e
+        return size
+
+    @property
+    def _again(self) -> float:
+        """Bytes that a backward computes again before it begins."""
+        if self.recompute == "none":
+            return 0.0
+        stays = self.unit.output * self.width if self.recompute == "selective" else 0.0  # the last product's output
+        return (max(0.0, self.full - self.kept) / self.slices + stays) * self.scale
+
+    @property
+    def _sum(self) -> float:
+        """Bytes of what the slices add to."""
+        return self.setting.spec.hidden * self.width * self.scale if self.slices > 1 else 0.0
+
+    def forward(self) -> float:
+        name = "full" if self.recompute == "per-slice" else self.recompute
+        cast = 4 * self.unit.cast / self.slices if self.width < 4 else 0.0
+        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum
+
+    def backward(self) -> float:
+        return self._again + self._most(self.unit.backward) + 2 * self._sum
+
+    def split(self) -> float:
+        return self._again + self._most(self.unit.split) + 2 * self._sum
+
+    def closing(self) -> float:
+        return self.unit.closing * self.width * self.scale + self.grads + 2 * self._sum
+
+    def product(self) -> float:
+        """The largest weight gradient."""
+        sizes = [math.prod(s) for s in self.unit.shapes.values() if len(s) > 1]
+        return max(sizes, default=0) / max(1, self.unit.matrices) * self.grads
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:

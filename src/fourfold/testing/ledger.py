@@ -9,7 +9,8 @@
 
 It sees what goes through `torch.distributed`, whoever calls it and synchronous or not: collectives on one tensor or on
 lists, coalesced ones, object collectives (which are collectives on bytes), point-to-point messages, DDP's and FSDP2's buckets,
-DTensor's functional collectives. Other threads of a rank enter the ledger themselves (watch.py). It costs about 6 µs an op.
+DTensor's functional collectives; and our own rings, each as the collective it is. Other threads of a rank enter the ledger
+themselves (watch.py). It costs about 6 µs an op.
 
 Bytes received by one of n ranks are those of the bandwidth-optimal algorithm (rings and chains), so that a formula can be
 checked exactly; a backend may move more (gloo's broadcast sends log2 n copies from the root, its reduce-scatter moves an
@@ -149,7 +150,7 @@ class _Op(NamedTuple):
     mine: str = ""
 
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "fourfold")
 _SILENT = ("c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 
 _OPS = {
@@ -189,6 +190,7 @@ _OPS = {
     "_c10d_functional::isend": _Op("send", "tensor"),
     "_c10d_functional::irecv": _Op("recv", "tensor"),
     "_dtensor::shard_dim_alltoall": _Op("all_to_all", "result"),
+    "fourfold::collective": _Op("kind", "whole", "mine"),  # its kind is an argument
 }
 
 
@@ -196,6 +198,7 @@ def _entry(name: str, given: dict[str, Any]) -> Entry:
     if name not in _OPS:
         raise NotImplementedError(f"{name} is not in the ledger's table: its bytes would go uncounted")
     kind, whole_name, mine_name = _OPS[name]
+    kind = given.get(kind, kind)
     group = process_group(given["process_group"] if "process_group" in given else given["group_name"])
     ranks, rank = group.size(), group.rank()
     whole, mine = _nbytes(given.get(whole_name)), _nbytes(given.get(mine_name))
