@@ -145,6 +145,18 @@ def test_keeping_saves_the_bytes_of_the_formulas(tmp_path: Path) -> None:
             assert received == said > 0
 
 
+def count_selective(rank: int, ranks: int, folder: Path) -> list[float]:
+    plan = {"mesh": {"row": 2, "col": 2}, "batch": {"micro_batches": 2}}
+    rules = ([], [{"match": "*", "recompute": "selective"}], [{"match": "*", "recompute": "full"}])
+    return [gradients(make_rank(folder, plan | {"unit": rule}, rank, MODELS["gpt"]))[1] for rule in rules]
+
+
+def test_selective_recomputation_moves_nothing_for_products(tmp_path: Path) -> None:
+    """What it moves again is the table's, whose lookup is no product, and the loss's few numbers."""
+    for none, selective, full in run_ranks(count_selective, 4, tmp_path):
+        assert none < selective < none + 0.1 * (full - none)
+
+
 # ---- what runs beside what ----
 
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from fourfold.config import ModelConfig
 from fourfold.errors import RankFailure
 from fourfold.model.build import build_model
-from fourfold.plan import Mesh
+from fourfold.plan import Mesh, Plan
+from fourfold.plan import Tensor as TensorPlan
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
 from fourfold.tensor.costs import Link, Links, Product, Traffic, choose_flow, traffic
 from fourfold.tensor.grid import Axis, Coming, Grid
 from fourfold.tensor.linear import GridLinear, Setting, Side
-from fourfold.tensor.products import products_of
+from fourfold.tensor.products import flows_of_plan, products_of
 from fourfold.tensor.swap import parallelize
 from fourfold.testing.grid import run_grid
 from fourfold.testing.ledger import Ledger
@@ -324,8 +325,10 @@ def test_products_of_a_config_are_those_of_the_model() -> None:
         grid = Grid(Axis("row", r), Axis("col", c))
         parallelize(model, Setting(grid, m.seq_len, 3 * m.seq_len, residual=residual))
         expected = products_of(m, r, c, 3 * m.seq_len, residual)
-        found = {n.rpartition(".")[2]: x.matmul.sizes for n, x in model.named_modules() if isinstance(x, GridLinear)}
-        assert found == expected, (name, residual, r, c)
+        linears = {n.rpartition(".")[2]: x.matmul for n, x in model.named_modules() if isinstance(x, GridLinear)}
+        assert {n: x.sizes for n, x in linears.items()} == expected, (name, residual, r, c)
+        plan = Plan(mesh=Mesh(row=r, col=c), tensor=TensorPlan(residual=residual))  # type: ignore[arg-type]
+        assert {n: (x.sizes, x.flow) for n, x in linears.items()} == flows_of_plan(m, plan, 3 * r)
 
 
 def test_few_tokens_leave_the_weights_where_they_are() -> None:

@@ -12,7 +12,7 @@ step) and `gradients` (of all rows, this row's tokens: one sum over row a step, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +123,6 @@ class GridLinear(nn.Module):
         self._sums: Sums | None = None
         self._add: Callable[[Tensor], None] | None = None
         self._ready: Callable[[], bool] = _always
-        self._selective = False
         self._whole: Tensor | None = None  # kept: W of all rows
         self._unsummed: Tensor | None = None  # kept: the gradients of all rows
 
@@ -160,10 +159,11 @@ class GridLinear(nn.Module):
     ) -> None:
         """Be part of a stage: `add` takes gradients of the weight, `ready` says whether it is here.
 
-        `selective`: the forward is recomputed by torch's selective checkpoints, which must see the same operations in it each
-        time; so it gathers the weight on its own.
+        `selective`: the forward runs under a selective checkpoint, which keeps the output and no gathered inputs.
         """
-        self._ahead, self._sums, self._add, self._ready, self._selective = ahead, sums, add, ready, selective
+        self._ahead, self._sums, self._add, self._ready = ahead, sums, add, ready
+        if selective:
+            self.matmul = replace(self.matmul, keeps_inputs=False)
 
     def ready(self) -> bool:
         return self._ready()
@@ -172,10 +172,10 @@ class GridLinear(nn.Module):
     def start_whole(self) -> Coming:
         return Coming(self._whole) if self._whole is not None else self.matmul.start_whole(self.weight)
 
-    def whole(self, forward: bool) -> Tensor:
+    def whole(self) -> Tensor:
         """W of all rows."""
-        if self._ahead is None or (forward and self._selective):
-            return self.matmul.start_whole(self.weight).get()
+        if self._ahead is None:
+            return self.start_whole().get()
         whole = self._ahead.take(self).get()
         if "weights" in self.setting.keep and self.training:
             self._whole = whole
