@@ -86,10 +86,10 @@ def compare(rank: int, ranks: int, folder: Path, names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         plain, moved = gradients(make_rank(folder, with_tensor(PLANS[name], overlap=False), rank))
+        number = list(PLANS).index(name)
         for label, more, bits in (
-            ("overlap", {}, True),
+            ("overlap", {}, True) if number % 3 < 2 else ("gradients kept", {"keep": ["gradients"]}, False),
             ("weights and inputs kept", {"keep": ["weights", "inputs"]}, True),
-            ("gradients kept", {"keep": ["gradients"]}, False),
         ):
             found, received = gradients(make_rank(folder, with_tensor(PLANS[name], **more), rank))
             same = torch.equal if bits else torch.allclose
@@ -147,14 +147,13 @@ def test_keeping_saves_the_bytes_of_the_formulas(tmp_path: Path) -> None:
 
 def count_selective(rank: int, ranks: int, folder: Path) -> list[float]:
     plan = {"mesh": {"row": 2, "col": 2}, "batch": {"micro_batches": 2}}
-    rules = ([], [{"match": "*", "recompute": "selective"}], [{"match": "*", "recompute": "full"}])
+    rules = ([], [{"match": "blocks.*", "recompute": "selective"}], [{"match": "blocks.*", "recompute": "full"}])
     return [gradients(make_rank(folder, plan | {"unit": rule}, rank, MODELS["gpt"]))[1] for rule in rules]
 
 
 def test_selective_recomputation_moves_nothing_for_products(tmp_path: Path) -> None:
-    """What it moves again is the table's, whose lookup is no product, and the loss's few numbers."""
     for none, selective, full in run_ranks(count_selective, 4, tmp_path):
-        assert none < selective < none + 0.1 * (full - none)
+        assert none == selective < full
 
 
 # ---- what runs beside what ----

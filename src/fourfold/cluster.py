@@ -245,12 +245,6 @@ class Cluster:
             latency = min(latency, 2 * math.ceil(math.log2(members)) * self._latency(members, stride))
         return factor * (latency + passes * (members - 1) / members * size / bandwidth)
 
-    def line(self, members: int, stride: int = 1) -> tuple[float, float, tuple[tuple[str, float], ...]]:
-        """Of ranks `stride` apart: bytes a second, seconds of a ring's hops, and by collective its time over a ring's."""
-        bandwidth, latency, _ = self._path(members, stride, "")
-        factors = ((kind, self._path(members, stride, kind)[2]) for kind in COLLECTIVES)
-        return bandwidth, latency, tuple((kind, factor) for kind, factor in factors if factor != 1)
-
     def message(self, size: float, distance: int) -> float:
         """Seconds of a message of `size` bytes to the rank `distance` away."""
         bandwidth, hops, factor = self._path(2, distance, "message", size)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
+from fourfold.cluster import Cluster
 from fourfold.model.operators import Operator
 from fourfold.plan import Flows, Kept, Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.tensor.blocks import round_up
-from fourfold.tensor.costs import Link, Links, Product, choose_flow, flows_of, lookup_moves, moves, seconds
+from fourfold.tensor.costs import Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
 from fourfold.tensor.products import products_of
 
 __all__ = ["chosen_flows", "flow_report", "grid_seconds", "kept_bytes", "ladder", "links_of", "product_seconds"]
@@ -40,16 +41,22 @@ def product_seconds(setting: Setting, o: Operator, tokens: int, col: int, split:
     )
 
 
+class ClusterLinks:
+    """The lines of a plane on a cluster: columns are neighbours, rows lie `col` apart."""
+
+    def __init__(self, cluster: Cluster, row: int, col: int):
+        self.cluster, self.lines = cluster, {"row": (row, col), "col": (col, 1)}
+
+    def seconds(self, m: Move, width: int) -> float:
+        members, stride = self.lines[m.axis]
+        kind: Literal["all_gather", "reduce_scatter"] = "reduce_scatter" if "reduce" in m.kind else "all_gather"
+        whole = passed(m) * width / m.calls * members / (members - 1)
+        return m.calls * self.cluster.collective(kind, whole, members, stride)
+
+
 @lru_cache(maxsize=4096)
-def links_of(setting: Setting, row: int, col: int) -> Links:
-    """The lines of a plane: columns are neighbours, rows lie `col` apart."""
-
-    def link(members: int, stride: int) -> Link:
-        if members == 1:
-            return Link(float("inf"), 0.0)
-        return Link(*setting.cluster.line(members, stride))
-
-    return Links(link(row, col), link(col, 1))
+def links_of(setting: Setting, row: int, col: int) -> ClusterLinks:
+    return ClusterLinks(setting.cluster, row, col)
 
 
 def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, residual: str) -> Product:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from fourfold.tensor.blocks import round_up
 
@@ -37,11 +37,13 @@ __all__ = [
     "Links",
     "Move",
     "Product",
+    "Timed",
     "Traffic",
     "choose_flow",
     "flows_of",
     "lookup_moves",
     "moves",
+    "passed",
     "seconds",
     "traffic",
 ]
@@ -241,8 +243,13 @@ class Link:
 
     rate: float = 25e9
     call: float = 1e-5
-    factor: tuple[tuple[str, float], ...] = ()
-    """By kind of collective, its time over a ring's; 1 where not given."""
+
+
+class Timed(Protocol):
+    """The lines of a plane, of which moves take time."""
+
+    def seconds(self, m: Move, width: int, /) -> float:
+        """Of a move of elements of `width` bytes."""
 
 
 @dataclass(frozen=True)
@@ -253,16 +260,18 @@ class Links:
     col: Link = field(default_factory=Link)
 
     def seconds(self, m: Move, width: int) -> float:
-        """Of a move of elements of `width` bytes."""
         link = self.row if m.axis == "row" else self.col
-        sent = float(m.elements * width)
-        if m.kind in ("broadcast", "reduce") and m.calls > 1:  # the root's own part takes its time, too
-            sent = sent * m.calls / (m.calls - 1)
-        return dict(link.factor).get(m.kind, 1.0) * (m.calls * link.call + sent / link.rate)
+        return m.calls * link.call + passed(m) * width / link.rate
+
+
+def passed(m: Move) -> float:
+    """Elements that pass a rank's link, one way: those it receives, and of broadcasts and reductions its own, too."""
+    own = m.kind in ("broadcast", "reduce") and m.calls > 1
+    return m.elements * m.calls / (m.calls - 1) if own else float(m.elements)
 
 
 def seconds(
-    every: Iterable[Move], links: Links, compute: int, reduce: int, micro_batches: int = 1
+    every: Iterable[Move], links: Timed, compute: int, reduce: int, micro_batches: int = 1
 ) -> dict[str, tuple[float, float]]:
     """By op, seconds of a micro-batch that nothing hides, and those that may hide; elements of so many bytes."""
     out = {"F": (0.0, 0.0), "I": (0.0, 0.0), "W": (0.0, 0.0)}
@@ -303,7 +312,7 @@ def choose_flow(
     reduce: int,
     *,
     moves_output: bool = True,
-    links: Links | None = None,
+    links: Timed | None = None,
     keep: Collection[str] = (),
     micro_batches: int = 1,
     beside: float = 0.0,
@@ -312,10 +321,10 @@ def choose_flow(
 
     `beside`: seconds of its products, forward and backward, beside which moves that hide can run.
     """
-    links = links or Links()
+    where = links or Links()
 
     def late(flow: Flow) -> float:
-        parts = seconds(moves(p, flow, keep), links, compute, reduce, micro_batches).values()
+        parts = seconds(moves(p, flow, keep), where, compute, reduce, micro_batches).values()
         return sum(shown for shown, _ in parts) + max(0.0, sum(hidden for _, hidden in parts) - beside)
 
     return min(

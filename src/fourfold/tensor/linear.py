@@ -187,7 +187,8 @@ class GridLinear(nn.Module):
         if self._sums is None or self._add is None:
             return False
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        if "gradients" not in self.setting.keep or not self.matmul.moves_weight:
+        moves = self.matmul.moves_weight and self.setting.grid.row.size > 1
+        if "gradients" not in self.setting.keep or not moves:
             self._sums.start(self.matmul.weight_grad(inputs, kept, wide), self._add)
         elif self._unsummed is None:
             self._unsummed = self.matmul.weight_product(inputs, kept, wide)
