@@ -58,12 +58,24 @@ class Device:
     """Share of the peak that large products reach."""
     attention: float = 0.65
     """Share of `efficiency` that fused attention reaches."""
+    attention_backward: float = 2.5
+    """Time of its backward over its forward's."""
     processors: int = 0
     """Processors that blocks of a product are dealt to, for the loss at the last round; 0: none is modelled."""
     memory_rate: float = 2.0e12
     """Bytes a second that memory-bound operators reach."""
     operator: float = 5e-6
     """Seconds that starting an operator takes at least."""
+
+    def fullness(self, m: float, k: float, n: float) -> float:
+        """Of what large products reach, the share that [m, k] · [k, n] can: short sums, and idle processors in the last round."""
+        if not self.processors:
+            return 1.0
+        return (
+            k
+            / (k + 64)
+            * max(good * _full_rounds(m, n, rows, columns, self.processors) for rows, columns, good in TILES)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,9 +289,7 @@ class Cluster:
     def product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """Seconds of [m, k] · [k, n] of elements of `width` bytes."""
         d = self.device
-        rate = d.matrix[dtype] * d.efficiency * k / (k + 64 if d.processors else k)
-        if d.processors:
-            rate *= max(good * _full_rounds(m, n, rows, columns, d.processors) for rows, columns, good in TILES)
+        rate = d.matrix[dtype] * d.efficiency * d.fullness(m, k, n)
         return max(2.0 * m * k * n / rate, width * (m * k + k * n + m * n) / d.memory_rate) + d.operator
 
     def attention(self, flops: float, dtype: str) -> float:
@@ -337,6 +347,7 @@ def _check(c: Cluster) -> None:
         positive(f"device.{name}", value)
         if value > 1:
             raise ClusterError(f"device.{name} = {value:g} is a share: it must not be above 1")
+    positive("device.attention_backward", c.device.attention_backward)
     positive("device.memory_rate", c.device.memory_rate)
     positive("host.link", c.host.link)
     if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):

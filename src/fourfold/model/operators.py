@@ -75,8 +75,10 @@ class Operator:
     """Of the forward."""
     moved: float = 0.0
     """Elements that the forward reads and writes, weights left out."""
+    wide: float = 0.0
+    """The same of fp32 (or wider), whatever the compute type."""
     backward: float = 2.0
-    """Time of the backward over the forward's, for attention and memory-bound operators."""
+    """Time of the backward over the forward's, for attention (2.5: fused, as the device does it) and memory-bound operators."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,7 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     turned = 0.0
     if llama:
         turned = q + kv
-        operators.insert(2, Operator("rotary", "memory", moved=8.0 * (q + kv), backward=1.0))
+        operators.insert(2, Operator("rotary", "memory", moved=6.0 * (q + kv), wide=6.0 * (q + kv), backward=1.0))
     if m.qk_norm:
         operators.insert(2, Operator("norm", "memory", moved=2.0 * (q + kv), backward=2.0))
     stats = 1.0 if llama else 2.0
@@ -344,9 +346,9 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "full": (Moment(Held(2 * d + qkv + turned + q), full=d, weights=late), *rotary(d + qkv + q)),
         },
         backward=(
-            Moment(Held(d + q), grads=late, full=d),
+            Moment(Held(d + q), grads=late, full=d, weights=late),
             Moment(Held(d + q + qkv), grads=late),
-            Moment(Held(2 * d - q), grads=1.0, full=d),
+            Moment(Held(2 * d - q), grads=1.0, full=2 * d, weights=1 - late),
         ),
         split=(Moment(Held(d + q + qkv)), Moment(Held(2 * d), full=d)),
         closing=3.0 * d,
@@ -363,7 +365,7 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     operators = (
         _norm_operator(d),
         _product("up", d, wide),
-        Operator("activation", "memory", moved=float(wide + f), backward=1.5),
+        Operator("activation", "memory", moved=float(wide + f + 2 * gate), backward=2.6 if llama else 1.5),
         _product("down", f, d),
         Operator("residual", "memory", moved=3.0 * d, backward=0.7),
     )
@@ -388,8 +390,9 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             ),
         },
         backward=(
-            Moment(Held(d), Held(f + gate), late, full=d),
-            Moment(Held(2 * d), Held(-f - gate), 1.0, full=d),
+            Moment(Held(d), Held(f), late, full=d, weights=late),
+            Moment(Held(d), Held(f + gate), late),
+            Moment(Held(2 * d), Held(-f - gate), 1.0, full=2 * d, weights=1 - late),
         ),
         split=(Moment(Held(d), Held(2 * f + gate)), Moment(Held(2 * d), full=d)),
         closing=3.0 * d,
@@ -407,7 +410,7 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     if bert:
         operators.insert(0, _product("dense", d, d))
         operators.insert(1, Operator("activation", "memory", moved=2.0 * d, backward=1.5))
-    operators.append(Operator("loss", "memory", moved=5.0 * v, backward=1.0))
+    operators.append(Operator("loss", "memory", moved=float(v), wide=3.0 * v, backward=1.6))
     more = 2 * d if bert else 0
     llama = m.family == "llama"
     return UnitSpec(
@@ -423,11 +426,11 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "per-slice": Held(2 * d + (d if bert else 0), 4),
         },
         forward={
-            "none": (Moment(inner=Held(v)),),
-            "selective": (Moment(inner=Held(0, v)),),
-            "full": (Moment(Held(d + more), Held(v, v)),),
+            "none": (Moment(inner=Held(v)), Moment(full=d)),
+            "selective": (Moment(inner=Held(0, v)), Moment(Held(d), full=d)),
+            "full": (Moment(Held(d + more), Held(v, v)), Moment(Held(d + more), Held(v), full=d)),
         },
-        backward=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), 1.0, full=d)),
+        backward=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), 1.0, full=2 * d)),
         split=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), full=d)),
         closing=2.0 * d,
         cast=float(v),

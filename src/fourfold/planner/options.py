@@ -83,7 +83,7 @@ def recompute_options(setting: Setting, layout: Layout, kind: str) -> list[Optio
             moved, overlap = cost.offloaded / setting.cluster.host.link, setting.cluster.overlap
             for work in (c.forward, c.input_grad + c.again):
                 seconds += max(work, moved) + (1 - overlap) * min(work, moved) - work
-        out.append(Option(choice, seconds, cost.activation, max(cost.workspace, cost.forward_workspace) + cost.ahead))
+        out.append(Option(choice, seconds, cost.activation, max(cost.workspace, cost.forward_workspace)))
     return out
 
 
@@ -133,7 +133,7 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
         seconds += m * (_work(cost) - _work(unit_cost(setting, alike, kind, Choice())))
     state = setting.state if layout.optimizer == "device" else 0.0
-    memory = cost.parameters + cost.local * state + cost.stays
+    memory = cost.parameters + cost.local * state
     if choice.mode in ("keep", "zero2"):
         memory += cost.whole
     at_once = sharded and (choice.reduce == "micro-batch" or (m == 1 and not piped))

@@ -21,7 +21,7 @@ from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
 from fourfold.tensor.products import products_of
 
-__all__ = ["chosen_flows", "flow_report", "grid_seconds", "kept_bytes", "ladder", "links_of", "product_seconds"]
+__all__ = ["chosen_flows", "flow_of", "flow_report", "grid_seconds", "ladder", "links_of", "product_seconds"]
 
 
 def product_seconds(setting: Setting, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
@@ -69,7 +69,8 @@ def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, resid
 
 
 @lru_cache(maxsize=200_000)
-def _flow(setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int) -> str:
+def flow_of(setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int) -> str:
+    """The flow of a product."""
     if o.name == "proj" and setting.spec.tied:
         return "os"
     wish = getattr(tensor.flows, o.name, "auto")
@@ -96,29 +97,9 @@ def grid_seconds(
         words = config.vocab if config is not None and o.name == "lookup" else 0
         found = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
         return seconds(found, links, setting.compute, setting.reduce)
-    flow = _flow(setting, o, tokens, row, col, tensor, micro_batches)
+    flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
     every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
     return seconds(every, links, setting.compute, setting.reduce, micro_batches)
-
-
-def kept_bytes(setting: Setting, o: Operator, layout: Layout) -> tuple[float, float, float]:
-    """Bytes that a product keeps: weights and weight gradients of all rows; gathered inputs of a micro-batch."""
-    mesh, tensor, e = layout.mesh, layout.tensor, setting.compute
-    tokens = layout.micro_batch_size * setting.spec.seq_len
-    flow = _flow(setting, o, tokens, mesh.row, mesh.col, tensor, layout.steps)
-    p = _sizes(setting, o, tokens, mesh.row, mesh.col, tensor.residual)
-    rows, columns = p.weight_shape(flow)
-    size = float(mesh.row * rows * columns) if mesh.row > 1 and flow in ("os", "ls") else 0.0
-    more = 0.0
-    if flow in ("os", "ws-in"):
-        more = p.n * p.inputs * (1 - 1 / mesh.col) * e
-    elif flow == "ws-out":
-        more = (mesh.row - 1) * p.n * p.k * e
-    return (
-        size * e if "weights" in tensor.keep else 0.0,
-        size * max(4, setting.reduce) if "gradients" in tensor.keep else 0.0,
-        more if "inputs" in tensor.keep else 0.0,
-    )
 
 
 def ladder(mesh: Mesh, micro_batches: int, tensor: Tensor, wish: str | None = None) -> list[Tensor]:
@@ -143,7 +124,7 @@ def chosen_flows(setting: Setting, layout: Layout) -> Flows:
         return Flows()
     tokens = layout.micro_batch_size * setting.spec.seq_len
     chosen = {
-        o.name: _flow(setting, o, tokens, mesh.row, mesh.col, layout.tensor, layout.steps)
+        o.name: flow_of(setting, o, tokens, mesh.row, mesh.col, layout.tensor, layout.steps)
         for unit in setting.spec.kinds.values()
         for o in unit.operators
         if o.kind == "product"
@@ -166,7 +147,7 @@ def flow_report(setting: Setting, layout: Layout) -> list[dict[str, Any]]:
         for flow in dict.fromkeys((*flows_of("auto", o.name != "proj"), *(("summa",) if mesh.row == mesh.col else ()))):
             parts = seconds(moves(p, flow, tensor.keep), links, setting.compute, setting.reduce, layout.steps).values()
             costs[flow] = [float(f"{sum(part[i] for part in parts):.4g}") for i in (0, 1)]
-        flow = _flow(setting, o, tokens, mesh.row, mesh.col, tensor, layout.steps)
+        flow = flow_of(setting, o, tokens, mesh.row, mesh.col, tensor, layout.steps)
         out.append(
             {
                 "product": o.name,

@@ -118,15 +118,15 @@ class _Running:
             seconds = {"F": c.forward, "B": c.input_grad + c.again + c.weight_grad, "I": c.input_grad + c.again}
             gather = u.cost.gather if self._gathers(u, op) and u.spec.name != self._before else 0.0
             reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
-            out.append(
-                Step(
-                    seconds.get(op.kind, c.weight_grad),
-                    gather,
-                    u.cost.reduce if reduces else 0.0,
-                    u.cost.across if reduces else 0.0,
-                    u.choice.mode != "replicate",
-                )
+            parts = u.cost.slices
+            step = Step(
+                seconds.get(op.kind, c.weight_grad) / parts,
+                gather / parts,
+                u.cost.reduce / parts if reduces else 0.0,
+                u.cost.across / parts if reduces else 0.0,
+                u.choice.mode != "replicate",
             )
+            out += [step] * parts
             self._before = u.spec.name  # what was used last is still there
         return out
 

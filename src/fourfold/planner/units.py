@@ -28,12 +28,14 @@ from typing import Literal, NamedTuple
 from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.plan import Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.products import grid_seconds, kept_bytes, product_seconds
+from fourfold.planner.products import flow_of, grid_seconds, product_seconds
 from fourfold.shard.layout import ALIGN
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
+LEAST = 1 << 20
+"""Bytes: smaller activations are not sent to the host."""
 
 
 class Choice(NamedTuple):
@@ -95,6 +97,8 @@ class UnitCost:
     """What W holds for a while: one product."""
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    at_once: bool = False
+    """Weight gradients are added up as they are made (on a grid), not at the end of the unit's backward."""
     slices: int = 1
     """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
     borrowed: float = 0.0
@@ -103,10 +107,6 @@ class UnitCost:
     """Bytes of that unit's parameters, gathered with this one's; 0 where they stay."""
     offloaded: float = 0.0
     """Bytes of activations that move to the host and back."""
-    stays: float = 0.0
-    """Bytes of weights and gradients of all rows that are kept over a step."""
-    ahead: float = 0.0
-    """Bytes of the next weight of all rows, and of a gradient that is being summed over row."""
 
 
 @lru_cache(maxsize=200_000)
@@ -125,10 +125,13 @@ def compute_times(
             weight_grad += w + cluster.memory_bound(added)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            forward, input_grad = forward + time, input_grad + time * o.backward
+            forward, input_grad = (
+                forward + time,
+                input_grad + time * cluster.device.attention_backward * o.backward / 2.5,
+            )
             cheap += time if o.name in unit.again else 0.0
         else:
-            time = cluster.memory_bound(o.moved * tokens * width / col)
+            time = cluster.memory_bound((o.moved * width + o.wide * max(4, width)) * tokens / col)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
         if row * col > 1:
@@ -183,49 +186,41 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
     lent = _lent(setting, unit, mesh)
+    whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
+    if mesh.row > 1 and unit.flops:
+        width = (e if "weights" in tensor.keep else 0) + (max(4, e) if "gradients" in tensor.keep else 0)
+        whole_rows = unit.matrices / mesh.col * width
     scale = tokens / mesh.col
-    kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
-    stays, ahead, inputs = _grid_bytes(setting, unit, replace(layout, tensor=tensor))
-    inputs = inputs if choice.recompute == "none" else 0.0
-    kept += inputs
-    held = kept if layout.activations == "device" or cluster.device.kind == "cpu" else 0.0
-    heights = _Heights(setting, unit, mesh, choice, tokens, (n + lent) * e, slices)
+    heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
+    kept = heights.kept
+    offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
+    held = 0.0 if offloads else kept
+    if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
+        held = kept * (2 if kept >= LEAST else 1)
     return UnitCost(
         compute=compute,
         gather=gather,
         reduce=reduce,
         across=across,
         whole=n * e,
-        parameters=n * e / shards,
+        parameters=n * e / shards + whole_rows,
         gradients=n * r,
         reduced=n * r / shards,
         local=n / shards,
         activation=held,
-        kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale + inputs,
-        forward_workspace=heights.forward() + kept - held,
-        workspace=heights.backward() + kept - held,
+        kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale,
+        forward_workspace=heights.forward() + max(0.0, kept - held),
+        workspace=heights.backward() + max(0.0, kept - held),
         closing=heights.closing() - held,
-        split_workspace=heights.split() + kept - held,
+        split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
         transient=n * e / slices if mode == "zero3" else 0.0,
+        at_once=mesh.row * mesh.col > 1,
         slices=slices,
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
-        offloaded=kept if layout.activations == "host" else 0.0,
-        stays=stays,
-        ahead=ahead,
+        offloaded=kept if offloads else 0.0,
     )
-
-
-def _grid_bytes(setting: Setting, unit: UnitSpec, layout: Layout) -> tuple[float, float, float]:
-    """Bytes of all rows that products keep over a step, and that overlap holds; of inputs that they keep of a micro-batch."""
-    mesh, products = layout.mesh, [o for o in unit.operators if o.kind == "product"]
-    if mesh.row * mesh.col == 1 or not products:
-        return 0.0, 0.0, 0.0
-    kept = [kept_bytes(setting, o, layout) for o in products] if layout.tensor.keep else [(0.0, 0.0, 0.0)]
-    most = max(o.inputs * o.outputs for o in products) / mesh.col if mesh.row > 1 and layout.tensor.overlap else 0.0
-    ahead = most * (setting.compute + max(4, setting.reduce))
-    return sum(k[0] + k[1] for k in kept), ahead, sum(k[2] for k in kept)
 
 
 def _lent(setting: Setting, unit: UnitSpec, mesh: Mesh) -> float:
@@ -240,24 +235,55 @@ class _Heights:
     """The most bytes that a unit holds for a while, above what it keeps of a micro-batch."""
 
     def __init__(
-        self, setting: Setting, unit: UnitSpec, mesh: Mesh, choice: Choice, tokens: int, grads: float, slices: int
+        self, setting: Setting, layout: Layout, unit: UnitSpec, choice: Choice, tokens: int, grads: float, slices: int
     ):
+        mesh, self.overlap = layout.mesh, layout.tensor.overlap
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
-        self.kept = _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute)
-        self.full = _bytes(setting, unit.saved["none"], unit, "none")
+        sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
+        self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
+        self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
+        self.kept = (
+            _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute) * self.scale
+        )
+        if self.recompute == "none":
+            self.kept = self.full
+            if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops:  # of all columns
+                self.kept += setting.spec.hidden * self.width * (tokens - self.scale)
+        self.moving = self._moving(layout) if mesh.row > 1 and unit.output else 0.0
+
+    def _moving(self, layout: Layout) -> float:
+        """Bytes more than `os` and `ls` hold: `ws` gathers activations over the rows, `summa` copies what it sums."""
+        mesh, hidden, tensor = self.mesh, self.setting.spec.hidden, layout.tensor
+        products = [o for o in self.unit.operators if o.kind == "product"]
+        flows = {flow_of(self.setting, o, self.tokens, mesh.row, mesh.col, tensor, layout.steps) for o in products}
+        widest = max((max(o.inputs, o.outputs) for o in products), default=0)
+        if flows & {"ws-in", "ws-out"}:
+            return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)
+        return self.width * (widest + 2 * hidden) * self.scale if "summa" in flows else 0.0
+
+    @property
+    def _shared_keys(self) -> float:
+        """Bytes of a token: with fewer key heads than columns, every column holds one whole (keys, values, turned keys)."""
+        config, col = self.setting.spec.config, self.mesh.col
+        if self.unit.kind != "attn" or config is None or config.kv_heads is None or config.head_dim is None:
+            return 0.0
+        return 3.0 * max(0, col - config.kv_heads) * config.head_dim * self.width
 
     def _most(self, moments: tuple[Moment, ...]) -> float:
         return max((self._bytes(m) for m in moments), default=0.0)
 
     def _bytes(self, m: Moment) -> float:
         e, mesh = self.width, self.mesh
-        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale + m.grads * self.grads
+        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
+        size += m.grads * self.grads if mesh.row * mesh.col == 1 else min(m.grads, self.largest) * self.grads
         if mesh.col > 1:
             size += m.full * self.tokens * e
-        if mesh.row > 1:
-            size += m.weights * self.unit.matrices / mesh.col * e
+        if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
+            wide = 4 if m.grads and e < 4 else 0
+            ahead = self.largest if m.weights and self.overlap else 0.0
+            size += (m.weights + ahead) * self.unit.matrices / mesh.col * (e + wide)
         return size
 
     @property
@@ -265,8 +291,10 @@ class _Heights:
         """Bytes that a backward computes again before it begins."""
         if self.recompute == "none":
             return 0.0
-        stays = self.unit.output * self.width if self.recompute == "selective" else 0.0  # the last product's output
-        return (max(0.0, self.full - self.kept) / self.slices + stays) * self.scale
+        again = max(0.0, self.full - self.kept) / self.slices
+        if self.recompute == "selective":
+            again += self.unit.output * self.width * self.scale  # the last product's output, which nobody reads
+        return again
 
     @property
     def _sum(self) -> float:
@@ -276,21 +304,41 @@ class _Heights:
     def forward(self) -> float:
         name = "full" if self.recompute == "per-slice" else self.recompute
         cast = 4 * self.unit.cast / self.slices if self.width < 4 else 0.0
-        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum
+        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum + self.moving
 
     def backward(self) -> float:
-        return self._again + self._most(self.unit.backward) + 2 * self._sum
+        """What is recomputed is there before the backward begins, and a forward's own workspace while it is recomputed."""
+        if self.slices > 1:
+            probabilities = self.unit.cast * max(4, self.width) / self.slices * self.scale
+            return max(self.split() + probabilities, self._first_slice)
+        most = self._again + self._most(self.unit.backward) + self.moving
+        output = self.unit.output * self.width
+        if self.recompute != "none":
+            most = max(most, self._again + self._most(self.unit.forward["none"]) + output * self.scale)
+        return most
 
     def split(self) -> float:
-        return self._again + self._most(self.unit.split) + 2 * self._sum
+        return self._again + self._most(self.unit.split) + self._sum + self.moving
 
     def closing(self) -> float:
-        return self.unit.closing * self.width * self.scale + self.grads + 2 * self._sum
+        """With all of what is kept in it, but where slices keep it for each other."""
+        if self.slices > 1:
+            return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
+        alone = self.mesh.row * self.mesh.col == 1  # on a grid, each weight's gradient is added when it is made
+        return self.unit.closing * self.width * self.scale + (self.grads if alone else 0.0)
+
+    @property
+    def _first_slice(self) -> float:
+        """At the norm: gradients of the sum, of what feeds the slices and of the input; what products wait for."""
+        hidden, e = self.setting.spec.hidden, self.width
+        waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
+        unfused = 4 * self.unit.unfused * max(4, e) if self.setting.cluster.device.kind == "cpu" else 0.0
+        gathered = hidden * e * (self.tokens + self.scale) if self.mesh.col > 1 else 0.0
+        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale + gathered
 
     def product(self) -> float:
         """The largest weight gradient."""
-        sizes = [math.prod(s) for s in self.unit.shapes.values() if len(s) > 1]
-        return max(sizes, default=0) / max(1, self.unit.matrices) * self.grads
+        return self.largest * self.grads
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.model.build import build_model, materialize_buffers
+from fourfold.offload.split import square_sum
 from fourfold.plan import Plan
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.runtime.executor import Executor
@@ -53,10 +54,10 @@ def one_of_many(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 class _Nowhere(Transport):
-    """Messages of a rank whose neighbours do not exist: what is sent is dropped, what is received is zeros."""
+    """Messages of a rank whose neighbours do not exist: what is sent is dropped, what is received is random."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self._make = lambda: torch.zeros(shape, dtype=dtype, device=device)
+        self._make = lambda: torch.randn(shape, dtype=dtype, device=device)
 
     def send(self, target: int, name: Name, value: Any) -> None:
         """Dropped."""
@@ -142,9 +143,7 @@ class OneRank:
     def update(self, lr: float = 1e-4) -> None:
         """Update the weights from the reduced gradients, and let those go."""
         assert self.optimizer is not None, "a rank without an optimizer"
-        squares = [
-            torch.linalg.vector_norm(u.shard_grad, dtype=torch.float64).square() for u in self.units if u.layout.total
-        ]
+        squares = [square_sum(u.shard_grad) for u in self.units if u.shard_grad is not None]
         self.optimizer.step(lr, torch.stack(squares).sum().sqrt(), None)
         self.zero_grad()
 
@@ -277,17 +276,17 @@ def _passing(unit: Unit, meter: Meter) -> Iterator[list[int]]:
     unit.gather()
     unit.need()
     extra = meter.live - without
-    main_grad = unit.main_grad
+    accumulator = unit._accumulator
     most: list[int] = []
 
     def taken(name: str) -> Tensor:
         if not most:
             most.append(meter.most - extra)
             meter.reset()
-        return main_grad(name)
+        return accumulator(name)
 
     meter.reset()
-    with patch.object(unit, "main_grad", taken):
+    with patch.object(unit, "_accumulator", taken):
         yield most
     own = [unit.grad] if unit.grad is not None else []
     own += [grad for name, grad in unit._grads.items() if name in unit._rows]

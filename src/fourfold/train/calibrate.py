@@ -36,6 +36,7 @@ from fourfold.planner.layout import Setting
 from fourfold.planner.predict import predict
 from fourfold.runtime.transport import Name, Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
+from fourfold.train.device_rates import gpu_device
 
 __all__ = ["calibrate"]
 
@@ -47,6 +48,8 @@ COLLECTIVES: dict[str, Start] = {
 }
 ENOUGH, REPEATS = 0.03, 16
 """Seconds that a try of a collective should take, and how often it is repeated for that at most."""
+PAUSE = 2e-3
+"""Seconds between collectives."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -76,27 +79,11 @@ class _Calibration:
         self.nodes = place.ranks // max(1, place.local_ranks)
 
     def cluster(self, name: str) -> Cluster:
-        rates = {kind: self._best_rate(dtype) for kind, dtype in DTYPES.items()}
-        peaks = {kind: max(found) for kind, found in rates.items()}
-        kind = "bf16" if self.device.type == "cuda" else "fp32"
-        share = min(1.0, median(rates[kind]) / peaks[kind])
-        attention = min(1.0, self._attention(DTYPES[kind]) / (peaks[kind] * share))
-        memory = self._memory()
         made = Cluster(
             name=name or platform.node(),
             nodes=self.nodes,
             devices=max(1, self.place.local_ranks),
-            device=Device(
-                name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
-                kind="cuda" if self.device.type == "cuda" else "cpu",
-                memory=str(memory),
-                reserve="2GiB" if self.device.type == "cuda" else str(min(256 << 20, memory // 8)),
-                matrix=peaks,
-                efficiency=share,
-                attention=attention,
-                memory_rate=self._memory_rate(),
-                operator=self._operator(),
-            ),
+            device=self._device(),
             host=Host(memory=str(psutil.virtual_memory().total), link=self._link()),
             level=self._levels(),
             source=f"measured with torch {torch.__version__} on {self.place.ranks} ranks",
@@ -107,6 +94,25 @@ class _Calibration:
 
     # ---- one device ----
 
+    def _device(self) -> Device:
+        if self.device.type == "cuda":
+            return gpu_device(self.device, self._memory(), self._operator())
+        rates = {kind: self._best_rate(dtype) for kind, dtype in DTYPES.items()}
+        peaks = {kind: max(found) for kind, found in rates.items()}
+        share = min(1.0, median(rates["fp32"]) / peaks["fp32"])
+        memory = self._memory()
+        return Device(
+            name="CPU",
+            kind="cpu",
+            memory=str(memory),
+            reserve=str(min(256 << 20, memory // 8)),
+            matrix=peaks,
+            efficiency=share,
+            attention=min(1.0, self._attention() / (peaks["fp32"] * share)),
+            memory_rate=self._memory_rate(),
+            operator=self._operator(),
+        )
+
     def _best_rate(self, dtype: torch.dtype) -> list[float]:
         """FLOP/s of square products, by size."""
         out = []
@@ -115,9 +121,9 @@ class _Calibration:
             out.append(2.0 * n**3 / self._time(partial(torch.mm, a, a)))
         return out
 
-    def _attention(self, dtype: torch.dtype) -> float:
-        tokens, heads = (2048, 16) if self.device.type == "cuda" else (128, 4)
-        q = torch.ones(2, heads, tokens, 64, dtype=dtype, device=self.device)
+    def _attention(self) -> float:
+        tokens = 128
+        q = torch.ones(2, 4, tokens, 64)
         took = self._time(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
         return 0.5 * 4 * tokens * q.numel() / took
 
@@ -291,19 +297,25 @@ class _Calibration:
     def _time(self, work: Callable[[], Any], *, collective: bool = False) -> float:
         """Median seconds of a few tries, all ranks starting together; the mean over them.
 
-        A collective that is over soon is repeated within a try: ranks leave a barrier at different times.
+        A collective that is over soon is repeated within a try: ranks leave a barrier at different times. On a CPU it comes
+        after a pause, as it would after computing: threads sleep then, and ranks are not quite together.
         """
         found: list[float] = []
         times = 1
+        pauses = collective and self.device.type != "cuda"
         for attempt in range(self.sizes.tries + 1):
             if self.place.ranks > 1:
                 dist.barrier()
             self._wait()
-            began = time.perf_counter()
+            began, paused = time.perf_counter(), 0.0
             for _ in range(times):
+                if pauses:
+                    rest = time.perf_counter()
+                    time.sleep(PAUSE)
+                    paused += time.perf_counter() - rest
                 work()
             self._wait()
-            took = time.perf_counter() - began
+            took = time.perf_counter() - began - paused
             if attempt:  # the first is warm-up
                 found.append(took / times)
             elif collective:
