@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["Row", "arguments", "finish", "lower_is_better", "show"]
+__all__ = ["Row", "arguments", "finish", "lower_is_better", "parser_of", "show"]
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,19 @@ def lower_is_better(case: str, peer: str, metric: str, ours: float, theirs: floa
     return Row(case, peer, metric, float(ours), float(theirs), float(theirs) / float(ours), spread)
 
 
-def arguments(description: str, sections: Sequence[str] = ()) -> argparse.Namespace:
-    """`--quick` and `--json PATH`; of a benchmark with sections, `--only` some."""
-    parser = argparse.ArgumentParser(description=description)
-    if sections:
-        parser.add_argument("--only", nargs="+", choices=sections, metavar="SECTION", help=", ".join(sections))
+def parser_of(description: str, sections: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser of `--quick`, `--json PATH`, and `--only SECTION …` where there are sections to choose from."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small part, in seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
-    return parser.parse_args()
+    if sections:
+        parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="these sections alone")
+    return parser
+
+
+def arguments(description: str, sections: Sequence[str] = ()) -> argparse.Namespace:
+    """What the parser finds on the command line."""
+    return parser_of(description, sections).parse_args()
 
 
 def show(title: str, rows: Sequence[Row]) -> None:

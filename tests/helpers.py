@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fourfold.config import Config
 from fourfold.offload.split import round_half_up
 from fourfold.plan import Plan
+from fourfold.testing.order import SameOrder
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.worker import fit
@@ -48,18 +50,26 @@ def make_config(run_dir: Path, model: str | dict[str, Any] = "gpt", **sections: 
     return Config.from_dict(data)
 
 
-def run_training(config: Config, plan: dict[str, Any], ranks: int, *, resume: bool = False) -> list[dict[str, Any]]:
-    """Train in `ranks` forked processes; returns the lines of metrics.jsonl."""
-    run_ranks(_train, ranks, config, plan, resume)
+def run_training(
+    config: Config, plan: dict[str, Any], ranks: int, *, resume: bool = False, watched: bool = False
+) -> list[dict[str, Any]]:
+    """Train in `ranks` forked processes; returns the lines of metrics.jsonl.
+
+    `watched`: at every step's end, all ranks of every group must have issued the same collectives in the same order.
+    """
+    compared = run_ranks(_train, ranks, config, plan, resume, watched)
+    assert not watched or ranks == 1 or min(compared) > 0
     return list(read_metrics(RunDir(config.train.run_dir)))
 
 
-def _train(rank: int, ranks: int, config: Config, plan: dict[str, Any], resume: bool) -> None:
+def _train(rank: int, ranks: int, config: Config, plan: dict[str, Any], resume: bool, watched: bool) -> int:
     import sys
 
-    with open("/dev/null", "w") as nowhere:
+    order = SameOrder()
+    with open("/dev/null", "w") as nowhere, order if watched else nullcontext():
         sys.stdout = nowhere
-        fit(config, Plan.from_dict(plan), resume=resume)
+        fit(config, Plan.from_dict(plan), resume=resume, callbacks=[order] if watched else [])
+    return order.compared
 
 
 def series(metrics: list[dict[str, Any]], key: str) -> list[float]:

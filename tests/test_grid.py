@@ -96,7 +96,7 @@ def test_grids_obey_the_contract(
 
     monkeypatch.setattr(Loop, "step", step_and_compare)
     config = make_config(tmp_path / "run", MODEL[model], train=STEPS)
-    found = run_training(config, plan | {"precision": {"compute": "fp64"}}, ranks)
+    found = run_training(config, plan | {"precision": {"compute": "fp64"}}, ranks, watched=True)
     assert largest_gap(references[model], found, "loss", "grad_norm", "eval_loss") <= 1e-9
 
 

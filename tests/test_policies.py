@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
     "model.operators",
     "presets",
     "commands.plan",
+    "runtime.sizes",
     "shard.layout",
     "tensor.blocks",
     "tensor.costs",

@@ -35,7 +35,7 @@ MIX = [
     {"match": "embed", "mode": "keep"},
 ]
 
-# model, ranks, mesh, micro-batches, pipeline (and the flow on a grid), rules
+# model, ranks, mesh, micro-batches, pipeline, rules
 PLANS: dict[str, tuple[str, int, dict[str, int], int, dict[str, Any], list[dict[str, Any]]]] = {
     "zero3": ("gpt", 2, {"data": 2}, 1, {}, everything("zero3")),
     "zero3, reduced each time": ("untied", 3, {"data": 3}, 4, {}, everything("zero3", reduce="micro-batch")),
@@ -67,54 +67,88 @@ PLANS: dict[str, tuple[str, int, dict[str, int], int, dict[str, Any], list[dict[
         {"executor": "message-driven", "slack": 1, "split_backward": True},
         everything("keep", split=2),
     ),
-    "split 2 on a grid, tied": ("gpt", 4, {"row": 2, "col": 2}, 2, {}, everything("replicate", split=2)),
-    "split 8 on columns": (
-        "bert",
-        6,
-        {"data": 2, "col": 3},
-        2,
-        {"residual": "hidden"},
-        everything("zero3", split=8, recompute="per-slice"),
-    ),
-    "split 4 on rows": (
-        "llama",
-        4,
-        {"depth": 2, "row": 2},
-        3,
-        {"residual": "hidden", "flow": "ws"},
-        everything("keep", split=4, recompute="selective"),
-    ),
-    "split 4, summa, in a pipeline": (
-        "untied",
-        8,
-        {"pipe": 2, "row": 2, "col": 2},
-        3,
-        {"schedule": "zb-h1", "flow": "summa"},
-        everything("zero2", split=4, recompute="full"),
-    ),
-    "split 2 on a grid, tied apart, message-driven": (
-        "llama",
-        8,
-        {"pipe": 2, "data": 2, "col": 2},
-        3,
-        {"executor": "message-driven", "split_backward": True, "flow": "ls"},
-        everything("keep", split=2, recompute="per-slice"),
-    ),
     "alone, message-driven": ("gpt", 2, {"pipe": 2}, 4, {"executor": "message-driven"}, everything("zero3")),
 }
 
 
+# operator splitting on a grid, of one layer: model, ranks, plan
+ON_GRIDS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "split 1, tied": ("gpt", 4, {"mesh": {"row": 2, "col": 2}, "unit": everything("replicate")}),
+    "split 2, tied": ("gpt", 4, {"mesh": {"row": 2, "col": 2}, "unit": everything("replicate", split=2)}),
+    "split 8, padded": (
+        "bert",
+        3,
+        {
+            "mesh": {"col": 3},
+            "tensor": {"residual": "hidden"},
+            "unit": everything("zero3", split=8, recompute="per-slice"),
+        },
+    ),
+    "split 4, rows": (
+        "llama",
+        4,
+        {
+            "mesh": {"depth": 2, "row": 2},
+            "tensor": {"residual": "hidden", "flow": "ws"},
+            "batch": {"micro_batches": 3},
+            "unit": everything("zero3", split=4, recompute="selective"),
+        },
+    ),
+    "split 4, summa, in a pipeline": (
+        "untied",
+        8,
+        {
+            "mesh": {"pipe": 2, "row": 2, "col": 2},
+            "tensor": {"flow": "summa"},
+            "pipeline": {"schedule": "zb-h1"},
+            "batch": {"micro_batches": 2},
+            "unit": everything("zero2", split=4, recompute="full"),
+        },
+    ),
+    "split 2, tied apart, message-driven": (
+        "llama",
+        8,
+        {
+            "mesh": {"pipe": 2, "data": 2, "col": 2},
+            "tensor": {"flow": "ls"},
+            "pipeline": {"executor": "message-driven", "split_backward": True},
+            "batch": {"micro_batches": 3},
+            "unit": everything("keep", split=2, recompute="per-slice"),
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """One process, fp64, for every model with one layer."""
+    folder = tmp_path_factory.mktemp("shallow")
+    return {
+        name: run_training(
+            make_config(folder / name, model | {"layers": 1}, train=SHORT), {"precision": {"compute": "fp64"}}, 1
+        )
+        for name, model in MODEL.items()
+    }
+
+
+SHORT = {"steps": 3, "eval_every": 3}
+
+
+@pytest.mark.parametrize("name", ON_GRIDS)
+def test_slices_on_a_grid_obey_the_contract(
+    tmp_path: Path, shallow: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    model, ranks, plan = ON_GRIDS[name]
+    config = make_config(tmp_path / "run", MODEL[model] | {"layers": 1}, train=SHORT)
+    found = run_training(config, plan | {"precision": {"compute": "fp64"}}, ranks, watched=True)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        for a, b in zip(series(shallow[model], key), series(found, key), strict=True):
+            assert abs(a - b) <= 1e-9 * abs(a), key
+
+
 def plan_of(name: str) -> tuple[str, int, dict[str, Any]]:
     model, ranks, mesh, micro_batches, pipeline, rules = PLANS[name]
-    tensor = {key: value for key, value in pipeline.items() if key in ("flow", "residual")}
-    pipeline = {key: value for key, value in pipeline.items() if key not in tensor}
-    plan = {
-        "mesh": mesh,
-        "batch": {"micro_batches": micro_batches},
-        "pipeline": pipeline,
-        "unit": rules,
-        "tensor": tensor,
-    }
+    plan = {"mesh": mesh, "batch": {"micro_batches": micro_batches}, "pipeline": pipeline, "unit": rules}
     return model, ranks, plan | {"precision": {"compute": "fp64"}}
 
 
@@ -131,7 +165,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[
 @pytest.mark.parametrize("name", PLANS)
 def test_modes_obey_the_contract(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
     model, ranks, plan = plan_of(name)
-    found = run_training(make_config(tmp_path / "run", MODEL[model], train=STEPS), plan, ranks)
+    found = run_training(make_config(tmp_path / "run", MODEL[model], train=STEPS), plan, ranks, watched=True)
     for key in ("loss", "grad_norm", "eval_loss"):
         for a, b in zip(series(references[model], key), series(found, key), strict=True):
             assert abs(a - b) <= 1e-9 * abs(a), key
@@ -174,6 +208,7 @@ SAVED: list[tuple[int, dict[str, Any]]] = [
     (2, {"mesh": {"data": 2}, "unit": everything("zero3", split=3, recompute="per-slice")}),
     (4, {"mesh": {"pipe": 2, "data": 2}, "unit": everything("zero2"), "pipeline": {"schedule": "zb-h1"}}),
     (4, {"mesh": {"data": 4}, "unit": everything("keep", within=2)}),
+    (4, {"mesh": {"row": 2, "col": 2}, "unit": everything("replicate", split=3, recompute="per-slice")}),
     (1, {}),
 ]
 
@@ -214,6 +249,10 @@ def test_checkpoints_open_in_every_other_mode(tmp_path: Path) -> None:
         ({"unit": everything("zero3", within=8)}, "within = 8 .* use 4"),
         ({"unit": [{"match": "blocks.*.mlp", "split": 129}]}, r"split = 129 .* 128 hidden features; use at most 128"),
         ({"unit": [{"match": "head", "split": 1000}]}, r"split = 1000 .* words; use at most 256"),
+        (
+            {"unit": [{"match": "*", "split": 65}], "mesh": {"row": 2, "col": 2}},
+            r"split = 65 .* 64 of 128 hidden features on a rank of the grid; use at most 64",
+        ),
         ({"unit": [{"match": "head", "split": 0}]}, "split = 0 must be at least 1"),
         (
             {"unit": everything("zero3"), "mesh": {"pipe": 2, "data": 2}, "pipeline": {"executor": "message-driven"}},

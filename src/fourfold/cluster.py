@@ -10,7 +10,8 @@ crosses with k times the bandwidth of one. Received bytes of a buffer of S bytes
     all_gather, reduce_scatter   (n - 1)/n · S          all_reduce   2 (n - 1)/n · S          message   S
 
 Latency is paid once per hop of the ring. `factor` multiplies the time of a collective where a backend is worse than a ring
-(gloo's own reduce_scatter moves what an all_reduce does); `fourfold calibrate` measures all of it on a machine or job.
+(gloo's own reduce_scatter moves what an all_reduce does). `fourfold calibrate` measures all of it on a machine or job, and writes
+factors of several sizes and groups in place of one (`measured`): those between are interpolated, and the nearest group's count.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,12 +58,24 @@ class Device:
     """Share of the peak that large products reach."""
     attention: float = 0.65
     """Share of `efficiency` that fused attention reaches."""
+    attention_backward: float = 2.5
+    """Time of its backward over its forward's."""
     processors: int = 0
     """Processors that blocks of a product are dealt to, for the loss at the last round; 0: none is modelled."""
     memory_rate: float = 2.0e12
     """Bytes a second that memory-bound operators reach."""
     operator: float = 5e-6
     """Seconds that starting an operator takes at least."""
+
+    def fullness(self, m: float, k: float, n: float) -> float:
+        """Of what large products reach, the share that [m, k] · [k, n] can: short sums, and idle processors in the last round."""
+        if not self.processors:
+            return 1.0
+        return (
+            k
+            / (k + 64)
+            * max(good * _full_rounds(m, n, rows, columns, self.processors) for rows, columns, good in TILES)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +102,16 @@ class Level:
     """Seconds of one hop."""
     factor: dict[str, float] = field(default_factory=dict)
     """By collective, its time over a ring's; 1 where not given."""
+    measured: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By collective and ranks of a group ("all_gather 4"): [bytes, its time over a ring's] of some sizes, the smallest first."""
+
+    def slower(self, kind: str, size: float, members: int) -> float:
+        """The time of a collective over a ring's, for a buffer of `size` bytes."""
+        found = [(int(n), points) for name, points in self.measured.items() for k, n in [name.split()] if k == kind]
+        if not found:
+            return self.factor.get(kind, 1.0)
+        _, points = min(found, key=lambda item: (abs(math.log(item[0] / members)), item[0]))
+        return _interpolated(points, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +250,7 @@ class Cluster:
         """Seconds of a collective over a buffer of `size` bytes, for `members` ranks that lie `stride` apart."""
         if members <= 1 or size <= 0:
             return 0.0
-        bandwidth, hops, factor = self._path(members, stride, kind)
+        bandwidth, hops, factor = self._path(members, stride, kind, size)
         passes = 2 if kind == "all_reduce" else 1
         latency = passes * hops
         if kind == "all_reduce":  # a tree of small messages has fewer hops
@@ -235,10 +259,10 @@ class Cluster:
 
     def message(self, size: float, distance: int) -> float:
         """Seconds of a message of `size` bytes to the rank `distance` away."""
-        bandwidth, hops, factor = self._path(2, distance, "message")
+        bandwidth, hops, factor = self._path(2, distance, "message", size)
         return factor * (hops + size / bandwidth)
 
-    def _path(self, members: int, stride: int, kind: str) -> tuple[float, float, float]:
+    def _path(self, members: int, stride: int, kind: str, size: float) -> tuple[float, float, float]:
         """(bandwidth, latency of a ring's hops, factor) of a group."""
         bandwidth, latency, factor, under, below = math.inf, 0.0, 1.0, 1, 1
         for level in self.level:
@@ -247,7 +271,8 @@ class Cluster:
             if inside > under:
                 bandwidth = min(bandwidth, level.bandwidth * max(1, min(under, below // stride)))
                 latency += (inside / under - 1) * level.latency
-                factor = max(factor, level.factor.get(kind, 1.0))
+                slower = level.slower(kind, size, members)
+                factor = slower if level.measured else max(factor, slower)
                 under = inside
             below = joined
             if under >= members:
@@ -264,9 +289,7 @@ class Cluster:
     def product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """Seconds of [m, k] · [k, n] of elements of `width` bytes."""
         d = self.device
-        rate = d.matrix[dtype] * d.efficiency * k / (k + 64 if d.processors else k)
-        if d.processors:
-            rate *= max(good * _full_rounds(m, n, rows, columns, d.processors) for rows, columns, good in TILES)
+        rate = d.matrix[dtype] * d.efficiency * d.fullness(m, k, n)
         return max(2.0 * m * k * n / rate, width * (m * k + k * n + m * n) / d.memory_rate) + d.operator
 
     def attention(self, flops: float, dtype: str) -> float:
@@ -284,6 +307,16 @@ def preset_names() -> list[str]:
     from fourfold.presets import PRESETS
 
     return [*PRESETS, "local"]
+
+
+def _interpolated(points: Sequence[Sequence[float]], x: float) -> float:
+    """The value at x of a curve by its points, straight over the logarithm of x; beyond its ends, that of the end."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (a, low), (b, high) in pairwise(points):
+        if x <= b:
+            return low + (high - low) * math.log(x / a) / math.log(b / a)
+    return points[-1][1]
 
 
 def _full_rounds(m: float, n: float, rows: int, columns: int, processors: int) -> float:
@@ -314,6 +347,7 @@ def _check(c: Cluster) -> None:
         positive(f"device.{name}", value)
         if value > 1:
             raise ClusterError(f"device.{name} = {value:g} is a share: it must not be above 1")
+    positive("device.attention_backward", c.device.attention_backward)
     positive("device.memory_rate", c.device.memory_rate)
     positive("host.link", c.host.link)
     if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
@@ -337,6 +371,8 @@ def _check(c: Cluster) -> None:
             if isinstance(factor, bool) or not isinstance(factor, int | float):
                 raise ClusterError(f"{where}: factor.{kind} must be a number; found {factor!r}")
             positive(f"{where}: factor.{kind}", factor)
+        for name, points in level.measured.items():
+            _check_measured(f"{where}: measured.'{name}'", name, points)
         last = i == len(c.level) - 1
         if (
             level.ranks < 0
@@ -350,6 +386,18 @@ def _check(c: Cluster) -> None:
             f"the levels join {joined} devices, but there are {c.nodes} nodes · {c.devices} = {c.ranks}; "
             f"give the last level ranks = 0"
         )
+
+
+def _check_measured(where: str, name: str, points: Any) -> None:
+    kind, _, members = name.partition(" ")
+    if kind not in COLLECTIVES or not re.fullmatch(r"[1-9]\d*", members):
+        raise ClusterError(f"{where}: a name is a collective and the ranks of its group, for example 'all_gather 4'")
+    try:
+        sizes = [float(size) for size, ratio in points if float(ratio) > 0]
+    except (TypeError, ValueError):
+        sizes = []
+    if not sizes or len(sizes) < len(points) or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+        raise ClusterError(f"{where} must be pairs [bytes, ratio] of positive numbers, the smallest bytes first")
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

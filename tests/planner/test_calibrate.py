@@ -19,13 +19,14 @@ from fourfold.train.calibrate import CPU, _Calibration, _Sizes
 
 def _calibrate(rank: int, ranks: int) -> Cluster:
     calibration = _Calibration(Place(rank, ranks, rank, ranks), torch.device("cpu"))
-    calibration.sizes = _Sizes((32, 64), 1 << 12, 1 << 10, 1 << 14, 2)
+    calibration.sizes = _Sizes((32, 64), 1 << 12, (1 << 10, 1 << 14), 2)
     return calibration.cluster("here")
 
 
 def test_all_ranks_measure_one_cluster(tmp_path: Path) -> None:
     clusters = run_ranks(_calibrate, 2)
-    assert clusters[0].level[0].factor.keys() == {"reduce_scatter", "all_reduce", "message"}
+    kinds = {"all_gather 2", "reduce_scatter 2", "all_reduce 2", "message 2"}
+    assert clusters[0].level[0].measured.keys() == kinds
     for c in clusters:
         assert c.ranks == 2
         assert c.device.kind == "cpu"

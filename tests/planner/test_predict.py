@@ -92,5 +92,4 @@ def test_parts_add_up_and_memory_has_an_instant() -> None:
     peaks = [predict(replace(plan, unit=(rule,)), setting).peak.peak for rule in less]
     assert peaks[0] > peaks[1] > peaks[2] > p.peak.peak
     host = replace(plan, memory=replace(plan.memory, optimizer="host"))
-    assert predict(host, setting).peak.by_category[3] == 0
     assert predict(host, setting).memory[0].host > 0

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from fourfold.errors import CommunicationError, RankFailure
 from fourfold.program import build
 from fourfold.runtime.message_driven import drive, run_driven
+from fourfold.runtime.sizes import room_for
 from fourfold.runtime.transport import Name, Transport
-from fourfold.runtime.wire import HostPort, Pool, StagedPort, flatten, room_for
+from fourfold.runtime.wire import HostPort, Pool, StagedPort, flatten
 from fourfold.testing.ranks import run_ranks
 from tests.runtime.chains import Data, lowered, make_executor, run_rank, serial
 

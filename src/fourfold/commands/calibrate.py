@@ -107,10 +107,10 @@ def _tell(args: CalibrateArgs) -> None:
         ("host link", f"{number(cluster.host.link)}B/s"),
     ]
     for level in cluster.level:
-        rest = ", ".join(f"{k} × {v:g}" for k, v in level.factor.items())
-        rows.append(
-            (level.name, f"{number(level.bandwidth)}B/s, {level.latency * 1e6:.0f} µs a hop; over a ring: {rest}")
-        )
+        rows.append((level.name, f"{number(level.bandwidth)}B/s, {level.latency * 1e6:.0f} µs a hop"))
+        for kind, points in level.measured.items():
+            told = ", ".join(f"{format_bytes(size)} × {ratio:.2f}" for size, ratio in points)
+            rows.append((f"  {kind}", f"over a ring's: {told}"))
     if cluster.ranks > 1:
         rows.append(("overlap", f"{cluster.overlap:.0%} of a gather hides behind computing"))
     rows.append(("written to", f"{args.out}  (use it: fourfold plan CONFIG --cluster {args.out})"))

@@ -28,7 +28,7 @@ from fourfold.model.spec import Shapes, unit_flops, unit_names, unit_shapes
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Held", "ModelSpec", "Operator", "UnitSpec"]
+__all__ = ["Held", "ModelSpec", "Moment", "Operator", "UnitSpec"]
 
 
 class Held(NamedTuple):
@@ -43,6 +43,21 @@ class Held(NamedTuple):
 
 
 NOTHING = Held()
+
+
+class Moment(NamedTuple):
+    """What a unit holds at an instant of its forward or backward besides what it keeps; negative: part of that is gone."""
+
+    held: Held = NOTHING
+    """Elements for one token, divided over the columns of a grid."""
+    inner: Held = NOTHING
+    """The same, of which a slice has its share."""
+    grads: float = 0.0
+    """Share of the weights whose gradients are there."""
+    full: float = 0.0
+    """On a grid: elements of one token that every column has whole."""
+    weights: float = 0.0
+    """On a grid: share of the matrices that are gathered over the rows."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +75,10 @@ class Operator:
     """Of the forward."""
     moved: float = 0.0
     """Elements that the forward reads and writes, weights left out."""
+    wide: float = 0.0
+    """The same of fp32 (or wider), whatever the compute type."""
     backward: float = 2.0
-    """Time of the backward over the forward's, for attention and memory-bound operators."""
+    """Time of the backward over the forward's, for attention (2.5: fused, as the device does it) and memory-bound operators."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +94,18 @@ class UnitSpec:
     operators: tuple[Operator, ...]
     saved: Mapping[str, Held] = field(hash=False)
     """By recomputation, what is kept between forward and backward."""
-    workspace: Held
-    """The most that the backward holds besides what was kept (what it has used by then is given back)."""
-    late: float = 1.0
-    """Share of the weights whose gradients are there by then."""
-    last_input: float = 0.0
-    """Elements of the last product's input."""
+    forward: Mapping[str, tuple[Moment, ...]] = field(hash=False)
+    """By recomputation, when a forward holds most; the unit's output is among it."""
+    backward: tuple[Moment, ...]
+    """When a backward holds most, everything that `none` keeps being there; the gradient of the output is among it."""
+    split: tuple[Moment, ...] = ()
+    """The same for I, where the products of weight gradients are put off."""
+    closing: float = 0.0
+    """Elements that are left when the gradients of the weights are added up: gradients of output and input, and the input."""
     cast: float = 0.0
     """Elements of the forward that are also held in fp32, where the compute type is narrower."""
-    forward_workspace: Held = NOTHING
-    """The most that the forward holds besides what it keeps and its output."""
     for_weight_grad: Held = NOTHING
-    """What is held until W, where the backward is split: inputs of products, gradients of their outputs, and the unit's
-    input, which the graph of those keeps alive."""
+    """What is held until W, where the backward is split: inputs of products, and gradients of their outputs."""
     unfused: float = 0.0
     """Elements of RMSNorm inputs: CPUs, which have no fused kernel, keep them once more (twice in fp32, for narrower types)."""
     again: tuple[str, ...] = ()
@@ -203,13 +219,13 @@ class ModelSpec:
         sums. Only for predicting runs of that time.
         """
         assert self.config is not None
-        m, keys = self.config, self.seq_len
-        scores = float(m.heads * keys)
+        c, keys = self.config, self.seq_len
+        scores = float(c.heads * keys)
         kept = 2.5 * scores if dropout else scores  # softmax, its dropout, the mask (a byte)
         units = []
         for u in self.units:
             if u.kind == "attn":
-                inner = 4.0 * keys * m.heads * m.head_dim  # no causal saving: the whole square is computed
+                inner = 4.0 * keys * c.heads * c.head_dim  # no causal saving: the whole square is computed
                 passes = 2 + 2 + (2.5 if dropout else 0)  # products read and write, softmax, dropout and mask
                 operators = tuple(
                     replace(o, flops=inner, backward=2.0) if o.kind == "attention" else o for o in u.operators
@@ -220,10 +236,10 @@ class ModelSpec:
                     operators=(*operators, more),
                     again=("attention", "softmax"),
                     saved={**u.saved, "none": Held(u.saved["none"].narrow + kept, u.saved["none"].wide)},
-                    workspace=Held(u.workspace.narrow + 2 * scores, u.workspace.wide),
+                    backward=tuple(m._replace(held=Held(m.held.narrow + 2 * scores, m.held.wide)) for m in u.backward),
                 )
             if dropout and u.kind in ("attn", "mlp"):
-                extra = Operator("dropout", "memory", moved=2.5 * m.hidden, backward=1.0)
+                extra = Operator("dropout", "memory", moved=2.5 * c.hidden, backward=1.0)
                 u = replace(u, operators=(*u.operators, extra))
             if residual_copies > 1:
                 alike = ("norm", "residual", "dropout")
@@ -278,9 +294,15 @@ def _embed(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "selective": Held(d + 2 if post else 0, tokens),
             "full": Held(0, tokens),
         },
-        workspace=Held(2.0 * d if post else d),
+        forward=_alike(Moment(Held(2.0 * d if m.family != "llama" else d), full=2.0 * d, weights=1.0)),
+        backward=(Moment(Held(2.0 * d if post else d), grads=1.0, full=float(d)),),
+        closing=float(d),
         output=d,
     )
+
+
+def _alike(*moments: Moment) -> dict[str, tuple[Moment, ...]]:
+    return dict.fromkeys(("none", "selective", "full"), moments)
 
 
 def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
@@ -297,10 +319,16 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     turned = 0.0
     if llama:
         turned = q + kv
-        operators.insert(2, Operator("rotary", "memory", moved=8.0 * (q + kv), backward=1.0))
+        operators.insert(2, Operator("rotary", "memory", moved=6.0 * (q + kv), wide=6.0 * (q + kv), backward=1.0))
     if m.qk_norm:
         operators.insert(2, Operator("norm", "memory", moved=2.0 * (q + kv), backward=2.0))
     stats = 1.0 if llama else 2.0
+    late = d * q / (d * qkv + d * q)
+
+    def rotary(others: float) -> tuple[Moment, ...]:
+        """Turning the queries: three products as wide as they are, and their halves swapped."""
+        return (Moment(Held(others + q - q, 3.0 * q)),) if llama else ()
+
     return UnitSpec(
         name,
         "attn",
@@ -312,11 +340,19 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "selective": Held(2 * d + qkv + q, m.heads),
             "full": Held(d),
         },
-        workspace=Held(d + q + qkv),
-        late=d * q / (d * qkv + d * q),
-        last_input=q,
-        forward_workspace=Held(d + (2 * turned if llama else 0)),
-        for_weight_grad=Held(3 * d + q + qkv),
+        forward={
+            "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late), *rotary(-q - kv)),
+            "selective": (Moment(Held(d + turned), full=d, weights=late), *rotary(0)),
+            "full": (Moment(Held(2 * d + qkv + turned + q), full=d, weights=late), *rotary(d + qkv + q)),
+        },
+        backward=(
+            Moment(Held(d + q), grads=late, full=d, weights=late),
+            Moment(Held(d + q + qkv), grads=late),
+            Moment(Held(2 * d - q), grads=1.0, full=2 * d, weights=1 - late),
+        ),
+        split=(Moment(Held(d + q + qkv)), Moment(Held(2 * d), full=d)),
+        closing=3.0 * d,
+        for_weight_grad=Held(2 * d + q + qkv),
         unfused=float(d + (q + kv if m.qk_norm else 0)) if llama else 0.0,
         output=d,
     )
@@ -324,11 +360,12 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
 
 def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     d, f, llama = m.hidden, m.ffn, m.family == "llama"
-    wide = 2 * f if llama else f
+    wide, gate = (2 * f, f) if llama else (f, 0)
+    late = f / (f + wide)
     operators = (
         _norm_operator(d),
         _product("up", d, wide),
-        Operator("activation", "memory", moved=float(wide + f), backward=1.5),
+        Operator("activation", "memory", moved=float(wide + f + 2 * gate), backward=2.6 if llama else 1.5),
         _product("down", f, d),
         Operator("residual", "memory", moved=3.0 * d, backward=0.7),
     )
@@ -344,11 +381,22 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "full": Held(d),
             "per-slice": Held(2 * d),
         },
-        workspace=Held(d + (2 * f if llama else f)),
-        late=f / (f + wide),
-        last_input=f,
-        forward_workspace=Held(d + f),
-        for_weight_grad=Held(3 * d + f + wide),
+        forward={
+            "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late)),
+            "selective": (Moment(Held(d), Held(f), full=d, weights=late), Moment(inner=Held(wide + f - wide + gate))),
+            "full": (
+                Moment(Held(2 * d), Held(wide + f), full=d, weights=late),
+                Moment(Held(d), Held(wide + f + gate)),
+            ),
+        },
+        backward=(
+            Moment(Held(d), Held(f), late, full=d, weights=late),
+            Moment(Held(d), Held(f + gate), late),
+            Moment(Held(2 * d), Held(-f - gate), 1.0, full=2 * d, weights=1 - late),
+        ),
+        split=(Moment(Held(d), Held(2 * f + gate)), Moment(Held(2 * d), full=d)),
+        closing=3.0 * d,
+        for_weight_grad=Held(2 * d + f + wide),
         unfused=float(d) if llama else 0.0,
         slices=f,
         output=d,
@@ -362,7 +410,7 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     if bert:
         operators.insert(0, _product("dense", d, d))
         operators.insert(1, Operator("activation", "memory", moved=2.0 * d, backward=1.5))
-    operators.append(Operator("loss", "memory", moved=5.0 * v, backward=1.0))
+    operators.append(Operator("loss", "memory", moved=float(v), wide=3.0 * v, backward=1.6))
     more = 2 * d if bert else 0
     llama = m.family == "llama"
     return UnitSpec(
@@ -377,11 +425,16 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "full": Held(d, 2),
             "per-slice": Held(2 * d + (d if bert else 0), 4),
         },
-        workspace=Held(0, 2 * v),
-        forward_workspace=Held(v),
+        forward={
+            "none": (Moment(inner=Held(v)), Moment(full=d)),
+            "selective": (Moment(inner=Held(0, v)), Moment(Held(d), full=d)),
+            "full": (Moment(Held(d + more), Held(v, v)), Moment(Held(d + more), Held(v), full=d)),
+        },
+        backward=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), 1.0, full=2 * d)),
+        split=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), full=d)),
+        closing=2.0 * d,
         cast=float(v),
-        late=0.0,
-        for_weight_grad=Held(2 * d + v + more),
+        for_weight_grad=Held(d + v + more),
         unfused=float(d) if llama else 0.0,
         slices=v,
         output=0.0,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fourfold.errors import ConfigError
-from fourfold.model.operators import Held, ModelSpec, Operator, UnitSpec
+from fourfold.model.operators import Held, ModelSpec, Moment, Operator, UnitSpec
 
 __all__ = ["trace_module"]
 
@@ -203,8 +203,10 @@ def _unit(name: str, layer: int, shapes: dict[str, tuple[int, ...]], note: _Note
             "selective": Held(min(narrow, entry + note.product_outputs / tokens), 0.0),
             "full": Held(min(entry, narrow + wide) if entry else 0.0),
         },
-        workspace=Held(2 * note.largest / tokens),
-        forward_workspace=Held(note.largest / tokens),
+        forward=dict.fromkeys(("none", "selective", "full"), (Moment(Held((note.largest + note.output) / tokens)),)),
+        backward=(Moment(Held(2 * note.largest / tokens), grads=1.0),),
+        split=(Moment(Held(2 * note.largest / tokens)),),
+        closing=entry + 2 * note.output / tokens,
         for_weight_grad=Held(sum(k + n for k, n, _ in note.products)),
         output=note.output / tokens,
     )

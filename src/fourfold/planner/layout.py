@@ -49,7 +49,7 @@ class Setting:
     @cached_property
     def streamed(self) -> float:
         """Bytes for one parameter that a streamed update moves each way: bf16 weights keep 16 bits of their master here."""
-        return (2 if self.compute < 4 else self.compute) + 2 * (2 if self.moments == "bf16" else max(4, self.compute))
+        return (2 if self.compute < 4 else 0) + 2 * (2 if self.moments == "bf16" else max(4, self.compute))
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Layout:
     optimizer: Literal["device", "host", "auto"] = "device"
     activations: Literal["device", "host"] = "device"
     flow: Literal["auto", "summa", "os", "ls", "ws"] = "auto"
+    keep: tuple[Literal["weights", "inputs", "gradients"], ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -97,7 +98,7 @@ class Layout:
                 waves=self.waves if piped and self.schedule == "wave" else 1,
                 stages_per_rank=self.stages_per_rank if piped and self.schedule == "interleaved" else 2,
             ),
-            tensor=Tensor(flow=self.flow),
+            tensor=Tensor(flow=self.flow, keep=self.keep),
             unit=rules,
             memory=Memory(
                 optimizer=self.optimizer, moments=setting.moments, staging=staging, activations=self.activations

@@ -129,7 +129,7 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
         seconds += m * (late(cost.gather, forward) + late(cost.gather, backward))
     elif sharded:
         seconds += late(cost.gather, forward)
-    seconds += (m if choice.reduce == "micro-batch" else 1) * late(cost.reduce, backward)
+    seconds += (m if choice.reduce == "micro-batch" else 1) * (late(cost.reduce, backward) + cost.across)
     state = setting.state if layout.optimizer == "device" else 0.0
     memory = cost.parameters + cost.local * state
     if choice.mode in ("keep", "zero2"):

@@ -1,7 +1,8 @@
 """What a plan will take and hold: the planner's judgement of any plan, its own or one written by hand.
 
-Time: the plan's schedule is simulated with the seconds of every stage's ops; before it, what the first gathers add; after it, on
-every rank, the reductions that did not fit behind the last backward, then the update. Memory: a replay of every rank
+Time: a rank without a pipeline is followed unit by unit through its step (`stages`). A pipeline's schedule is simulated with the
+seconds of every stage's ops; before it, what the first gathers add; after it, on every rank, the reductions that did not fit
+behind the last backward. Then comes the update. Memory: a replay of every rank
 (`replay`). Nothing is fitted to the result; `fourfold calibrate` measures what the numbers are made of.
 """
 
@@ -17,8 +18,17 @@ from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.operators import UnitSpec
 from fourfold.plan import Plan
 from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.messages import message_bytes
 from fourfold.planner.replay import CATEGORIES, Extra, RankMemory, replay_rank
-from fourfold.planner.stages import PlannedUnit, plan_units, rank_costs, stage_times, units_of_stages
+from fourfold.planner.stages import (
+    PlannedUnit,
+    plan_units,
+    rank_costs,
+    stage_times,
+    tail,
+    units_of_stages,
+    whole_step,
+)
 from fourfold.planner.units import Choice
 from fourfold.program.engine import Problem, run
 from fourfold.program.from_plan import schedule_of_plan
@@ -27,8 +37,11 @@ from fourfold.program.partition import partition
 
 __all__ = ["BUFFERS", "Prediction", "describe_memory", "layout_of_plan", "predict", "stage_layers"]
 
-BUFFERS = 3 * 16 * 2**20
-"""Parameters whose state the streamed update has on the device at once: three buckets."""
+BUCKET, RING = 2**24, 4
+"""Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
+BUFFERS = RING * BUCKET
+STASH = 2 << 30
+"""Bytes of activations that wait on the device for their way to the host, or are back before they are needed."""
 MOST_OPS = 150_000
 """Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
 
@@ -54,6 +67,10 @@ class Prediction:
     rate: float
     """The devices' peak FLOP/s, one device."""
     layers: tuple[int, ...] = ()
+    device_state: float = 0.0
+    """Bytes of optimizer state that the fullest rank keeps on its device, where the plan leaves that open."""
+    computing: tuple[float, ...] = ()
+    """Of every rank of a pipeline: computing, recomputation and update, were collectives and messages free."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -97,6 +114,7 @@ def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
         plan.memory.optimizer,
         plan.memory.activations,
         plan.tensor.flow,
+        plan.tensor.keep,
     )
 
 
@@ -128,9 +146,7 @@ def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
     return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
 
 
-def predict(
-    plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None, state_on_device: float | None = None
-) -> Prediction:
+def predict(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None) -> Prediction:
     """Judge a plan. `choices` by unit name, where they are at hand; else the plan's rules say them."""
     spec, layout = setting.spec, layout_of_plan(plan, setting)
     try:
@@ -141,7 +157,9 @@ def predict(
     if choices is None:
         choices = {u.name: _choice(plan, u) for u in spec.units}
     stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
-    return _Judge(setting, layout, schedule, stages, counts, state_on_device).prediction()
+    told = plan.memory.device_state
+    on_device = float(schema.parse_bytes(told, "memory.device_state", PlanError)) if told else None
+    return _Judge(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch).prediction()
 
 
 def _choice(plan: Plan, unit: UnitSpec) -> Choice:
@@ -167,7 +185,10 @@ class _Judge:
         stages: list[list[PlannedUnit]],
         counts: Sequence[int],
         state_on_device: float | None,
+        prefetch: int,
     ):
+        self.prefetch = prefetch
+        self.walks: dict[Any, Any] = {}
         self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
         self.counts = tuple(counts)
         mesh = layout.mesh
@@ -179,13 +200,24 @@ class _Judge:
         self.tied_copy = setting.spec.tied and schedule.placement[0] != last
         embed = setting.spec.units[0]
         self.tied_elements = embed.matrices / (mesh.row * mesh.col)
+        self.streams = layout.optimizer != "device" or setting.moments != "fp32"  # the streamed engine updates
         self.share = self._share(state_on_device)
 
     def prediction(self) -> Prediction:
         setting, layout, schedule = self.setting, self.layout, self.schedule
-        steady = [self._steady(rank) for rank in range(schedule.ranks)]
+        if schedule.ranks == 1:
+            step = whole_step(setting, self.stages[0], layout.micro_batches)
+            update = self._update(sum(u.cost.local for u in self.stages[0]))
+            return self._summed(step + update, 0, step, update)
         times = [
-            stage_times(setting, layout, units, steady[schedule.placement[s]]) for s, units in enumerate(self.stages)
+            stage_times(
+                setting,
+                units,
+                steady=self._steady(schedule.placement[s]),
+                split=schedule.split,
+                alone=len(schedule.stages_of[schedule.placement[s]]) == 1,
+            )
+            for s, units in enumerate(self.stages)
         ]
         costs = rank_costs(times, self.message)
         problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
@@ -199,23 +231,21 @@ class _Judge:
         start = sum(t.first for t in times)
         repeated = more * work[busiest]
         ends = []
-        tails = []
         for rank in range(schedule.ranks):
-            tail, update = self._tail(rank, times)
-            tails.append((tail, update))
-            ends.append(start + ran.ends[rank][-1] + repeated + tail + update)
-        seconds = max(ends)
-        tail, update = tails[max(range(len(ends)), key=lambda r: ends[r])]
-        return self._summed(seconds, busiest, work[busiest], start + tail, update)
+            late, update = self._tail(rank), self._update(self._local(rank))
+            ends.append((start + ran.ends[rank][-1] + repeated + late + update, late, update))
+        seconds, late, update = max(ends)
+        return self._summed(seconds, busiest, layout.micro_batches * work[busiest] + start + late, update)
 
-    def _summed(self, seconds: float, busiest: int, work: float, outside: float, update: float) -> Prediction:
+    def _summed(self, seconds: float, busiest: int, work: float, update: float) -> Prediction:
+        """`work`: seconds of the busiest rank's ops, with what of its collectives is not hidden."""
         setting, layout, m = self.setting, self.layout, self.layout.micro_batches
         units = [u for s in self.schedule.stages_of[busiest] for u in self.stages[s]]
         parts = [u.cost.compute for u in units]
         grid = m * sum(p.grid for p in parts)
         recompute = m * sum(p.again for p in parts)
         compute = m * sum(p.forward + p.input_grad + p.weight_grad for p in parts) - grid
-        late = max(0.0, m * work - compute - grid - recompute) + outside
+        late = max(0.0, work - compute - grid - recompute)
         spec = setting.spec
         return Prediction(
             seconds=seconds,
@@ -231,7 +261,14 @@ class _Judge:
             ranks=layout.mesh.ranks,
             rate=setting.cluster.device.matrix[setting.precision.compute],
             layers=self.counts,
+            device_state=self.share * self._most_state() if layout.optimizer == "auto" else 0.0,
+            computing=tuple(self._computing(rank) for rank in range(self.schedule.ranks)),
         )
+
+    def _computing(self, rank: int) -> float:
+        units = [u.cost for s in self.schedule.stages_of[rank] for u in self.stages[s]]
+        once = sum(sum(c.compute[:4]) - c.compute.grid for c in units)
+        return self.layout.micro_batches * once + self._update(sum(c.local for c in units))
 
     def _steady(self, rank: int) -> bool:
         """Whether a rank always has a micro-batch in flight between its first forward and its last backward."""
@@ -239,24 +276,19 @@ class _Judge:
             return False
         return len(self.schedule.stages_of[rank]) > 1 or rank < self.schedule.ranks - 1
 
-    def _tail(self, rank: int, times: Sequence[Any]) -> tuple[float, float]:
-        """Seconds after a rank's last backward: reductions still under way, and the update."""
-        cluster = self.setting.cluster
-        held = self.schedule.stages_of[rank]
-        units = [u for s in held for u in self.stages[s]]
-        reductions = [u.cost.reduce for u in units if u.choice.reduce == "step"]
-        # reductions run beside the last backwards, between the gathers of those
-        window = sum(times[s].input_grad + times[s].weight_grad for s in held)
-        window = max(0.0, window - sum(u.cost.gather for u in units if u.choice.mode == "zero3"))
-        total = sum(reductions)
-        least = units[0].cost.reduce if units[0].choice.reduce == "step" else 0.0
-        late = max(least, total - window) if total else 0.0
-        late += (1 - cluster.overlap) * max(0.0, total - late)
-        if self.tied_copy and rank in (self.schedule.placement[0], self.schedule.placement[-1]):
+    def _tail(self, rank: int) -> float:
+        """Seconds after a rank's last backward: reductions still under way."""
+        schedule, cluster = self.schedule, self.setting.cluster
+        last = {op.stage: i for i, op in enumerate(schedule.order[rank]) if op.kind in "BW"}
+        late = tail(self.setting, [self.stages[s] for s in sorted(last, key=lambda s: last[s])], split=schedule.split)
+        if self.tied_copy and rank in (schedule.placement[0], schedule.placement[-1]):
             size = self.tied_elements * self.setting.reduce
             late += cluster.message(size, self.layout.mesh.ranks // self.layout.mesh.pipe)
-        local = sum(u.cost.local for u in units)
-        return late, self._update(local)
+        return late
+
+    def _local(self, rank: int) -> float:
+        """Parameters that a rank updates."""
+        return sum(u.cost.local for s in self.schedule.stages_of[rank] for u in self.stages[s])
 
     def _update(self, local: float) -> float:
         """Seconds of the update of `local` parameters: as fast as memory, or as the host's link for what is there."""
@@ -274,14 +306,15 @@ class _Judge:
         if self.layout.optimizer == "host":
             return 0.0
         if given is not None:
-            return given
+            return min(1.0, given / self._most_state())
         self.share = 0.0
         room = min(self.setting.cluster.usable - self.memory(r).peak for r in range(self.schedule.ranks))
-        held = [
-            sum(u.cost.local for s in stages for u in self.stages[s]) * self.setting.state
-            for stages in self.schedule.stages_of
-        ]
-        return max(0.0, min(1.0, room / max(1.0, *held)))
+        return max(0.0, min(1.0, room / self._most_state()))
+
+    def _most_state(self) -> float:
+        """Bytes of the optimizer's state of the rank that has most of it."""
+        held = [sum(u.cost.local for s in stages for u in self.stages[s]) for stages in self.schedule.stages_of]
+        return max(1.0, *held) * self.setting.streamed
 
     def _tables(self) -> float:
         """Bytes of a step's tokens and targets, and of rotary tables."""
@@ -292,19 +325,41 @@ class _Judge:
 
     def memory(self, rank: int) -> RankMemory:
         s, schedule = self.setting, self.schedule
+        cpu = s.cluster.device.kind == "cpu"
         units = [u for stage in schedule.stages_of[rank] for u in self.stages[stage]]
-        copy = self.tied_copy and rank == schedule.placement[-1]
-        rounding = 12.0 * max(u.cost.local for u in units) if s.compute < 4 else 0.0
-        streamed = min(BUFFERS, sum(u.cost.local for u in units)) * s.streamed if self.share < 1 else 0.0
+        first, last = schedule.placement[0], schedule.placement[-1]
+        copy, owner = self.tied_copy and rank == last, self.tied_copy and rank == first
+        tied = self.tied_elements * s.reduce
+        whole = next(u.cost for u in self.stages[0])
+        head = self.stages[-1][-1].cost
+        flight = min(self.layout.micro_batches, self.layout.stages)
+        # CPUs have no kernel that rounds a master in one pass
+        rounding = 9.0 * max(u.cost.local for u in units) if s.compute < 4 and cpu else 0.0
         extra = Extra(
-            parameters=(self.tied_elements * s.compute if copy else 0.0) + self._tables(),
-            gradients=self.tied_elements * s.reduce if copy else 0.0,
-            message=self.message_bytes,
-            update=max(rounding, streamed),
-            state_on_device=self.share,
-            state=s.state if self.share == 1 else s.streamed,
+            parameters=(whole.parameters if copy else 0.0) + self._tables(),
+            lent=head.borrowed if s.spec.tied and not self.tied_copy and rank == first else 0.0,
+            copied=whole.gradients if copy else 0.0,
+            taken=tied if owner else 0.0,
+            messages=message_bytes(schedule, rank, self.message_bytes, cpu),
+            pooled=self.message_bytes if cpu else 0.0,
+            parked=0.0 if cpu else min(STASH, flight * sum(u.cost.offloaded for u in units)),
+            buffers=self._buffers(sum(u.cost.local for u in units)),
+            update=0.0 if self.streams else rounding,
+            state_on_device=1.0 if cpu else self.share,
+            state=s.streamed if self.streams else s.state,
+            prefetch=self.prefetch,
         )
-        return replay_rank(schedule, rank, self.stages, extra)
+        return replay_rank(schedule, rank, self.stages, extra, self.walks)
+
+    def _buffers(self, local: float) -> float:
+        """Bytes of the streamed update's ring and scratch; narrow moments are widened there, wherever they are."""
+        s = self.setting
+        if not self.streams:
+            return 0.0
+        bucket = min(BUCKET, local)
+        slots = min(RING, -(-local * (1 - self.share) // BUCKET))
+        scratch = max(4, s.compute) * (1 + (s.compute < 4) + 2 * (s.moments == "bf16"))
+        return bucket * (slots * s.streamed + scratch)
 
 
 def describe_memory(memory: RankMemory) -> str:

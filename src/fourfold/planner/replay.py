@@ -1,23 +1,28 @@
 """Memory as a replay: what a rank holds at every op of its program, by category, and the instant of its peak.
 
-Each op is walked unit by unit: a forward adds what the unit keeps; a backward holds its workspace, adds gradients, gives
-activations back; gathered parameters come and go as the unit's mode says, the next unit's being gathered while one computes.
-The step ends with the update. What an op adds at its height and leaves behind depends on the stage, the kind of op, and
-whether it is the first or the last of its kind, so it is worked out once for each.
+Each op is walked link by link (a unit is one, or one for each slice), as the lowered program would:
 
-    parameters  gathered  gradients  optimizer  activations  workspace  messages
+    gather      one link ahead of its use; zero2 and keep only where the unit is not there already
+    compute     what it holds for a while on top; a forward leaves what it keeps, a backward gives it back
+    add up      a backward's weight gradients, when they are added to those of the micro-batches before
+    reduce      the sum's place is taken; the whole gradient goes when the next link's reduction has started
+    release     zero3: after use, unless it is used again next; zero2: when no micro-batch is in flight; keep: at the end
+
+The step ends with the update. What an op holds at its height and leaves behind depends on the stage, the kind of op, and what
+comes before and after it, so it is worked out once for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from fourfold.planner.stages import PlannedUnit
 from fourfold.program.ops import Op, Schedule
 
-__all__ = ["CATEGORIES", "RankMemory", "replay_rank"]
+__all__ = ["CATEGORIES", "Extra", "RankMemory", "replay_rank"]
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "workspace", "messages")
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE, MESSAGES = range(7)
@@ -50,19 +55,51 @@ class Extra:
 
     parameters: float = 0.0
     """Copies of a tied weight, tables."""
-    gradients: float = 0.0
-    message: float = 0.0
-    """One message between stages."""
+    lent: float = 0.0
+    """Gradient of a tied weight that the head made and the embedding's reduction takes over, both being here."""
+    copied: float = 0.0
+    """Gradient of the embedding's unit that is sent to its owner, which is elsewhere."""
+    taken: float = 0.0
+    """Gradient of a tied weight that comes from the head's rank before the embedding's is reduced."""
+    messages: float = 0.0
+    """Of messages between stages."""
+    pooled: float = 0.0
+    """Of one of them, where inputs and gradients of stages that came in a message are among those."""
+    buffers: float = 0.0
+    """Of the streamed update, all the time."""
+    parked: float = 0.0
+    """Of activations on their way to the host and back."""
     update: float = 0.0
-    """What the update holds for a while: rounding of masters, buffers of the stream."""
+    """What the update holds for a while: rounding of masters."""
     state_on_device: float = 1.0
     """Share of the optimizer's state that is on the device."""
     state: float = 0.0
     """Bytes of optimizer state of one parameter, wherever it is."""
+    prefetch: int = 1
+    """Links gathered ahead."""
 
 
-@dataclass(frozen=True)
-class _Walk:
+class _Place(NamedTuple):
+    """All that the walk of an op depends on."""
+
+    stage: int
+    kind: str
+    first: bool
+    """The first of its kind in the step."""
+    last: bool
+    alone: bool
+    """No other micro-batch of the stage is in flight: before a forward, after a backward."""
+    stayed: bool
+    """The first link is there since the op before."""
+    stays: bool
+    """The last link is used by the op after."""
+    ahead: float
+    """Bytes that are gathered for the op after while the last link computes."""
+    flying: tuple[float, float]
+    """A reduction under way: its whole gradient, and what else goes when it is done."""
+
+
+class _Walk(NamedTuple):
     """What an op holds at its height above what was there before, and what it leaves."""
 
     height: float
@@ -70,107 +107,194 @@ class _Walk:
     change: float
     after: tuple[tuple[int, float], ...]
     """(category, bytes) that it leaves."""
+    flying: tuple[float, float]
 
 
 def replay_rank(
-    schedule: Schedule, rank: int, stages: Sequence[Sequence[PlannedUnit]], extra: Extra, prefetch: bool = True
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[Sequence[PlannedUnit]],
+    extra: Extra,
+    known: dict[Any, _Walk] | None = None,
 ) -> RankMemory:
-    """Replay one rank's ops; `stages[s]` are the units of stage s."""
+    """Replay one rank's ops; `stages[s]` are the units of stage s. `known`: what other ranks' replays have worked out."""
     held = schedule.stages_of[rank]
     base: Bytes = [0.0] * len(CATEGORIES)
+    local = 0.0
     for s in held:
         for u in stages[s]:
             base[PARAMETERS] += u.cost.parameters
-            base[OPTIMIZER] += u.cost.local * extra.state * extra.state_on_device
+            local += u.cost.local
     base[PARAMETERS] += extra.parameters
+    base[OPTIMIZER] = local * extra.state * extra.state_on_device + extra.buffers
+    base[MESSAGES] = extra.messages
+    base[ACTIVATIONS] = extra.parked
     ops = schedule.order[rank]
-    last_of = {(op.stage, op.kind): op for op in ops}
-    walks: dict[tuple[int, str, bool, bool], _Walk] = {}
-    begun: set[tuple[int, str]] = set()
+    walks = {} if known is None else known
+    alike = {s: tuple((id(u.cost), u.choice) for u in stages[s]) for s in held}
+    apart = (extra.lent, extra.copied, extra.taken)
     best, most, best_at = list(base), 0.0, "update"
     total = sum(base)
-    # receives are posted ahead on both edges of a rank, and their buffers stay; results wait until they are sent
-    messages = (1 + 2 * min(2, len(held))) * extra.message if schedule.ranks > 1 else 0.0
-    for op in ops:
-        stage, kind, _ = op
-        key = (stage, kind)
-        name = (stage, kind, key not in begun, last_of[key] == op)
-        begun.add(key)
-        walk = walks.get(name)
+    flying = (0.0, 0.0)
+    came = _came(schedule, rank) if extra.pooled else frozenset()
+    for place, op in zip(_places(ops, stages, extra.prefetch), ops, strict=True):
+        given, grad = (op.stage, "F") in came, (op.stage, "B") in came
+        key = (alike[op.stage], place[1:-1], flying, given, grad, apart)
+        walk = walks.get(key)
         if walk is None:
-            steady = schedule.ranks > 1 and kind != "F" and not name[3]
-            walk = walks[name] = _walk(op, name[2], name[3], steady, stages[stage], prefetch)
+            place = place._replace(flying=flying)
+            walk = walks[key] = _walk(place, stages[op.stage], extra, came)
         if total + walk.height > most:
             most, best_at = total + walk.height, str(op)
             best = [b + h for b, h in zip(base, walk.at_height, strict=True)]
         for category, change in walk.after:
             base[category] += change
         total += walk.change
-    if most:
-        best[MESSAGES] += messages
+        flying = walk.flying
+    base[GRADIENTS] -= sum(flying)
     at_update = list(base)
-    at_update[GRADIENTS] += extra.gradients
     at_update[WORKSPACE] += extra.update
     if sum(at_update) > sum(best):
         best, best_at = at_update, "update"
-    host = sum(u.cost.local for s in held for u in stages[s]) * extra.state * (1 - extra.state_on_device)
+    host = local * extra.state * (1 - extra.state_on_device)
     return RankMemory(rank, best_at, tuple(best), host)
 
 
-def _walk(op: Op, first: bool, last: bool, steady: bool, units: Sequence[PlannedUnit], prefetch: bool) -> _Walk:
-    """One op, unit by unit."""
-    now: Bytes = [0.0] * len(CATEGORIES)
-    high: Bytes = list(now)
+def _places(ops: Sequence[Op], stages: Sequence[Sequence[PlannedUnit]], prefetch: int) -> Iterator[_Place]:
+    last_of = {(op.stage, op.kind): i for i, op in enumerate(ops)}
+    begun: set[tuple[int, str]] = set()
+    waiting = dict.fromkeys((op.stage for op in ops), 0)
+    stayed = False
+    for i, op in enumerate(ops):
+        stage, kind, _ = op
+        following = ops[i + 1] if i + 1 < len(ops) and ops[i + 1].kind != "W" else None
+        alone = waiting[stage] == 0
+        if kind != "W":
+            waiting[stage] += 1 if kind == "F" else -1
+            alone = alone if kind == "F" else waiting[stage] == 0
+        turns = following is not None and following.stage == stage and (following.kind == "F") != (kind == "F")
+        stays = turns and kind != "W" and prefetch > 0
+        ahead = 0.0
+        if following is not None and not stays and prefetch:
+            u = stages[following.stage][0 if following.kind == "F" else -1]
+            ahead = u.cost.transient + (u.cost.lender if following.kind != "F" else 0.0)
+        key = (stage, kind)
+        yield _Place(stage, kind, key not in begun, last_of[key] == i, alone, stayed, stays, ahead, (0.0, 0.0))
+        begun.add(key)
+        stayed = stays
 
-    def mark(**more: float) -> None:
-        nonlocal high
-        at = list(now)
-        for name, size in more.items():
-            at[CATEGORIES.index(name)] += size
-        if sum(at) > sum(high):
-            high = at
 
-    order = units if op.kind == "F" else units[::-1]
-    flying = 0.0  # the gradient of the unit before, which is being reduced
-    following = [*order[1:], None]
-    for u, after in zip(order, following, strict=True):
-        c = u.cost
-        ahead = after.cost.transient if after is not None and prefetch else 0.0
-        gathered = c.transient + ahead
-        if op.kind == "F":
-            if u.choice.mode in ("keep", "zero2") and (first or (u.choice.mode == "zero2" and not steady)):
-                now[GATHERED] += c.whole if c.gather else 0.0
-            now[ACTIVATIONS] += c.activation
-            mark(gathered=gathered, workspace=c.forward_workspace)
-            continue
-        work = {"B": c.workspace, "I": c.split_workspace, "W": c.product}[op.kind]
-        mark(gathered=gathered if op.kind != "W" else 0.0, workspace=work)
-        gives = {"B": c.activation, "I": c.activation - c.kept_for_weight_grad, "W": c.kept_for_weight_grad}[op.kind]
-        if op.kind in "BW":
-            _contribute(u, first, last, work, flying, now, mark)
-            flying = c.gradients if u.choice.reduce == "micro-batch" else 0.0
-        now[ACTIVATIONS] -= gives
-        kept = op.kind != "W" and c.gather and u.choice.mode in ("keep", "zero2")
-        if kept and (last or (u.choice.mode == "zero2" and not steady)):
-            now[GATHERED] -= c.whole
+def _came(schedule: Schedule, rank: int) -> frozenset[tuple[int, str]]:
+    """Stages of a rank whose forward ("F") or backward ("B") begins with a message."""
+    place, last = schedule.placement, schedule.stages - 1
+    inputs = {(s, "F") for s in schedule.stages_of[rank] if s and place[s - 1] != rank}
+    return frozenset(inputs | {(s, "B") for s in schedule.stages_of[rank] if s < last and place[s + 1] != rank})
+
+
+class _Step:
+    """What is held inside an op: now, and when it was most."""
+
+    def __init__(self) -> None:
+        self.now: Bytes = [0.0] * len(CATEGORIES)
+        self.high: Bytes = list(self.now)
+
+    def mark(self, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0) -> None:
+        if sum(self.now) + workspace + gathered + gradients > sum(self.high):
+            self.high = list(self.now)
+            self.high[WORKSPACE] += workspace
+            self.high[GATHERED] += gathered
+            self.high[GRADIENTS] += gradients
+
+
+def _walk(place: _Place, units: Sequence[PlannedUnit], extra: Extra, came: frozenset[tuple[int, str]]) -> _Walk:
+    """One op, link by link."""
+    kind, step, prefetch = place.kind, _Step(), extra.prefetch
+    now, flying = step.now, place.flying
+    links = [(u, part) for u in units for part in range(u.cost.slices)]
+    if kind != "F":
+        links.reverse()
+    gathers = [_gathers(u, place) and not (i == 0 and place.stayed) for i, (u, _) in enumerate(links)]
+    sizes = [_size(u) for u, _ in links]
+    if gathers[0]:
+        now[GATHERED] += sizes[0]
+    for i, (u, part) in enumerate(links):
+        c, last = u.cost, i == len(links) - 1
+        if i and not prefetch and gathers[i]:
+            now[GATHERED] += sizes[i]
+        if not last and prefetch and gathers[i + 1]:
+            now[GATHERED] += sizes[i + 1]
+        ahead = place.ahead if last else 0.0
+        given = extra.pooled if u is units[0] and (place.stage, "F") in came else 0.0  # of what it keeps, a message
+        if kind == "F":
+            if part == 0:
+                now[ACTIVATIONS] += c.activation - given
+            step.mark(c.forward_workspace, ahead)
+        else:
+            adds = kind != "W" and (place.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients))
+            grad = extra.pooled if i == 0 and kind != "W" and (place.stage, "B") in came else 0.0
+            early = c.gradients / c.slices if c.at_once and kind == "B" and adds else 0.0
+            step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead, early)
+            if c.slices > 1:  # its gradient waits for those before
+                now[GRADIENTS] -= sum(flying)
+                flying = (0.0, 0.0)
+            if adds:
+                now[GRADIENTS] += (c.gradients + c.borrowed) / c.slices
+            step.mark({"B": c.closing, "I": 0.0, "W": c.product}[kind], ahead)
+            if kind != "I":
+                flying = _reduced(u, part, place, flying, step, extra)
+            if part == 0:
+                kept = c.kept_for_weight_grad
+                whole = c.activation - given
+                now[ACTIVATIONS] -= {"B": whole, "I": whole - kept, "W": kept}[kind]
+        if kind != "W" and _releases(u, place) and not (last and place.stays and u.choice.mode != "keep"):
+            now[GATHERED] -= sizes[i]
     left = tuple((i, size) for i, size in enumerate(now) if size)
-    return _Walk(sum(high), tuple(high), sum(now), left)
+    return _Walk(sum(step.high), tuple(step.high), sum(now), left, flying)
 
 
-def _contribute(u: PlannedUnit, first: bool, last: bool, work: float, flying: float, now: Bytes, mark: object) -> None:
-    """Gradients of one micro-batch: accumulated, then reduced at once or at the end of the step."""
-    c = u.cost
-    assert callable(mark)
-    sharded = c.reduced < c.gradients
-    at_once = u.choice.reduce == "micro-batch"
-    if first and not at_once:
-        now[GRADIENTS] += c.gradients
-    whole = c.gradients + flying + (c.reduced if sharded else 0.0)
-    mark(workspace=work, gradients=whole if at_once else flying)
-    if at_once:
-        if first:
-            now[GRADIENTS] += c.reduced
-    elif last and sharded:
-        now[GRADIENTS] += c.reduced
-        mark()
-        now[GRADIENTS] -= c.gradients
+def _reduced(
+    u: PlannedUnit, part: int, place: _Place, flying: tuple[float, float], step: _Step, extra: Extra
+) -> tuple[float, float]:
+    """A link's gradient is complete: reduced at once, or in the last op. Returns the reduction that is under way."""
+    c, now, each = u.cost, step.now, _each_time(u)
+    whole, sums = c.gradients / c.slices, c.reduced / c.slices
+    if not (place.last or each):
+        return flying
+    if c.borrowed and extra.copied and part == 0:
+        step.mark(gradients=extra.copied)
+        now[GRADIENTS] += extra.copied - c.borrowed
+    if u.spec.layer == 0:
+        step.mark(gradients=extra.taken)
+        now[GRADIENTS] -= extra.lent
+    if c.reduced >= c.gradients:  # it stays whole; a second one is added to it when the third begins
+        now[GRADIENTS] += whole if each and place.first and not place.last else 0.0
+        return flying
+    step.mark(gradients=sums)
+    now[GRADIENTS] += sums - sum(flying)
+    if each and place.kind == "W" and not place.last:  # the next micro-batch has begun one of its own
+        now[GRADIENTS] += whole
+    return whole, sums if each and not place.first else 0.0
+
+
+def _size(u: PlannedUnit) -> float:
+    """Bytes that are gathered for one link."""
+    return u.cost.whole / u.cost.slices + u.cost.lender if u.cost.gather else 0.0
+
+
+def _each_time(u: PlannedUnit) -> bool:
+    return u.choice.reduce == "micro-batch"
+
+
+def _gathers(u: PlannedUnit, place: _Place) -> bool:
+    """Whether the op gathers the unit."""
+    if place.kind == "W" or not u.cost.gather:
+        return False
+    mode = u.choice.mode
+    return mode == "zero3" or (place.kind == "F" and (place.alone if mode == "zero2" else place.first))
+
+
+def _releases(u: PlannedUnit, place: _Place) -> bool:
+    if not u.cost.gather:
+        return False
+    mode = u.choice.mode
+    return mode == "zero3" or (place.kind != "F" and (place.alone if mode == "zero2" else place.last))

@@ -12,6 +12,7 @@ The certificate says: under the planner's model, no plan of the searched space t
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,6 @@ class Candidate:
     """Seconds that another byte on every device would save."""
     choice_gap: float
     """Seconds by which the choice of units may be above the best one."""
-    state_on_device: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     seconds = best.prediction.seconds
     lower = min([seconds - best.choice_gap, run.unsolved, run.passed, *(e.floor for e in run.pending)])
     certificate = {
-        "lower_bound": round(lower, 6),
+        "lower_bound": math.floor(lower * 1e6) / 1e6,
         "gap": round(max(0.0, seconds / lower - 1), 6),
         "choice_gap": round(best.choice_gap / seconds, 8),
         "layouts": run.total,
@@ -216,7 +216,7 @@ class _Search:
         share = 0.0
         if layout.optimizer == "auto":
             room -= min(BUFFERS, held) * s.streamed
-            share = max(0.0, min(1.0, room / (held * s.state)))
+            share = max(0.0, min(1.0, room / (held * s.streamed)))
         return (1 - share) * held / layout.replicas * s.streamed / s.cluster.host.link
 
     # ---- one layout, built out ----
@@ -279,6 +279,8 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = flo
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         plan = layout.plan(setting, rules_of(choices), layers)
         prediction = predict(plan, setting, choices)
+        if layout.optimizer == "auto":
+            plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
         over = [m.peak - usable for m in prediction.memory]
         host = max(m.host for m in prediction.memory)
         fits = max(over) <= 0 and host <= setting.cluster.host_memory

@@ -1,7 +1,7 @@
 """The stages of a plan as the planner sees them: which units each holds, under which choice, and the seconds of their ops.
 
-A stage's op runs its units one after another; while one computes, the next one's parameters are gathered (zero3). What a
-gather takes longer than the unit before it computes is exposed; of what could hide, the cluster's `overlap` says how much does.
+A stage's op runs its units one after another, with gathers and reductions beside them (`lanes`); of what could hide behind
+computing, the cluster's `overlap` says how much does.
 """
 
 from __future__ import annotations
@@ -9,13 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from fourfold.model.operators import ModelSpec, UnitSpec
+from fourfold.planner.lanes import Lanes, Step
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.units import Choice, UnitCost, unit_cost
 from fourfold.program.costs import Costs
 
-__all__ = ["PlannedUnit", "StageTimes", "exposed", "rank_costs", "stage_times", "units_of_stages"]
+__all__ = [
+    "PlannedUnit",
+    "StageTimes",
+    "plan_units",
+    "rank_costs",
+    "stage_times",
+    "tail",
+    "units_of_stages",
+    "whole_step",
+]
 
 
 @dataclass(frozen=True)
@@ -57,58 +68,145 @@ def plan_units(
     ]
 
 
-def exposed(computes: Sequence[float], gathers: Sequence[float], before: float, overlap: float) -> float:
-    """Seconds by which gathers, each one unit ahead, lengthen a chain of computations; `before` computes ahead of it."""
-    total = sum(gathers)
-    if not total:
-        return 0.0
-    clock, lane, began = 0.0, -before, -before
-    for compute, gather in zip(computes, gathers, strict=True):
-        lane = max(lane, began) + gather
-        began = max(clock, lane) if gather else clock
-        clock = began + compute
-    late = clock - sum(computes)
-    return late + (1 - overlap) * max(0.0, total - late)
+# ---- ops with their collectives ----
 
 
-def stage_times(setting: Setting, layout: Layout, units: Sequence[PlannedUnit], steady: bool) -> StageTimes:
-    """Seconds of a stage's ops; `steady`: some micro-batch is always in flight, so zero2 gathers once a step."""
-    overlap, link = setting.cluster.overlap, setting.cluster.host.link
-    computes = [u.cost.compute for u in units]
-    every = [u.cost.gather if _gathers(u, steady) else 0.0 for u in units]
-    forward = [c.forward for c in computes]
-    backward = [c.input_grad + c.again for c in computes][::-1]
-    again = [u.cost.gather if u.choice.mode == "zero3" else 0.0 for u in units][::-1]
-    reductions = sum(u.cost.reduce for u in units if u.choice.reduce == "micro-batch")
-    work = sum(backward) + sum(c.weight_grad for c in computes)
-    hidden = exposed(forward, every, forward[-1], overlap)
-    late = exposed(backward, again, backward[-1], overlap)
-    moved = sum(u.cost.offloaded for u in units) / link
-    once = [u.cost.gather if u.choice.mode in ("keep", "zero2") and not _gathers(u, steady) else 0.0 for u in units]
-    return StageTimes(
-        forward=_beside(sum(forward) + hidden, moved, overlap),
-        input_grad=_beside(sum(backward) + late, moved + reductions, overlap) if work else 0.0,
-        weight_grad=sum(c.weight_grad for c in computes),
-        first=exposed(forward, once, 0.0, overlap),
-    )
+@dataclass(frozen=True)
+class _Op:
+    """An op of a stage as it runs: its kind, and whether it is the first (forward) or the last (backward) of a step."""
+
+    kind: Literal["F", "B", "I", "W"]
+    first: bool = False
+    last: bool = False
 
 
-def _gathers(u: PlannedUnit, steady: bool) -> bool:
-    """Whether every forward gathers the unit."""
-    return u.choice.mode == "zero3" or (u.choice.mode == "zero2" and not steady)
+class _Running:
+    """Ops of stages on one rank, one after another, with their gathers and reductions beside them."""
+
+    def __init__(self, setting: Setting, steady: bool, split: bool):
+        self.cluster, self.steady, self.split = setting.cluster, steady, split
+        self.lanes, self.seconds = Lanes(), 0.0
+        self._before = ""
+
+    def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]]) -> list[float]:
+        """Seconds of every op, those of the first unit's gather where it is waited for included."""
+        chains = [self._steps(units, op) for units, op in ops]
+        out = []
+        for i, (units, op) in enumerate(ops):
+            following = chains[i + 1][0].gather if i + 1 < len(chains) else 0.0
+            lanes = self.lanes
+            began, shown, moved = lanes.now, lanes.exposed, lanes.communicated
+            lanes.run(chains[i], ready=i > 0, following=following)
+            computing = sum(step.compute for step in chains[i])
+            out.append(lanes.now - began + self._kept_from_hiding(shown, moved) + self._offload(units, op, computing))
+        return out
+
+    def finish(self) -> float:
+        """Seconds until all reductions have ended."""
+        began, shown, moved = self.lanes.now, self.lanes.exposed, self.lanes.communicated
+        self.lanes.finish()
+        return self.lanes.now - began + self._kept_from_hiding(shown, moved)
+
+    def _kept_from_hiding(self, shown: float, moved: float) -> float:
+        hidden = (self.lanes.communicated - moved) - (self.lanes.exposed - shown)
+        return (1 - self.cluster.overlap) * max(0.0, hidden)
+
+    def _steps(self, units: Sequence[PlannedUnit], op: _Op) -> list[Step]:
+        out = []
+        for u in units if op.kind == "F" else units[::-1]:
+            c = u.cost.compute
+            seconds = {"F": c.forward, "B": c.input_grad + c.again + c.weight_grad, "I": c.input_grad + c.again}
+            gather = u.cost.gather if self._gathers(u, op) and u.spec.name != self._before else 0.0
+            reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
+            parts = u.cost.slices
+            step = Step(
+                seconds.get(op.kind, c.weight_grad) / parts,
+                gather / parts,
+                u.cost.reduce / parts if reduces else 0.0,
+                u.cost.across / parts if reduces else 0.0,
+                u.choice.mode != "replicate",
+            )
+            out += [step] * parts
+            self._before = u.spec.name  # what was used last is still there
+        return out
+
+    def _gathers(self, u: PlannedUnit, op: _Op) -> bool:
+        match u.choice.mode:
+            case "zero3":
+                return op.kind != "W"
+            case "zero2":
+                return op.kind == "F" and (op.first or not self.steady)
+            case "keep":
+                return op.first
+        return False
+
+    def _offload(self, units: Sequence[PlannedUnit], op: _Op, computing: float) -> float:
+        """How much longer an op takes since its activations move to the host, or back."""
+        moved = sum(u.cost.offloaded for u in units) / self.cluster.host.link
+        if not moved or op.kind == "W":
+            return 0.0
+        return max(0.0, moved - computing) + (1 - self.cluster.overlap) * min(computing, moved)
 
 
-def _beside(compute: float, other: float, overlap: float) -> float:
-    """Seconds of two things that run beside each other, as far as the cluster lets them."""
-    return max(compute, other) + (1 - overlap) * min(compute, other)
+def _backward(split: bool, last: bool = False) -> tuple[_Op, ...]:
+    return (_Op("I", last=last), _Op("W", last=last)) if split else (_Op("B", last=last),)
+
+
+def stage_times(
+    setting: Setting, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool
+) -> StageTimes:
+    """Seconds of a stage's ops in the middle of a step, some micro-batches after its first.
+
+    `steady`: some micro-batch is always in flight, so zero2 gathers once a step. `alone`: the rank has no other stage, so that
+    what an op used last is there for the next.
+    """
+    run = _Running(setting, steady, split)
+    ops = [(units, op) for first in (True, False, False) for op in (_Op("F", first=first), *_backward(split))]
+    if not alone:
+        run = _Apart(setting, steady, split)
+    found = run.run(ops)
+    middle = found[-3:] if split else found[-2:]
+    forward, backward = middle[0], sum(middle[1:])
+    weight = min(backward, sum(u.cost.compute.weight_grad for u in units))
+    return StageTimes(forward, backward - weight, weight, max(0.0, found[0] - forward))
+
+
+class _Apart(_Running):
+    """Ops between which another stage runs: nothing is left of the one before."""
+
+    def _steps(self, units: Sequence[PlannedUnit], op: _Op) -> list[Step]:
+        self._before = ""
+        return super()._steps(units, op)
+
+
+def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int) -> float:
+    """Seconds of a step of one rank without a pipeline, the update left out: exact but for a middle that repeats."""
+    run = _Running(setting, steady=False, split=False)
+    simulated = min(micro_batches, 5)
+    ops = [(units, op) for m in range(simulated) for op in (_Op("F", first=m == 0), _Op("B", last=m == simulated - 1))]
+    found = run.run(ops)
+    middle = found[-4] + found[-3] if simulated > 2 else 0.0
+    return sum(found) + run.finish() + (micro_batches - simulated) * middle
+
+
+def tail(setting: Setting, stages: Sequence[Sequence[PlannedUnit]], *, split: bool) -> float:
+    """Seconds by which the step's reductions lengthen the last backwards of a rank's stages, in their order."""
+
+    def takes(last: bool) -> float:
+        run = _Running(setting, True, split) if len(stages) == 1 else _Apart(setting, True, split)
+        found = run.run([(units, op) for units in stages for op in _backward(split, last)])
+        return sum(found) + (run.finish() if last else 0.0)
+
+    return takes(True) - takes(False)
 
 
 def rank_costs(times: Sequence[StageTimes], message: float) -> Costs:
-    """Costs of a schedule's simulation, stage by stage."""
+    """Costs of a schedule's simulation, stage by stage. What a rank sends, it sends one after another."""
     return Costs(
         forward=tuple(t.forward for t in times),
         input_grad=tuple(t.input_grad for t in times),
         weight_grad=tuple(t.weight_grad for t in times),
         message=message,
+        link="rank",
         activation=tuple(1.0 for _ in times),
     )

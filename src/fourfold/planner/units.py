@@ -27,17 +27,22 @@ reduced, over the group; with S < N the shards are summed over the other N/S, to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fourfold.model.operators import Held, Operator, UnitSpec
+from fourfold.model.operators import Held, Moment, Operator, UnitSpec
+from fourfold.plan import Mesh
 from fourfold.planner.layout import Layout, Setting
 from fourfold.shard.layout import ALIGN
+from fourfold.tensor.costs import Product, choose_flow
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
+LEAST = 1 << 20
+"""Bytes: smaller activations are not sent to the host."""
 
 
 class Choice(NamedTuple):
@@ -70,7 +75,9 @@ class UnitCost:
     gather: float
     """Seconds of one gather of its parameters."""
     reduce: float
-    """Seconds of one reduction of its gradients."""
+    """Seconds of one reduction of its gradients, within its group."""
+    across: float
+    """Seconds of the sum across groups that follows."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -79,23 +86,32 @@ class UnitCost:
     """Bytes of its gradient before it is reduced."""
     reduced: float
     """Bytes of its gradient after it is reduced (with it in place: the whole)."""
-    optimizer: float
-    """Bytes of optimizer state."""
     local: float
     """Parameters that this rank updates."""
     activation: float
     """Bytes kept of one micro-batch."""
     kept_for_weight_grad: float
     """Bytes that are held from I to W."""
+    forward_workspace: float
+    """Bytes that its forward holds for a while, besides what it keeps."""
     workspace: float
     """Bytes that its backward holds for a while: gradients inside, what is recomputed, weight gradients as they are made."""
+    closing: float
+    """Bytes that it holds when its weight gradients are added up, less what it kept."""
     split_workspace: float
     """What I holds for a while: inputs that a whole backward would have given back by then wait for W."""
     product: float
     """What W holds for a while: one product."""
-    forward_workspace: float
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    at_once: bool = False
+    """Weight gradients are added up as they are made (on a grid), not at the end of the unit's backward."""
+    slices: int = 1
+    """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
+    borrowed: float = 0.0
+    """Bytes of the gradient of a tied weight that is another unit's."""
+    lender: float = 0.0
+    """Bytes of that unit's parameters, gathered with this one's; 0 where they stay."""
     offloaded: float = 0.0
     """Bytes of activations that move to the host and back."""
 
@@ -117,10 +133,13 @@ def compute_times(
             grid += sum(moves)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            forward, input_grad = forward + time, input_grad + time * o.backward
+            forward, input_grad = (
+                forward + time,
+                input_grad + time * cluster.device.attention_backward * o.backward / 2.5,
+            )
             cheap += time if o.name in unit.again else 0.0
         else:
-            time = cluster.memory_bound(o.moved * tokens * width / col)
+            time = cluster.memory_bound((o.moved * width + o.wide * max(4, width)) * tokens / col)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
     again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
@@ -177,6 +196,16 @@ def _moves(setting: Setting, o: Operator, tokens: int, row: int, col: int, flow:
     return min(options.values(), key=sum)
 
 
+def _elements(unit: UnitSpec, mesh: Mesh) -> float:
+    """Elements of a unit's parameters on a rank: a grid divides matrices, but for the rows of positions, which are copied."""
+    parts = mesh.row * mesh.col
+    sizes = (
+        math.prod(shape) / (parts if len(shape) > 1 and not name.startswith("positions") else 1)
+        for name, shape in unit.shapes.items()
+    )
+    return float(sum(_rounded(size, 1) for size in sizes))
+
+
 def _rounded(elements: float, shards: int) -> float:
     """Elements of a flat buffer that `shards` ranks share."""
     step = ALIGN * shards
@@ -191,49 +220,183 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, layout.flow, choice.split, choice.recompute)
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
-    mode = choice.mode if replicas > 1 else "replicate"
+    mode = choice.mode if group > 1 else "replicate"
     shards = 1 if mode == "replicate" else group
-    n = _rounded(unit.matrices / (mesh.row * mesh.col) + unit.vectors, shards)
+    slices = choice.split if unit.slices > 1 else 1
+    n = _rounded(_elements(unit, mesh), shards * slices)
     e, r = setting.compute, setting.reduce
     gather = 0.0 if mode == "replicate" else cluster.collective("all_gather", n * e, group, stride)
+    across = 0.0
     if mode == "replicate":
         reduce = cluster.collective("all_reduce", n * r, replicas, stride)
     else:
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
-        reduce += cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
-    on_device = setting.state if layout.optimizer == "device" else 0.0
+        across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
+    lent = _lent(setting, unit, mesh)
+    whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
+    if mesh.row > 1 and unit.flops:
+        width = (e if "weights" in layout.keep else 0) + (max(4, e) if "gradients" in layout.keep else 0)
+        whole_rows = unit.matrices / mesh.col * width
     scale = tokens / mesh.col
-    kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
-    full = _bytes(setting, unit.saved["none"], unit, "none") * scale
-    slices = choice.split if choice.recompute == "per-slice" else 1
-    inside = max(0.0, full - kept) / slices if choice.recompute != "none" else 0.0
-    grads = n * e / choice.split  # weight gradients, before they are added up
-    within = inside + unit.workspace.bytes(e) * scale / slices
-    work = max(within + unit.late * grads, grads + unit.output * e * scale - kept)
-    more = (
-        2 * tokens * setting.spec.hidden * e if mesh.col > 1 else 0.0
-    )  # a gathered input, a gradient not yet scattered
-    more += unit.matrices / mesh.col * e if mesh.row > 1 else 0.0
+    heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
+    kept = heights.kept
+    offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
+    held = 0.0 if offloads else kept
+    if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
+        held = kept * (2 if kept >= LEAST else 1)
     return UnitCost(
         compute=compute,
         gather=gather,
         reduce=reduce,
+        across=across,
         whole=n * e,
-        parameters=n * e / shards,
+        parameters=n * e / shards + whole_rows,
         gradients=n * r,
         reduced=n * r / shards,
-        optimizer=n / shards * on_device,
         local=n / shards,
-        activation=kept if layout.activations == "device" else 0.0,
+        activation=held,
         kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale,
-        workspace=work + more + (kept if layout.activations == "host" else 0.0),
-        split_workspace=within + more + unit.last_input * e * scale,
-        product=max(unit.late, 1 - unit.late) * grads,
-        forward_workspace=(unit.forward_workspace.bytes(e) + unit.output * e + (4 * unit.cast if e < 4 else 0)) * scale
-        + (full - kept if choice.recompute in ("full", "per-slice") else 0.0) / slices,
-        transient=n * e / choice.split if mode == "zero3" else 0.0,
-        offloaded=kept if layout.activations == "host" else 0.0,
+        forward_workspace=heights.forward() + max(0.0, kept - held),
+        workspace=heights.backward() + max(0.0, kept - held),
+        closing=heights.closing() - held,
+        split_workspace=heights.split() + max(0.0, kept - held),
+        product=heights.product(),
+        transient=n * e / slices if mode == "zero3" else 0.0,
+        at_once=mesh.row * mesh.col > 1,
+        slices=slices,
+        borrowed=lent * r,
+        lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
+        offloaded=kept if offloads else 0.0,
     )
+
+
+def _lent(setting: Setting, unit: UnitSpec, mesh: Mesh) -> float:
+    """Elements of a tied weight that the unit uses and another holds."""
+    spec = setting.spec
+    if not spec.tied or unit.layer != spec.layers - 1:
+        return 0.0
+    return math.prod(next(iter(spec.units[0].shapes.values()))) / (mesh.row * mesh.col)
+
+
+class _Heights:
+    """The most bytes that a unit holds for a while, above what it keeps of a micro-batch."""
+
+    def __init__(
+        self, setting: Setting, layout: Layout, unit: UnitSpec, choice: Choice, tokens: int, grads: float, slices: int
+    ):
+        mesh = layout.mesh
+        self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
+        self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
+        self.width, self.scale = setting.compute, tokens / mesh.col
+        sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
+        self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
+        self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
+        self.kept = (
+            _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute) * self.scale
+        )
+        if self.recompute == "none":
+            self.kept = self.full
+            if "inputs" in layout.keep and mesh.col > 1 and unit.flops:  # of all columns
+                self.kept += setting.spec.hidden * self.width * (tokens - self.scale)
+        # on a grid, the last product's output is kept before it is summed over the columns
+        self.unsummed = 0.0
+        if self.recompute == "selective" and mesh.col > 1 and unit.flops and unit.output:
+            self.unsummed = unit.output * self.width * tokens
+            self.kept += self.unsummed - unit.output * self.width * self.scale
+        self.moving = self._moving(layout.flow) if mesh.row > 1 and unit.output else 0.0
+
+    def _moving(self, flow: str) -> float:
+        """Bytes more than `os` and `ls` hold: `ws` gathers activations over the rows, `summa` copies what it sums."""
+        mesh, hidden, widest, ws = self.mesh, self.setting.spec.hidden, 0, False
+        for o in self.unit.operators:
+            if o.kind == "product":
+                leaves, comes = o.inputs == hidden, o.outputs == hidden
+                k, b = -(-o.inputs // mesh.col), -(-o.outputs // mesh.col)
+                sizes = Product(self.tokens, o.inputs, o.outputs, k, b, leaves, comes, mesh.row, mesh.col)
+                chosen = choose_flow(sizes, flow, self.width, self.setting.reduce)
+                ws, widest = ws or chosen.startswith("ws"), max(widest, o.inputs, o.outputs)
+        if ws:
+            return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)
+        return self.width * (widest + 2 * hidden) * self.scale if flow == "summa" else 0.0
+
+    @property
+    def _shared_keys(self) -> float:
+        """Bytes of a token: with fewer key heads than columns, every column holds one whole (keys, values, turned keys)."""
+        config, col = self.setting.spec.config, self.mesh.col
+        if self.unit.kind != "attn" or config is None or config.kv_heads is None or config.head_dim is None:
+            return 0.0
+        return 3.0 * max(0, col - config.kv_heads) * config.head_dim * self.width
+
+    def _most(self, moments: tuple[Moment, ...]) -> float:
+        return max((self._bytes(m) for m in moments), default=0.0)
+
+    def _bytes(self, m: Moment) -> float:
+        e, mesh = self.width, self.mesh
+        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
+        size += m.grads * self.grads if mesh.row * mesh.col == 1 else min(m.grads, self.largest) * self.grads
+        if mesh.col > 1:
+            size += m.full * self.tokens * e
+        if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
+            wide = 4 if m.grads and e < 4 else 0
+            ahead = self.largest if m.weights else 0.0
+            size += (m.weights + ahead) * self.unit.matrices / mesh.col * (e + wide)
+        return size
+
+    @property
+    def _again(self) -> float:
+        """Bytes that a backward computes again before it begins."""
+        if self.recompute == "none":
+            return 0.0
+        again = max(0.0, self.full - self.kept + self.unsummed) / self.slices - self.unsummed
+        if self.recompute == "selective" and not self.unsummed:
+            again += self.unit.output * self.width * self.scale  # the last product's output, which nobody reads
+        return again
+
+    @property
+    def _sum(self) -> float:
+        """Bytes of what the slices add to."""
+        return self.setting.spec.hidden * self.width * self.scale if self.slices > 1 else 0.0
+
+    def forward(self) -> float:
+        name = "full" if self.recompute == "per-slice" else self.recompute
+        cast = 4 * self.unit.cast / self.slices if self.width < 4 else 0.0
+        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum + self.moving
+
+    def backward(self) -> float:
+        """What is recomputed is there before the backward begins, and a forward's own workspace while it is recomputed."""
+        if self.slices > 1:
+            probabilities = self.unit.cast * max(4, self.width) / self.slices * self.scale
+            return max(self.split() + probabilities, self._first_slice)
+        most = self._again + self._most(self.unit.backward) + self.moving
+        output = self.unit.output * self.width
+        if self.unsummed:  # while the first product's input is gathered
+            return max(most, output * (2 * self.scale + self.tokens))
+        if self.recompute != "none":
+            most = max(most, self._again + self._most(self.unit.forward["none"]) + output * self.scale)
+        return most
+
+    def split(self) -> float:
+        return self._again + self._most(self.unit.split) + self._sum + self.moving
+
+    def closing(self) -> float:
+        """With all of what is kept in it, but where slices keep it for each other."""
+        if self.slices > 1:
+            return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
+        alone = self.mesh.row * self.mesh.col == 1  # on a grid, each weight's gradient is added when it is made
+        return self.unit.closing * self.width * self.scale + (self.grads if alone else 0.0)
+
+    @property
+    def _first_slice(self) -> float:
+        """At the norm: gradients of the sum, of what feeds the slices and of the input; what products wait for."""
+        hidden, e = self.setting.spec.hidden, self.width
+        waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
+        unfused = 4 * self.unit.unfused * max(4, e) if self.setting.cluster.device.kind == "cpu" else 0.0
+        gathered = hidden * e * (self.tokens + self.scale) if self.mesh.col > 1 else 0.0
+        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale + gathered
+
+    def product(self) -> float:
+        """The largest weight gradient."""
+        return self.largest * self.grads
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:

@@ -53,7 +53,7 @@ from fourfold.program.ops import Op, Schedule
 from fourfold.program.schedules import at_least
 from fourfold.program.validator import validate_schedule
 
-__all__ = ["lower"]
+__all__ = ["lower", "receives_of"]
 
 
 def lower(
@@ -78,7 +78,7 @@ def lower(
     if stream not in ("early", "last"):
         raise ScheduleError(f"stream = '{stream}' is neither 'early' nor 'last'")
     shared = [name for name, ranks in homes.items() if len(ranks) > 1]
-    receives = _receives(schedule, costs or Costs(), ahead)
+    receives = receives_of(schedule, costs or Costs(), ahead)
     programs = []
     for rank in range(schedule.ranks):
         instructions = tuple(_Rank(schedule, rank, of_stage, shared, prefetch).lowered(receives[rank], buckets, stream))
@@ -127,7 +127,7 @@ def _outgoing(schedule: Schedule, op: Op) -> tuple[int, Carried] | None:
     return None
 
 
-def _receives(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, list[Recv]]]:
+def receives_of(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, list[Recv]]]:
     """By rank and index of op: the receives posted before it."""
     keys = _ends(schedule, costs)
     consumer = {

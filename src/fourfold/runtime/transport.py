@@ -39,9 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CommunicationError
+from fourfold.runtime.sizes import HEADER_BYTES, INLINE, light_sends, room_for
 from fourfold.runtime.wire import (
-    HEADER_BYTES,
-    INLINE,
     Headers,
     HostPort,
     Kind,
@@ -50,7 +49,6 @@ from fourfold.runtime.wire import (
     flatten,
     join_bytes,
     joined_size,
-    room_for,
     write_light,
 )
 
@@ -211,13 +209,12 @@ def _list(names: Sequence[Name]) -> str:
 
 
 INLINED = -1  # in place of a generation: the data follow in the header's transfer
-LIGHT = 32
 
 
 class _Sender:
     """Sends to one rank, in order.
 
-    A short message is copied and sent by the caller, who looks after the last LIGHT of them. A thread waits for the others to
+    A short message is copied and sent by the caller, who looks after the last few of them. A thread waits for the others to
     have left (and sends them, where that may block), and lets go of their tensors.
     """
 
@@ -252,7 +249,7 @@ class _Sender:
         buffer = self.transport.port.pool.take(size)
         write_light(self.transport.headers.encode(name, INLINED, structure, tensors), tensors, buffer)
         self._light.append((buffer, self.group.send([buffer[:size]], self.peer, 0)))
-        if len(self._light) > LIGHT:
+        if len(self._light) > light_sends(size):
             oldest, work = self._light.popleft()
             with self._idle:
                 self._unsent += 1

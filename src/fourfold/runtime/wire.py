@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.runtime.sizes import HEADER_BYTES, INLINE
+
 __all__ = [
-    "HEADER_BYTES",
-    "INLINE",
     "DevicePort",
     "Form",
     "Headers",
@@ -40,12 +40,9 @@ __all__ = [
     "flatten",
     "join_bytes",
     "joined_size",
-    "room_for",
     "write_light",
 ]
 
-HEADER_BYTES = 1024
-INLINE = 128 << 10
 FREE = 16  # buffers kept for use again; older ones, of lengths gone by, are dropped
 Kind = Literal["activation", "gradient"]
 
@@ -136,12 +133,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _padded(count: int) -> int:
     return -(-count // 64) * 64
-
-
-def room_for(size: int) -> int:
-    """Length of the buffers of a generation whose first message has `size` bytes: the next of 8 steps per doubling."""
-    step = max(64, 1 << max(0, size.bit_length() - 4))
-    return -(-size // step) * step
 
 
 _FIXED = struct.Struct("<4q")  # stage, kind, micro-batch, generation

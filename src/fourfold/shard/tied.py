@@ -60,14 +60,14 @@ class TiedOwner(_Verbs):
 
     @torch.no_grad()
     def reduce(self) -> None:
+        self.flush()  # the weights that were sent after the last update
         mine = self.unit.main_grad(self.name)
         mine.add_(self._receive(torch.empty_like(mine), "the gradient"))
         self.unit.reduce()
 
     def publish(self) -> None:
         """After the update: send the new weights to the copy."""
-        self.flush()
-        self._send(self.unit.shard.detach().clone())
+        self._send(self.unit.shard.detach())
 
 
 class TiedCopy(_Verbs):
@@ -78,7 +78,6 @@ class TiedCopy(_Verbs):
         self.copy = copy
 
     def reduce(self) -> None:
-        self.flush()
         self.copy.collect()
         self._send(self.copy.main_grad(self.name))
         self.copy.zero_grad()
@@ -86,5 +85,6 @@ class TiedCopy(_Verbs):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the update: receive the new weights from the owner."""
+        """After the update: receive the new weights from the owner, who has the gradient by then."""
+        self.flush()
         self._receive(self.copy.shard, "the new value")

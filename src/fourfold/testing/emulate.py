@@ -22,6 +22,9 @@ A time may differ by micro-batch: `jitter` draws them (lognormal, seeded), `by_l
 of order sets `chunk.micro_batch` before each forward; otherwise forwards are counted (all schedules of torch run them in
 order). A list of times is used again from its start when it ends, so for every step.
 
+`emulated_products(rate)` does the same to whole models: matrix products and attention of every module give zeros, after the
+time they would take at so many FLOP/s (none at all with rate 0). Everything else, communication above all, is real.
+
 An op ends 0.14 ms late (median, alone and with eight ranks on two cores); if others use the machine too, one in a hundred is
 late by milliseconds, and a thread that computes in Python keeps the interpreter for up to 5 ms. What is not emulated: a
 host that runs ahead of its accelerator (here it waits), memory bandwidth, kernels and their launch costs. Never quote
@@ -33,7 +36,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -45,7 +50,18 @@ from fourfold.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["Chunk", "Queue", "Span", "Times", "WorkQueue", "by_length", "jitter", "pipeline_stage", "sleep_until"]
+__all__ = [
+    "Chunk",
+    "Queue",
+    "Span",
+    "Times",
+    "WorkQueue",
+    "by_length",
+    "emulated_products",
+    "jitter",
+    "pipeline_stage",
+    "sleep_until",
+]
 
 
 @dataclass(frozen=True)
@@ -232,3 +248,77 @@ def pipeline_stage(
         output_args=given.clone().requires_grad_(),
         dw_builder=queue.take if split == "queue" else None,  # called after each backward: what it put off
     )
+
+
+# ---- whole models ----
+
+
+@contextmanager
+def emulated_products(rate: float = 0.0) -> Iterator[None]:
+    """Within, matrix products and attention on the CPU give zeros, after their FLOPs / `rate` seconds; rate 0: at once.
+
+    For this process, all of its threads included. Values mean nothing then; shapes, memory, order and messages are as ever.
+    """
+
+    def take(start: float, flops: float) -> None:
+        if rate:
+            sleep_until(start + flops / rate)
+
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        start, out = time.monotonic(), a.new_zeros(a.shape[0], b.shape[1])
+        take(start, 2.0 * a.numel() * b.shape[1])
+        return out
+
+    def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        return mm(a, b)
+
+    def bmm(a: Tensor, b: Tensor) -> Tensor:
+        start, out = time.monotonic(), a.new_zeros(a.shape[0], a.shape[1], b.shape[2])
+        take(start, 2.0 * a.numel() * b.shape[2])
+        return out
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        start = time.monotonic()
+        out = torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        take(start, (2.0 if is_causal else 4.0) * q.numel() * k.shape[-2])
+        return out
+
+    def attend_backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        start = time.monotonic()
+        grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        take(start, 2.5 * (2.0 if is_causal else 4.0) * q.numel() * k.shape[-2])
+        return grads
+
+    library = torch.library.Library("aten", "IMPL")
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its own kernels are overridden
+        for name, kernel in (("mm", mm), ("addmm", addmm), ("bmm", bmm)):
+            library.impl(name, kernel, "CPU")
+        library.impl(attention, attend, "CPU")
+        library.impl(f"{attention}_backward", attend_backward, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -3,12 +3,13 @@
     with one_of_many(64):                          # this process is rank 0 of 64; collectives return at once
         rank = OneRank(config, plan)
         rank.step()                                # the real code of a rank: its true memory and compute time
+        rank.update()                              # with `optimizer = True`: the update, and the gradients are gone
 
 `activations` measures what each unit's computations hold, one micro-batch on its way through the stage; with it, `replayed` says
 the rank's peak before a step is run.
 
-In a real group (`run_ranks`), every rank makes its own. What a collective would have brought is left out in `one_of_many`, so
-values mean nothing there; memory, order and time of computation do.
+In a real group (`run_ranks`), every rank makes its own. What a collective or a message would have brought is left out in
+`one_of_many`, so values mean nothing there; memory, order and time of computation do. Any rank of any plan can be had.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.model.build import build_model, materialize_buffers
+from fourfold.offload.split import square_sum
 from fourfold.plan import Plan
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.runtime.executor import Executor
+from fourfold.runtime.transport import Name, Transport
 from fourfold.shard.replay import Activations, Footprint, Replay, replay
 from fourfold.shard.unit import Unit
 from fourfold.testing._torch import fake_store
 from fourfold.testing.budget import Budget
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
+from fourfold.train.streamed import StreamedUnits, make_keeper, make_optimizer
 
 __all__ = ["CountedMeter", "DeviceMeter", "Meter", "OneRank", "one_of_many"]
 
@@ -49,10 +53,35 @@ def one_of_many(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _Nowhere(Transport):
+    """Messages of a rank whose neighbours do not exist: what is sent is dropped, what is received is random."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self._make = lambda: torch.randn(shape, dtype=dtype, device=device)
+
+    def send(self, target: int, name: Name, value: Any) -> None:
+        """Dropped."""
+
+    def post(self, source: int) -> None:
+        """Nothing to wait for."""
+
+    def receive(self, name: Name, source: int) -> Any:
+        return self._make()
+
+    def release(self, value: Any) -> None:
+        """Nobody else holds it."""
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """There are no threads."""
+
+
 class OneRank:
     """What a rank holds under a plan. Makes process groups: all real ranks of the plan must make theirs."""
 
-    def __init__(self, config: Config, plan: Plan, rank: int = 0, device: str = "cpu"):
+    def __init__(self, config: Config, plan: Plan, rank: int = 0, device: str = "cpu", optimizer: bool = False):
         self.config, self.plan, self.device = config, plan, torch.device(device)
         self.mesh = RankMesh(plan.mesh, rank)
         self.layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
@@ -66,12 +95,19 @@ class OneRank:
             config, plan, self.mesh, grid, self.layout, self.model, device=self.device, compute=compute, reduce=reduce
         )
         materialize_buffers(self.model, self.device, compute)
+        self._all = list(self.held.units.values())
+        self.optimizer = make_optimizer(config, plan, self._all) if optimizer else None
+        if isinstance(self.optimizer, StreamedUnits):
+            self.held.units = self.optimizer.awaited(self.held.units)
+            self.held.verbs = self.optimizer.awaited(self.held.verbs)
+            self.held.buckets = self.optimizer.buckets()
         executor = Executor(
             self.layout.schedule.placement,
             self.mesh.coordinates["pipe"],
-            make_stages(config, plan, self.mesh, self.layout, self.held),
+            make_stages(config, plan, self.mesh, self.layout, self.held, make_keeper(plan, self.device)),
             self.held.verbs,
-            make_transport(config, plan, self.mesh, self.layout, self.device, 20.0),
+            self._messages(compute),
+            buckets=self.held.buckets,
         )
         self.runner = make_runner(executor, plan, self.mesh, self.layout)
         way, micro_batches = self.mesh.index("data", "depth", "row"), plan.micro_batches(config.train.global_batch)
@@ -80,14 +116,36 @@ class OneRank:
 
     @property
     def units(self) -> list[Unit]:
-        return list(self.held.units.values())
+        return self._all
+
+    def _messages(self, compute: torch.dtype) -> Transport | None:
+        config, plan, mesh = self.config, self.plan, self.mesh
+        if mesh.size("pipe") == 1 or dist.get_backend() != "fake":
+            return make_transport(config, plan, mesh, self.layout, self.device, 20.0)
+        size, m, col = plan.micro_batch_size(config.train.global_batch), config.model, mesh.size("col")
+        shape: tuple[int, ...] = (size, m.seq_len, m.hidden)
+        if col > 1 and plan.tensor.residual == "hidden":
+            shape = (size, m.seq_len, -(-m.hidden // col))
+        elif mesh.size("row", "col") > 1:
+            shape = (-(-size * m.seq_len // col), m.hidden)
+        return _Nowhere(shape, compute, self.device)
 
     def step(self, index: int = 0) -> dict[int, Tensor]:
         """Forward and backward of all micro-batches, gradients reduced; returns the losses."""
+        if self.optimizer is not None:
+            self.optimizer.begin(1e-4)
         losses = self.runner.step(index, self)
         for unit in self.units:
             unit.finish()
         return losses
+
+    @torch.no_grad()
+    def update(self, lr: float = 1e-4) -> None:
+        """Update the weights from the reduced gradients, and let those go."""
+        assert self.optimizer is not None, "a rank without an optimizer"
+        squares = [square_sum(u.shard_grad) for u in self.units if u.shard_grad is not None]
+        self.optimizer.step(lr, torch.stack(squares).sum().sqrt(), None)
+        self.zero_grad()
 
     def zero_grad(self) -> None:
         for unit in self.units:
@@ -218,17 +276,17 @@ def _passing(unit: Unit, meter: Meter) -> Iterator[list[int]]:
     unit.gather()
     unit.need()
     extra = meter.live - without
-    main_grad = unit.main_grad
+    accumulator = unit._accumulator
     most: list[int] = []
 
     def taken(name: str) -> Tensor:
         if not most:
             most.append(meter.most - extra)
             meter.reset()
-        return main_grad(name)
+        return accumulator(name)
 
     meter.reset()
-    with patch.object(unit, "main_grad", taken):
+    with patch.object(unit, "_accumulator", taken):
         yield most
     own = [unit.grad] if unit.grad is not None else []
     own += [grad for name, grad in unit._grads.items() if name in unit._rows]

@@ -1,9 +1,11 @@
 """Measure this machine or job, and write it down as a cluster file.
 
 All ranks work at once, since they share what there is to share. Measured: matrix products by size and type, memory, the time an
-operator takes at least, attention; all-gathers of two sizes (their difference is the bandwidth, the rest the latency), the other
-collectives against them; messages between neighbours; the host's link; and how much of a gather hides behind a product.
-With several nodes, the network inside one and the network between them are two levels.
+operator takes at least (on a CPU: in a small model's step), attention; all-gathers, reduce-scatters and all-reduces of several
+sizes over all ranks of a level and over pairs of them; messages between neighbours; the host's link; and how much of a gather
+hides behind a product. Bandwidth and latency are those of the two largest all-gathers; everything else is kept as its time over
+what a ring of that bandwidth and latency takes. With several nodes, the network inside one and the network between them are
+two levels.
 
 Every figure is the median of a few tries, and the mean over ranks.
 """
@@ -22,13 +24,32 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from fourfold.cluster import Cluster, Device, Host, Level
 from fourfold.collectives import all_gather, all_reduce, reduce_scatter
+from fourfold.config import Config
 from fourfold.launch.place import Place
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Plan
+from fourfold.planner.layout import Setting
+from fourfold.planner.predict import predict
+from fourfold.runtime.transport import Name, Transport
+from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
+from fourfold.train.device_rates import gpu_device
 
 __all__ = ["calibrate"]
 
+Start = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
+COLLECTIVES: dict[str, Start] = {
+    "all_gather": lambda whole, part, group: all_gather(whole, part, group, "a calibration").wait(),
+    "reduce_scatter": lambda whole, part, group: reduce_scatter(part, whole, group, "a calibration").wait(),
+    "all_reduce": lambda whole, part, group: all_reduce(whole, group, "a calibration").wait(),
+}
+ENOUGH, REPEATS = 0.03, 16
+"""Seconds that a try of a collective should take, and how often it is repeated for that at most."""
+PAUSE = 2e-3
+"""Seconds between collectives."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -38,13 +59,12 @@ class _Sizes:
 
     products: tuple[int, ...]
     elements: int
-    small: int
-    large: int
+    buffers: tuple[int, ...]
     tries: int
 
 
-CPU = _Sizes((128, 256, 384), 1 << 21, 1 << 16, 1 << 20, 5)
-GPU = _Sizes((2048, 4096, 8192), 1 << 28, 1 << 20, 1 << 26, 9)
+CPU = _Sizes((128, 256, 384), 1 << 21, (1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 20), 5)
+GPU = _Sizes((2048, 4096, 8192), 1 << 28, (1 << 12, 1 << 16, 1 << 20, 1 << 26), 9)
 
 
 def calibrate(place: Place, device: torch.device, name: str = "") -> Cluster:
@@ -59,34 +79,39 @@ class _Calibration:
         self.nodes = place.ranks // max(1, place.local_ranks)
 
     def cluster(self, name: str) -> Cluster:
-        rates = {kind: self._best_rate(dtype) for kind, dtype in DTYPES.items()}
-        peaks = {kind: max(found) for kind, found in rates.items()}
-        kind = "bf16" if self.device.type == "cuda" else "fp32"
-        share = min(1.0, median(rates[kind]) / peaks[kind])
-        attention = min(1.0, self._attention(DTYPES[kind]) / (peaks[kind] * share))
-        memory = self._memory()
         made = Cluster(
             name=name or platform.node(),
             nodes=self.nodes,
             devices=max(1, self.place.local_ranks),
-            device=Device(
-                name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
-                kind="cuda" if self.device.type == "cuda" else "cpu",
-                memory=str(memory),
-                reserve="2GiB" if self.device.type == "cuda" else str(min(256 << 20, memory // 8)),
-                matrix=peaks,
-                efficiency=share,
-                attention=attention,
-                memory_rate=self._memory_rate(),
-                operator=self._operator(),
-            ),
+            device=self._device(),
             host=Host(memory=str(psutil.virtual_memory().total), link=self._link()),
             level=self._levels(),
             source=f"measured with torch {torch.__version__} on {self.place.ranks} ranks",
         )
-        return replace(made, overlap=self._overlap(made)) if self.place.ranks > 1 else made
+        if self.device.type != "cuda":
+            made = replace(made, device=replace(made.device, operator=self._operator_of_a_step(made)))
+        return replace(made, overlap=self._overlap()) if self.place.ranks > 1 else made
 
     # ---- one device ----
+
+    def _device(self) -> Device:
+        if self.device.type == "cuda":
+            return gpu_device(self.device, self._memory(), self._operator())
+        rates = {kind: self._best_rate(dtype) for kind, dtype in DTYPES.items()}
+        peaks = {kind: max(found) for kind, found in rates.items()}
+        share = min(1.0, median(rates["fp32"]) / peaks["fp32"])
+        memory = self._memory()
+        return Device(
+            name="CPU",
+            kind="cpu",
+            memory=str(memory),
+            reserve=str(min(256 << 20, memory // 8)),
+            matrix=peaks,
+            efficiency=share,
+            attention=min(1.0, self._attention() / (peaks["fp32"] * share)),
+            memory_rate=self._memory_rate(),
+            operator=self._operator(),
+        )
 
     def _best_rate(self, dtype: torch.dtype) -> list[float]:
         """FLOP/s of square products, by size."""
@@ -96,9 +121,9 @@ class _Calibration:
             out.append(2.0 * n**3 / self._time(partial(torch.mm, a, a)))
         return out
 
-    def _attention(self, dtype: torch.dtype) -> float:
-        tokens, heads = (2048, 16) if self.device.type == "cuda" else (128, 4)
-        q = torch.ones(2, heads, tokens, 64, dtype=dtype, device=self.device)
+    def _attention(self) -> float:
+        tokens = 128
+        q = torch.ones(2, 4, tokens, 64)
         took = self._time(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
         return 0.5 * 4 * tokens * q.numel() / took
 
@@ -115,6 +140,31 @@ class _Calibration:
                 x.add_(1.0)
 
         return self._time(many) / 100
+
+    def _operator_of_a_step(self, made: Cluster) -> float:
+        """What is left of a small model's step beside products and memory, for each operator: Python, autograd, waking up.
+
+        A GPU's host does this ahead of the device; a CPU does one after the other.
+        """
+        from fourfold.testing.one_rank import OneRank  # it needs this package
+
+        fields = {"family": "gpt", "layers": 2, "hidden": 96, "heads": 4, "seq_len": 32, "vocab": 64}
+        config = Config.from_dict({"model": fields, "train": {"global_batch": 2, "run_dir": "unused"}}).resolve()
+        plan, one = Plan(), OneRank(config, Plan(), 0)
+
+        def step() -> None:
+            one.step()
+            one.zero_grad()
+
+        took = self._time(step)
+
+        def computing(operator: float) -> float:
+            cluster = replace(made, device=replace(made.device, operator=operator))
+            setting = Setting(ModelSpec.from_config(config.model), cluster, 2, plan.precision)
+            return predict(plan, setting).compute
+
+        free = computing(0.0)
+        return max(made.device.operator, (took - free) / (computing(1.0) - free))
 
     def _memory(self) -> int:
         if self.device.type == "cuda":
@@ -147,66 +197,89 @@ class _Calibration:
         return tuple(out)
 
     def _level(self, name: str, groups: list[list[int]], ranks: int) -> Level:
+        """A level by the rings of its groups: bandwidth and latency from all-gathers, all else as it compares with rings."""
+        n = len(groups[0])
+        halves = [g[i : i + 2] for g in groups for i in range(0, n - n % 2, 2)] if n > 2 else []
+        sizes = [4 * size for size in self.sizes.buffers]
+        times: dict[tuple[str, int], list[float]] = {}
+        for cut in filter(None, (groups, halves)):
+            for kind, start in COLLECTIVES.items():
+                times[kind, len(cut[0])] = self._collectives(start, cut)
+        times["message", 2] = self._messages(halves or groups)
+        (small, large), (short, long) = sizes[-2:], times["all_gather", n][-2:]
+        bandwidth = (n - 1) / n * (large - small) / max(1e-9, long - short)
+        latency = max(1e-7, short / (n - 1) - small / n / bandwidth)
+        level = Level(name=name, ranks=ranks, bandwidth=bandwidth, latency=latency)
+        ring = Cluster(nodes=1, devices=n, level=(replace(level, ranks=0),))
+        measured = {}
+        for (kind, members), found in times.items():
+            takes = [ring.message(s, 1) if kind == "message" else ring.collective(kind, s, members) for s in sizes]  # type: ignore[arg-type]
+            measured[f"{kind} {members}"] = [[s, round(t / r, 3)] for s, t, r in zip(sizes, found, takes, strict=True)]
+        return replace(level, measured=measured)
+
+    def _collectives(self, start: Start, groups: list[list[int]]) -> list[float]:
+        """Seconds of a collective over buffers of all sizes, in all groups at once."""
         made = [(members, dist.new_group(members)) for members in groups]
-        members, group = next((m, g) for m, g in made if self.place.rank in m)
-        n = len(members)
-        few, many = self.sizes.small // n * n, self.sizes.large // n * n
+        mine = next(((m, g) for m, g in made if self.place.rank in m), None)
+        out = []
+        for elements in self.sizes.buffers:
+            if mine is None:  # a rank that is left over
+                out.append(self._time(lambda: None, collective=True))
+                continue
+            n, group = len(mine[0]), mine[1]
+            whole = torch.ones(elements // n * n, device=self.device)
+            part = torch.ones(elements // n, device=self.device)
+            out.append(self._time(partial(start, whole, part, group), collective=True))
+        return out
 
-        def gathered(elements: int) -> float:
-            mine = torch.ones(elements // n, device=self.device)
-            whole = torch.empty(elements, device=self.device)
-            return self._time(lambda: all_gather(whole, mine, group, "a calibration").wait(), group)
+    def _messages(self, groups: list[list[int]]) -> list[float]:
+        """Seconds of a message of all sizes to the next rank of a group: half of the way there and back."""
+        pairs = [(g[i], g[i + 1]) for g in groups for i in range(0, len(g) - 1, 2)]
+        edges = [edge for a, b in pairs for edge in ((a, b), (b, a))]
+        port: Port = HostPort(self.device)
+        if self.device.type == "cuda":
+            port = DevicePort(self.device) if "nccl" in str(dist.get_backend_config()) else StagedPort(self.device)
 
-        def scattered(elements: int) -> float:
-            mine = torch.empty(elements // n, device=self.device)
-            whole = torch.ones(elements, device=self.device)
-            return self._time(lambda: reduce_scatter(mine, whole, group, "a calibration").wait(), group)
+        def new_group(ranks: list[int]) -> dist.ProcessGroup:
+            made = dist.new_group(ranks, use_local_synchronization=True)
+            assert made is not None
+            return made
 
-        def reduced(elements: int) -> float:
-            whole = torch.ones(elements, device=self.device)
-            return self._time(lambda: all_reduce(whole, group, "a calibration").wait(), group)
+        transport = Transport(self.place.rank, edges, new_group, port=port)
+        mine = next((pair for pair in pairs if self.place.rank in pair), None)
+        out = []
+        for elements in self.sizes.buffers:
+            x = torch.ones(elements, device=self.device)
 
-        short, long = gathered(few), gathered(many)
-        moved = 4 * (n - 1) / n
-        bandwidth = moved * (many - few) / max(1e-9, long - short)
-        latency = max(0.0, short - moved * few / bandwidth) / (n - 1)
-        ring = latency * (n - 1) + moved * many / bandwidth
-        factor = {
-            "reduce_scatter": scattered(many) / ring,
-            "all_reduce": reduced(many) / (2 * ring),
-            "message": self._message(members, group, many // n) / (latency + 4 * (many // n) / bandwidth),
-        }
-        told = {kind: round(max(0.05, value), 3) for kind, value in factor.items()}
-        return Level(name=name, ranks=ranks, bandwidth=bandwidth, latency=latency, factor=told)
+            def there_and_back(x: Tensor = x) -> None:
+                if mine is None:
+                    return
+                here, peer = mine if self.place.rank == mine[0] else mine[::-1]
+                transport.post(peer)
+                name = Name(0, "activation", 0)
+                if here == mine[0]:
+                    transport.send(peer, name, x)
+                transport.release(transport.receive(name, peer))
+                if here != mine[0]:
+                    transport.send(peer, name, x)
+                transport.finish()
 
-    def _message(self, members: list[int], group: dist.ProcessGroup, elements: int) -> float:
-        """Seconds of a message to the next rank; every even one sends."""
-        at = members.index(self.place.rank)
-        peer = members[at ^ 1] if at ^ 1 < len(members) else None
-        x = torch.ones(elements, device=self.device)
+            out.append(self._time(there_and_back, collective=True) / 2)
+        transport.close()
+        return out
 
-        def send() -> None:
-            if peer is None:
-                return
-            if at % 2 == 0:
-                dist.send(x, peer, group=group)
-            else:
-                dist.recv(x, peer, group=group)
-
-        return self._time(send, group)
-
-    def _overlap(self, made: Cluster) -> float:
+    def _overlap(self) -> float:
         """The share of a gather that hides behind a product of about the same time."""
         group = dist.group.WORLD
         assert group is not None
         n = self.place.ranks
-        elements = self.sizes.large // n * n
+        elements = self.sizes.buffers[-1] // n * n
         mine = torch.ones(elements // n, device=self.device)
         whole = torch.empty(elements, device=self.device)
         size = self.sizes.products[-1]
         a = torch.ones(size, size, device=self.device)
-        gather = self._time(lambda: all_gather(whole, mine, group, "a calibration").wait(), group)
-        one = self._time(lambda: a @ a, group)
+        gather = self._time(lambda: all_gather(whole, mine, group, "a calibration").wait())
+        one = self._time(lambda: a @ a)
         times = max(1, round(gather / one))
 
         def both() -> None:
@@ -215,30 +288,47 @@ class _Calibration:
                 a @ a
             pending.wait()
 
-        together = self._time(both, group)
+        together = self._time(both)
         hidden = (gather + times * one - together) / min(gather, times * one)
         return round(min(1.0, max(0.0, hidden)), 3)
 
     # ---- the clock ----
 
-    def _time(self, work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> float:
-        """Median seconds of a few tries, all ranks starting together; the mean over them."""
-        found = []
+    def _time(self, work: Callable[[], Any], *, collective: bool = False) -> float:
+        """Median seconds of a few tries, all ranks starting together; the mean over them.
+
+        A collective that is over soon is repeated within a try: ranks leave a barrier at different times. On a CPU it comes
+        after a pause, as it would after computing: threads sleep then, and ranks are not quite together.
+        """
+        found: list[float] = []
+        times = 1
+        pauses = collective and self.device.type != "cuda"
         for attempt in range(self.sizes.tries + 1):
             if self.place.ranks > 1:
-                dist.barrier(group=group)
+                dist.barrier()
             self._wait()
-            began = time.perf_counter()
-            work()
+            began, paused = time.perf_counter(), 0.0
+            for _ in range(times):
+                if pauses:
+                    rest = time.perf_counter()
+                    time.sleep(PAUSE)
+                    paused += time.perf_counter() - rest
+                work()
             self._wait()
+            took = time.perf_counter() - began - paused
             if attempt:  # the first is warm-up
-                found.append(time.perf_counter() - began)
-        mine = torch.tensor([median(found)], dtype=torch.float64, device=self.device)
-        if self.place.ranks > 1:
-            world = dist.group.WORLD
-            assert world is not None
-            all_reduce(mine, world, "a calibration").wait()
-        return max(1e-9, float(mine.item()) / self.place.ranks)
+                found.append(took / times)
+            elif collective:
+                times = min(REPEATS, max(1, round(self._mean(ENOUGH / max(took, 1e-6)))))
+        return max(1e-9, self._mean(median(found)))
+
+    def _mean(self, value: float) -> float:
+        """Over all ranks."""
+        if self.place.ranks == 1:
+            return value
+        mine = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(mine)
+        return float(mine.item()) / self.place.ranks
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
