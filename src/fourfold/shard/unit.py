@@ -98,9 +98,7 @@ class Unit:
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # accumulators: views of `grad`, and those of borrowed parameters
-        self._fresh: set[str] = (
-            set()
-        )  # those that nothing was written to: the first gradient is copied, not added to zeros
+        self._fresh: set[str] = set()  # those not written to yet: the first gradient is copied, not added to zeros
         self._gaps = layout.gaps()
         self._rows: dict[str, nn.Parameter] = {}  # borrowed parameters as this unit's module holds them
         self._borrowers: list[tuple[Unit, str, Borrowed]] = []
