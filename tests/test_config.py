@@ -11,7 +11,7 @@ import pytest
 
 from fourfold import schema
 from fourfold.config import Config, ModelConfig, OptimConfig, nearest_divisor
-from fourfold.errors import ConfigError, NotYetError, PlanError
+from fourfold.errors import ConfigError, PlanError
 from fourfold.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -213,17 +213,6 @@ def test_wrong_plans_say_what_is_wrong(plan: dict[str, Any], ranks: int | None, 
     with pytest.raises(PlanError) as e:
         Plan.from_dict(plan).check(config(), ranks)
     assert message in str(e.value)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"mesh": {"row": 2}, "unit": [{"match": "head", "split": 2}]},
-    ],
-)
-def test_what_does_not_run_yet_is_refused_by_name(plan: dict[str, Any]) -> None:
-    with pytest.raises(NotYetError, match="not yet"):
-        Plan.from_dict(plan).check(config())
 
 
 def test_default_micro_batches() -> None:

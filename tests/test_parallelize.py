@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.testing.budget import Budget
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.ranks import run_ranks
 
@@ -98,6 +100,17 @@ def _trained(rank: int, ranks: int, plan: dict[str, Any], steps: int) -> tuple[l
         (2, 2, [{"match": "layers.0.up", "mode": "zero3", "split": 5}], 2 * (5 + 5)),
         (3, 2, [{"match": "layers.*.up", "mode": "keep", "split": 2}, {"match": "*", "mode": "zero2"}], None),
         (2, 2, [], 0),
+        (2, 2, [{"match": "*", "mode": "zero3", "recompute": "full"}], 2 * 2 * 5),  # computing again gathers nothing
+        (3, 1, [{"match": "*", "mode": "keep", "recompute": "selective"}], 4),
+        (
+            2,
+            1,
+            [
+                {"match": "layers.0.up", "mode": "zero3", "split": 5, "recompute": "per-slice"},
+                {"match": "layers.*", "mode": "zero2", "recompute": "per-slice"},
+            ],
+            None,
+        ),
     ],
 )
 def test_any_module_trains_as_in_one_process(
@@ -132,7 +145,8 @@ def test_alone_it_is_the_module() -> None:
         ),
         ({"unit": [{"match": "layers.0", "split": 2}]}, "split = 2: 'layers.0' is no nn.Linear"),
         ({"unit": [{"match": "layers.0.up", "split": 25}]}, "which has 24 inputs; use at most 24"),
-        ({"unit": [{"match": "layers.0.up", "recompute": "full"}]}, "recompute = 'full': not yet in parallelize"),
+        ({"unit": [{"match": "rest", "recompute": "full"}]}, "'rest' has none; name modules, such as 'embed'"),
+        ({"memory": {"optimizer": "host"}}, "give parameters\\(\\) to ff.StreamedAdamW"),
         ({"unit": [{"match": "*", "within": 2, "mode": "zero3"}]}, "within = 2 does not divide"),
     ],
 )
@@ -145,3 +159,24 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
     model = ff.parallelize(Net(), ff.Plan.from_dict({"batch": {"micro_batches": 5}}))
     with pytest.raises(ff.PlanError, match=r"\[12\] does not divide into batch.micro_batches = 5"):
         model.step(batch(0))
+
+
+def test_recomputation_keeps_less() -> None:
+    """Of a deep net's activations, the inputs of its layers are left."""
+    peaks = []
+    for recompute in ("none", "full"):
+        net = Net()
+        net.layers.extend(Layer().double() for _ in range(9))
+        model = ff.parallelize(net, ff.Plan.from_dict({"unit": [{"match": "layers.*", "recompute": recompute}]}))
+        inputs = tuple(t.repeat(20, 1) for t in batch(0))
+        with Budget() as budget:
+            model.step(inputs)
+        peaks.append(budget.peak.bytes)
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+def test_units_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    plan = ff.Plan.from_dict({"unit": [{"match": "layers.*", "mode": "zero3"}], "precision": {"compile": True}})
+    model = ff.parallelize(Net(), plan)
+    assert model.step(batch(0)).item() == pytest.approx(serial(1)[0][0], rel=1e-12)

@@ -15,7 +15,6 @@ __all__ = [
     "FourfoldError",
     "HostMemoryError",
     "NetworkError",
-    "NotYetError",
     "OverBudget",
     "PlanError",
     "RankFailure",
@@ -48,10 +47,6 @@ class ClusterError(FourfoldError, ValueError):
     """The cluster (what to train on) is wrong."""
 
     exit_code = 2
-
-
-class NotYetError(PlanError):
-    """The plan is legal, but this version does not execute a part of it."""
 
 
 class ScheduleError(FourfoldError, ValueError):

@@ -162,6 +162,8 @@ class Memory:
 
     optimizer: Literal["device", "host", "auto"] = "device"
     """auto: as much on the device as fits."""
+    device_state: str = ""
+    """auto: bytes of optimizer state that stay on each device, as the planner reckons; empty: what a first step leaves free."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Type of AdamW's moments."""
     staging: str = "0GiB"
@@ -173,6 +175,13 @@ class Memory:
 
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)
+        if self.device_state:
+            schema.parse_bytes(self.device_state, "memory.device_state", PlanError)
+            if self.optimizer != "auto":
+                raise PlanError(
+                    f"memory.device_state = {self.device_state} says how much optimizer = 'auto' keeps on the device, but "
+                    f"memory.optimizer = '{self.optimizer}'; leave it out, or use optimizer = 'auto'"
+                )
         if self.prefetch < 0:
             raise PlanError(f"memory.prefetch = {self.prefetch} must be at least 0")
 

@@ -65,6 +65,7 @@ class Layout:
     optimizer: Literal["device", "host", "auto"] = "device"
     activations: Literal["device", "host"] = "device"
     flow: Literal["auto", "summa", "os", "ls", "ws"] = "auto"
+    keep: tuple[Literal["weights", "inputs", "gradients"], ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -97,7 +98,7 @@ class Layout:
                 waves=self.waves if piped and self.schedule == "wave" else 1,
                 stages_per_rank=self.stages_per_rank if piped and self.schedule == "interleaved" else 2,
             ),
-            tensor=Tensor(flow=self.flow),
+            tensor=Tensor(flow=self.flow, keep=self.keep),
             unit=rules,
             memory=Memory(
                 optimizer=self.optimizer, moments=setting.moments, staging=staging, activations=self.activations

@@ -50,7 +50,6 @@ class Candidate:
     """Seconds that another byte on every device would save."""
     choice_gap: float
     """Seconds by which the choice of units may be above the best one."""
-    state_on_device: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class _Search:
         share = 0.0
         if layout.optimizer == "auto":
             room -= min(BUFFERS, held) * s.streamed
-            share = max(0.0, min(1.0, room / (held * s.state)))
+            share = max(0.0, min(1.0, room / (held * s.streamed)))
         return (1 - share) * held / layout.replicas * s.streamed / s.cluster.host.link
 
     # ---- one layout, built out ----
@@ -280,6 +279,8 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = flo
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         plan = layout.plan(setting, rules_of(choices), layers)
         prediction = predict(plan, setting, choices)
+        if layout.optimizer == "auto":
+            plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
         over = [m.peak - usable for m in prediction.memory]
         host = max(m.host for m in prediction.memory)
         fits = max(over) <= 0 and host <= setting.cluster.host_memory

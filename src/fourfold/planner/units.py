@@ -113,6 +113,8 @@ class UnitCost:
     """What W holds for a while: one product."""
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    at_once: bool = False
+    """Weight gradients are added up as they are made (on a grid), not at the end of the unit's backward."""
     slices: int = 1
     """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
     borrowed: float = 0.0
@@ -334,17 +336,17 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
     lent = _lent(setting, unit, mesh)
+    whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
+    if mesh.row > 1 and unit.flops:
+        width = (e if "weights" in layout.keep else 0) + (max(4, e) if "gradients" in layout.keep else 0)
+        whole_rows = unit.matrices / mesh.col * width
     scale = tokens / mesh.col
-    kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
-    if (
-        choice.recompute == "selective" and mesh.col > 1
-    ):  # a product's output is kept before it is summed over the columns
-        kept += unit.output * e * (tokens - scale)
+    heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
+    kept = heights.kept
     offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
     held = 0.0 if offloads else kept
     if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
-        held = kept * (2 if setting.spec.hidden * e * scale >= LEAST else 1)
-    heights = _Heights(setting, unit, mesh, choice, tokens, (n + lent) * e, slices)
+        held = kept * (2 if kept >= LEAST else 1)
     return UnitCost(
         compute=compute,
         gather=gather,
@@ -352,7 +354,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         across=across,
         vectors=_Plane(setting, tokens, mesh.row, mesh.col).vectors(unit) if mesh.row * mesh.col > 1 else 0.0,
         whole=n * e,
-        parameters=n * e / shards,
+        parameters=n * e / shards + whole_rows,
         gradients=n * r,
         reduced=n * r / shards,
         local=n / shards,
@@ -364,6 +366,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
         transient=n * e / slices if mode == "zero3" else 0.0,
+        at_once=mesh.row * mesh.col > 1,
         slices=slices,
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
@@ -383,25 +386,64 @@ class _Heights:
     """The most bytes that a unit holds for a while, above what it keeps of a micro-batch."""
 
     def __init__(
-        self, setting: Setting, unit: UnitSpec, mesh: Mesh, choice: Choice, tokens: int, grads: float, slices: int
+        self, setting: Setting, layout: Layout, unit: UnitSpec, choice: Choice, tokens: int, grads: float, slices: int
     ):
+        mesh = layout.mesh
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
-        self.kept = _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute)
-        self.full = _bytes(setting, unit.saved["none"], unit, "none")
+        sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
+        self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
+        self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
+        self.kept = (
+            _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute) * self.scale
+        )
+        if self.recompute == "none":
+            self.kept = self.full
+            if "inputs" in layout.keep and mesh.col > 1 and unit.flops:  # of all columns
+                self.kept += setting.spec.hidden * self.width * (tokens - self.scale)
+        # on a grid, the last product's output is kept before it is summed over the columns
+        self.unsummed = 0.0
+        if self.recompute == "selective" and mesh.col > 1 and unit.flops and unit.output:
+            self.unsummed = unit.output * self.width * tokens
+            self.kept += self.unsummed - unit.output * self.width * self.scale
+        self.moving = self._moving(layout.flow) if mesh.row > 1 and unit.output else 0.0
+
+    def _moving(self, flow: str) -> float:
+        """Bytes more than `os` and `ls` hold: `ws` gathers activations over the rows, `summa` copies what it sums."""
+        mesh, hidden, widest, ws = self.mesh, self.setting.spec.hidden, 0, False
+        for o in self.unit.operators:
+            if o.kind == "product":
+                leaves, comes = o.inputs == hidden, o.outputs == hidden
+                k, b = -(-o.inputs // mesh.col), -(-o.outputs // mesh.col)
+                sizes = Product(self.tokens, o.inputs, o.outputs, k, b, leaves, comes, mesh.row, mesh.col)
+                chosen = choose_flow(sizes, flow, self.width, self.setting.reduce)
+                ws, widest = ws or chosen.startswith("ws"), max(widest, o.inputs, o.outputs)
+        if ws:
+            return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)
+        return self.width * (widest + 2 * hidden) * self.scale if flow == "summa" else 0.0
+
+    @property
+    def _shared_keys(self) -> float:
+        """Bytes of a token: with fewer key heads than columns, every column holds one whole (keys, values, turned keys)."""
+        config, col = self.setting.spec.config, self.mesh.col
+        if self.unit.kind != "attn" or config is None or config.kv_heads is None or config.head_dim is None:
+            return 0.0
+        return 3.0 * max(0, col - config.kv_heads) * config.head_dim * self.width
 
     def _most(self, moments: tuple[Moment, ...]) -> float:
         return max((self._bytes(m) for m in moments), default=0.0)
 
     def _bytes(self, m: Moment) -> float:
         e, mesh = self.width, self.mesh
-        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale + m.grads * self.grads
+        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
+        size += m.grads * self.grads if mesh.row * mesh.col == 1 else min(m.grads, self.largest) * self.grads
         if mesh.col > 1:
             size += m.full * self.tokens * e
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
             wide = 4 if m.grads and e < 4 else 0
-            size += m.weights * self.unit.matrices / mesh.col * (e + wide)
+            ahead = self.largest if m.weights else 0.0
+            size += (m.weights + ahead) * self.unit.matrices / mesh.col * (e + wide)
         return size
 
     @property
@@ -409,8 +451,10 @@ class _Heights:
         """Bytes that a backward computes again before it begins."""
         if self.recompute == "none":
             return 0.0
-        stays = self.unit.output * self.width if self.recompute == "selective" else 0.0  # the last product's output
-        return (max(0.0, self.full - self.kept) / self.slices + stays) * self.scale
+        again = max(0.0, self.full - self.kept + self.unsummed) / self.slices - self.unsummed
+        if self.recompute == "selective" and not self.unsummed:
+            again += self.unit.output * self.width * self.scale  # the last product's output, which nobody reads
+        return again
 
     @property
     def _sum(self) -> float:
@@ -420,25 +464,30 @@ class _Heights:
     def forward(self) -> float:
         name = "full" if self.recompute == "per-slice" else self.recompute
         cast = 4 * self.unit.cast / self.slices if self.width < 4 else 0.0
-        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum
+        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum + self.moving
 
     def backward(self) -> float:
         """What is recomputed is there before the backward begins, and a forward's own workspace while it is recomputed."""
         if self.slices > 1:
-            return max(self.split(), self._first_slice)
-        most = self._most(self.unit.backward)
+            probabilities = self.unit.cast * max(4, self.width) / self.slices * self.scale
+            return max(self.split() + probabilities, self._first_slice)
+        most = self._again + self._most(self.unit.backward) + self.moving
+        output = self.unit.output * self.width
+        if self.unsummed:  # while the first product's input is gathered
+            return max(most, output * (2 * self.scale + self.tokens))
         if self.recompute != "none":
-            most = max(most, self._most(self.unit.forward["none"]) + self.unit.output * self.width * self.scale)
-        return self._again + most
+            most = max(most, self._again + self._most(self.unit.forward["none"]) + output * self.scale)
+        return most
 
     def split(self) -> float:
-        return self._again + self._most(self.unit.split) + self._sum
+        return self._again + self._most(self.unit.split) + self._sum + self.moving
 
     def closing(self) -> float:
         """With all of what is kept in it, but where slices keep it for each other."""
         if self.slices > 1:
-            return self.kept * self.scale + self._first_slice + self.grads / 4  # a quarter of a product at a time
-        return self.unit.closing * self.width * self.scale + self.grads
+            return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
+        alone = self.mesh.row * self.mesh.col == 1  # on a grid, each weight's gradient is added when it is made
+        return self.unit.closing * self.width * self.scale + (self.grads if alone else 0.0)
 
     @property
     def _first_slice(self) -> float:
@@ -446,12 +495,12 @@ class _Heights:
         hidden, e = self.setting.spec.hidden, self.width
         waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
         unfused = 4 * self.unit.unfused * max(4, e) if self.setting.cluster.device.kind == "cpu" else 0.0
-        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale
+        gathered = hidden * e * (self.tokens + self.scale) if self.mesh.col > 1 else 0.0
+        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale + gathered
 
     def product(self) -> float:
         """The largest weight gradient."""
-        sizes = [math.prod(s) for s in self.unit.shapes.values() if len(s) > 1]
-        return max(sizes, default=0) / max(1, self.unit.matrices) * self.grads
+        return self.largest * self.grads
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
-__all__ = ["Keeper", "Link", "Stage", "UnitVerbs", "Watch"]
+__all__ = ["Keeper", "Link", "Stage", "UnitVerbs", "Watch", "keep_products"]
 
 
 class UnitVerbs(Protocol):
@@ -308,7 +308,7 @@ def _make_run(link: Link, split: bool) -> Callable[..., Any]:
     run: Callable[..., Any] = link.module
     if link.recompute == "selective":
         run = functools.partial(
-            checkpoint, run, use_reentrant=False, context_fn=_keep_products, determinism_check="none"
+            checkpoint, run, use_reentrant=False, context_fn=keep_products, determinism_check="none"
         )
     if link.compile:
         deferred = split or link.sliced
@@ -351,7 +351,7 @@ def _detached(value: Any) -> Any:
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
-def _keep_products() -> Any:
+def keep_products() -> Any:
     """Selective recomputation: outputs of matrix products and attention are kept, all else is computed again."""
 
     def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -159,7 +159,7 @@ def _mover(unit: Unit, name: str) -> Any:
     @torch.no_grad()
     def move(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            unit.main_grad(name).add_(parameter.grad)
+            unit.add_grad(name, parameter.grad)
             parameter.grad = None
 
     return move

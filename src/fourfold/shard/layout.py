@@ -32,6 +32,11 @@ class Layout:
     total: int
     shards: int
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """Elements that belong to no slot."""
+        starts = [*(slot.start for slot in self.slots[1:]), self.total]
+        return [(s.stop, start) for s, start in zip(self.slots, starts, strict=True) if s.stop < start]
+
     def shard_range(self, index: int) -> tuple[int, int]:
         """Elements of the buffer that shard `index` holds."""
         length = self.total // self.shards

@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
             if dx is not None:
                 dx[..., columns] = dy @ part.part.weight
             if part.part.bias is not None:
-                unit.main_grad("part.bias").add_(dy.flatten(0, -2).sum(0))
+                unit.add_grad("part.bias", dy.flatten(0, -2).sum(0))
             unit.add_weight_grad("part.weight", x[..., columns], dy)
             owner.made(index)
         return dx, None, None

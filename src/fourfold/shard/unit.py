@@ -98,6 +98,9 @@ class Unit:
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # accumulators: views of `grad`, and those of borrowed parameters
+        self._fresh: set[str] = (
+            set()
+        )  # those that nothing was written to: the first gradient is copied, not added to zeros
         self._rows: dict[str, nn.Parameter] = {}  # borrowed parameters as this unit's module holds them
         self._borrowers: list[tuple[Unit, str, Borrowed]] = []
         self._holders: set[str] = {name}  # units that have gathered this one and not released it
@@ -272,9 +275,17 @@ class Unit:
     @torch.no_grad()
     def main_grad(self, name: str) -> Tensor:
         """The accumulator of one parameter, of the reduce dtype and the parameter's shape."""
+        into = self._accumulator(name)
+        if name in self._fresh:
+            into.zero_()
+            self._fresh.remove(name)
+        return into
+
+    def _accumulator(self, name: str) -> Tensor:
         if name in self._rows:
             if name not in self._grads:
-                self._grads[name] = torch.zeros_like(self._rows[name], dtype=self.reduce_dtype)
+                self._grads[name] = torch.empty_like(self._rows[name], dtype=self.reduce_dtype)
+                self._fresh.add(name)
         else:
             self._whole_grad()
         return self._grads[name]
@@ -285,8 +296,11 @@ class Unit:
                 self.reductions.settle()
             if self.sharing.shards == 1:  # of the micro-batch before: long done
                 self._settle()
-            self.grad = torch.zeros(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
+            self.grad = torch.empty(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
             self._grads |= {s.name: self.grad[s.start : s.stop].view(s.shape) for s in self.layout.slots}
+            self._fresh.update(self.params)
+            for start, stop in self.layout.gaps():
+                self.grad[start:stop].zero_()
         return self.grad
 
     @torch.no_grad()
@@ -294,7 +308,7 @@ class Unit:
         """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""
         for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
-                self.main_grad(name).add_(grad)
+                self.add_grad(name, grad)
 
     @torch.no_grad()
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None:
@@ -302,15 +316,22 @@ class Unit:
 
         The product is rounded to the compute dtype before it is added, as autograd's is; a slice's exists in parts.
         """
-        into, dy, x = self.main_grad(name), dy.flatten(0, -2).t(), x.flatten(0, -2)
-        rows = max(64, -(-len(into) // 4)) if self.sliced else len(into)
-        for start in range(0, len(into), rows):
-            into[start : start + rows].add_(dy[start : start + rows] @ x)
+        into, dy, x = self._accumulator(name), dy.flatten(0, -2).t(), x.flatten(0, -2)
+        if name in self._fresh and into.dtype == x.dtype:
+            torch.mm(dy, x, out=into)
+        else:
+            rows = max(64, -(-len(into) // 4)) if self.sliced else len(into)
+            for start in range(0, len(into), rows):
+                product, part = dy[start : start + rows] @ x, into[start : start + rows]
+                _ = part.copy_(product) if name in self._fresh else part.add_(product)
+        self._fresh.discard(name)
 
     @torch.no_grad()
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Add a gradient that was computed by itself."""
-        self.main_grad(name).add_(grad)
+        into = self._accumulator(name)
+        _ = into.copy_(grad) if name in self._fresh else into.add_(grad)
+        self._fresh.discard(name)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -327,8 +348,10 @@ class Unit:
         self.collect()
         if not self.layout.total:
             return
-        grad, self.grad = self._whole_grad(), None
-        self._grads = {n: g for n, g in self._grads.items() if n in self._rows}
+        grad = self._whole_grad()
+        for name in self._fresh.intersection(self.params):
+            self.main_grad(name)
+        self.grad, self._grads = None, {n: g for n, g in self._grads.items() if n in self._rows}
         what = f"the sum of {self.name}'s gradients"
         for start, stop, group in self.sums:
             all_reduce(grad[start:stop], group, f"{what} over their copies").wait()
@@ -359,7 +382,7 @@ class Unit:
     def zero_grad(self) -> None:
         """Forget the gradients and free their memory."""
         assert not self._reducing, f"{self.name} is being reduced"
-        self.grad, self.shard_grad, self._grads = None, None, {}
+        self.grad, self.shard_grad, self._grads, self._fresh = None, None, {}, set()
 
     # ---- what a shard holds ----
 

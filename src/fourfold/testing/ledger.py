@@ -151,7 +151,12 @@ class _Op(NamedTuple):
 
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "fourfold")
-_SILENT = ("c10d::check_for_nan", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+_SILENT = (
+    "c10d::check_for_nan",
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+    "fourfold::put_off_weight_grad",
+)
 
 _OPS = {
     "c10d::allreduce_": _Op("all_reduce", "tensors"),

@@ -276,17 +276,17 @@ def _passing(unit: Unit, meter: Meter) -> Iterator[list[int]]:
     unit.gather()
     unit.need()
     extra = meter.live - without
-    main_grad = unit.main_grad
+    accumulator = unit._accumulator
     most: list[int] = []
 
     def taken(name: str) -> Tensor:
         if not most:
             most.append(meter.most - extra)
             meter.reset()
-        return main_grad(name)
+        return accumulator(name)
 
     meter.reset()
-    with patch.object(unit, "main_grad", taken):
+    with patch.object(unit, "_accumulator", taken):
         yield most
     own = [unit.grad] if unit.grad is not None else []
     own += [grad for name, grad in unit._grads.items() if name in unit._rows]

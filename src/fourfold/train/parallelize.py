@@ -10,24 +10,28 @@
 
 The module takes a batch's tensors and returns its mean loss. Its units are the modules that a rule names, outermost first; of
 what is left, the elements of every nn.ModuleList; and `rest`, all other parameters. A rule with `split` that names an nn.Linear
-cuts it by its inputs. `parameters()` are flat parts of this
-rank's shards, one for each parameter that it holds a part of: give them to any optimizer that works element by element.
+cuts it by its inputs; `recompute` holds for every unit but `rest`, which is no module of its own; `precision.compile` compiles
+every one of them. `parameters()` are flat parts of this rank's shards, one for each parameter that it holds a part of: give
+them to any optimizer that works element by element.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fourfold import schema
 from fourfold.collectives import all_reduce
-from fourfold.errors import NotYetError, PlanError
+from fourfold.errors import PlanError
 from fourfold.piece import whole
-from fourfold.plan import Plan
+from fourfold.plan import Plan, UnitRule
+from fourfold.runtime.stage import keep_products
 from fourfold.shard.hooks import HookDriver, Hooked
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import LinearSlice, slices_of
@@ -69,7 +73,10 @@ class Parallel:
             unit = _make_unit(name, module, names, sharings[shards[name]], reductions, plan)
             rule = plan.rule_for(name)
             mode = rule.mode if shards[name] > 1 else "replicate"
-            parts.append(Hooked(unit, module if name == REST else module.get_submodule(name), mode, rule.reduce))
+            part = module if name == REST else module.get_submodule(name)
+            if name != REST:
+                _wrap(part, rule, compiled=plan.precision.compile)
+            parts.append(Hooked(unit, part, mode, rule.reduce))
         self.driver = HookDriver(parts, plan.memory.prefetch)
         self.units = [part.unit for part in parts]
         self._flat = {
@@ -216,13 +223,23 @@ def _check(plan: Plan) -> None:
                 f"mesh.{axis} = {getattr(plan.mesh, axis)}: parallelize runs a module as it is, on data and depth alone; "
                 f"use {axis} = 1"
             )
-    for rule in plan.unit:
-        if rule.recompute != "none":
-            raise NotYetError(
-                f"unit '{rule.match}': recompute = '{rule.recompute}': not yet in parallelize; "
-                "use torch.utils.checkpoint inside the module"
-            )
+    for name in ("optimizer", "activations"):
+        if getattr(plan.memory, name) == "host":
+            instead = "give parameters() to ff.StreamedAdamW" if name == "optimizer" else "use recompute"
+            raise PlanError(f"memory.{name} = 'host': parallelize leaves {name} to your loop; {instead}")
     plan.check_sharding([rule.match for rule in plan.unit])
+
+
+def _wrap(module: nn.Module, rule: UnitRule, *, compiled: bool) -> None:
+    """Make a unit's forward compute again what its backward needs, or compile it; hooks stay outside."""
+    run = module.forward
+    if rule.recompute != "none":
+        context = keep_products if rule.recompute == "selective" else noop_context_fn
+        run = functools.partial(checkpoint, run, use_reentrant=False, context_fn=context)
+    if compiled:
+        run = torch.compile(run)
+    if run != module.forward:
+        module.forward = run
 
 
 def _unit_names(module: nn.Module, plan: Plan, split: list[str]) -> list[str]:
@@ -242,6 +259,12 @@ def _unit_names(module: nn.Module, plan: Plan, split: list[str]) -> list[str]:
             chosen.append(name)
     chosen.sort(key=everything.index)
     left = [n for n in whole if not any(n.startswith(f"{c}.") for c in chosen)]
+    for rule in plan.unit:
+        if rule.recompute != "none" and not any(plan.rule_for(name) is rule for name in [*chosen, *split]):
+            raise PlanError(
+                f"unit '{rule.match}': recompute = '{rule.recompute}': what is computed again is a module's forward, and "
+                f"'{REST}' has none; name modules, such as '{next(iter(everything), '*')}'"
+            )
     return [*chosen, REST] if left else chosen
 
 
