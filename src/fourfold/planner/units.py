@@ -4,18 +4,6 @@
 FLOPs and bytes. The backward of a product is two products: of the input (I) and of the weight (W), whose result is then
 added to the gradients of the micro-batches before.
 
-**The grid.** Every product moves as its flow says (buffer sizes in elements; col and row are the groups):
-
-    flow  forward                                      gradient of the input (I)        of the weight (W)
-    os    gather X[T, K] over col, W[K, N/col] over row    gather W, scatter dX over col    gather X, scatter dW over row
-    ls    gather W over row, scatter Y[T, N] over col      gather dY over col, W over row   scatter dW over row
-    ws    gather X over col, scatter Y over row            the reverse                      the smaller of both again
-    summa what os moves, in `col` broadcasts that no ring overlaps
-
-`auto` takes the one with the fewest bytes for each shape, as the engine does (tensor/costs.py). Weights are gathered one product
-ahead and their gradients summed behind the next; in a backward, X is gathered while dX is computed, and dX scattered while dW
-is. What is left is waited for where it stands, and so are the embedding's, the loss's and norms' and biases' small sums.
-
 **Sharding.** Over a group of S of the N replicas (`within`; S = N: all): parameters of n elements are gathered, gradients
 reduced, over the group; with S < N the shards are summed over the other N/S, too.
 
@@ -30,22 +18,20 @@ reduced, over the group; with S < N the shards are summed over the other N/S, to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fourfold.model.operators import Held, Moment, Operator, UnitSpec
+from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.plan import Mesh
-from fourfold.planner.lanes import Lanes, Step
 from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.plane import grid_moves, product_times, vector_sums
 from fourfold.shard.layout import ALIGN
 from fourfold.tensor.costs import Product, choose_flow
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 LEAST = 1 << 20
 """Bytes: smaller activations are not sent to the host."""
 
@@ -134,7 +120,7 @@ def compute_times(
     forward = input_grad = weight_grad = cheap = 0.0
     for o in unit.operators:
         if o.kind == "product":
-            f, i, w = _product(setting, o, tokens, col, split)
+            f, i, w = product_times(setting, o, tokens, col, split)
             added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
             w += cluster.memory_bound(added)
             forward, input_grad, weight_grad = forward + f, input_grad + i, weight_grad + w
@@ -147,156 +133,10 @@ def compute_times(
             time = cluster.memory_bound((o.moved * width + o.wide * max(4, width)) * tokens / col)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
-    there, back = _grid_moves(setting, kind, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0)
+    there, back = grid_moves(setting, kind, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0)
     forward, input_grad = forward + there, input_grad + back
     again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
     return Compute(forward, input_grad, weight_grad, again, there + back, there)
-
-
-@lru_cache(maxsize=100_000)
-def _grid_moves(setting: Setting, kind: str, tokens: int, row: int, col: int, flow: str) -> tuple[float, float]:
-    """Seconds that a unit's forward and backward wait for the grid's collectives."""
-    unit, plane, products = setting.spec.kinds[kind], _Plane(setting, tokens, row, col), []
-    there = back = 0.0
-    if setting.spec.config is not None and unit.layer == 0:
-        there, back = plane.table(unit)
-    if col > 1 and unit.layer == setting.spec.layers - 1:
-        there = plane.loss()
-    for o in unit.operators:
-        if o.kind == "product":
-            f, i, w = _product(setting, o, tokens, col, 1)
-            moves = plane.product(o, flow, f, i, w)
-            products.append((f, i + w, moves))
-            there, back = there + moves.forward, back + moves.backward
-    if row > 1 and products:
-        ahead, behind = plane.rows(products)
-        there, back = there + ahead, back + behind
-    return there, back
-
-
-def _product(setting: Setting, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
-    """Seconds of the forward, of the gradient of the input and of that of the weight, in `split` slices."""
-    cluster, dtype, width = setting.cluster, setting.precision.compute, setting.compute
-    k, n = float(o.inputs), float(o.outputs)
-    if o.outputs > o.inputs:
-        n /= col * split
-    else:
-        k /= col * split
-    count = o.flops * tokens / (2.0 * tokens * k * n * col)  # slices; more for batched products
-    rows = float(tokens)
-    return (
-        count * cluster.product(rows, k, n, dtype, width),
-        count * cluster.product(rows, n, k, dtype, width),
-        count * cluster.product(k, rows, n, dtype, width),
-    )
-
-
-class _Moves(NamedTuple):
-    """Seconds of a product's collectives."""
-
-    forward: float
-    """Waited for in the forward."""
-    backward: float
-    """In the backward."""
-    gather: float = 0.0
-    """Of its weight over row, for each of them, ahead of it."""
-    sum: float = 0.0
-    """Of its weight's gradient over row, behind it."""
-
-
-@dataclass(frozen=True)
-class _Plane:
-    """The grid's collectives: seconds of each, and how much of them computing hides."""
-
-    setting: Setting
-    tokens: int
-    row: int
-    col: int
-
-    def over_col(self, kind: Kind, elements: float, width: int = 0) -> float:
-        return self.setting.cluster.collective(kind, elements * (width or self.setting.compute), self.col, 1)
-
-    def over_row(self, kind: Kind, elements: float, width: int = 0) -> float:
-        return self.setting.cluster.collective(kind, elements * (width or self.setting.compute), self.row, self.col)
-
-    def late(self, takes: float, window: float) -> float:
-        """Seconds by which something lengthens the computing it runs beside."""
-        hidden = min(takes, max(0.0, window))
-        return takes - hidden + (1 - self.setting.cluster.overlap) * hidden
-
-    def product(self, o: Operator, flow: str, f: float, i: float, w: float) -> _Moves:
-        """What moves for a product whose forward, input's and weight's gradient take f, i and w."""
-        k, b = -(-o.inputs // self.col), -(-o.outputs // self.col)
-        enters = o.name not in (
-            "out",
-            "down",
-        )  # products that leave the residual stream, and those that come back to it
-        sizes = Product(self.tokens, o.inputs, o.outputs, k, b, enters, not enters, self.row, self.col)
-        setting = self.setting
-        chosen = choose_flow(sizes, flow, setting.compute, setting.reduce, moves_output=o.name != "proj")
-        x, y, weight = self.tokens * o.inputs, self.tokens * o.outputs, o.inputs * o.outputs / self.col
-        gather, total = self.over_row("all_gather", weight), self.over_row("reduce_scatter", weight, setting.reduce)
-        turned = 0.0  # an all-to-all, where the flow's side is not the layer's
-        if chosen == "os" and not enters:
-            turned = self.over_col("all_gather", self.tokens * b)
-        if chosen == "ls" and enters:
-            turned = self.over_col("all_gather", self.tokens * k)
-        match chosen:
-            case "os":
-                there, back = self.over_col("all_gather", x), self.over_col("reduce_scatter", x)
-                behind = self.late(there, i) + self.late(back, w)
-                return _Moves(there + turned, behind + turned, gather, total)
-            case "ls":
-                there, back = self.over_col("reduce_scatter", y), self.over_col("all_gather", y)
-                return _Moves(there + turned, back + turned, gather, total)
-            case "ws-in" | "ws-out":
-                spread, held = (x, y) if chosen == "ws-in" else (y, x)
-                there = self.over_row("all_gather", spread / self.col) + self.over_col("all_gather", spread)
-                back = self.over_row("reduce_scatter", self.row * held / self.col)
-                return _Moves(there + back, there + back + min(there, back))
-        steps = self.col / (self.col - 1) if self.col > 1 else 1.0
-        across, down = self.over_col("all_gather", x), self.over_row("all_gather", weight)
-        sums = self.over_col("reduce_scatter", x), self.over_row("reduce_scatter", weight, setting.reduce)
-        return _Moves(steps * (across + down), steps * (down + sums[0] + across + sums[1]))
-
-    def rows(self, products: Sequence[tuple[float, float, _Moves]]) -> tuple[float, float]:
-        """Seconds by which weights gathered ahead and gradients summed late lengthen a forward and a backward.
-
-        `products`: seconds of each product's forward and backward. Units like this one follow each other.
-        """
-
-        def shown(chain: list[Step]) -> float:
-            lanes = Lanes()
-            for _ in range(2):
-                began, moved, before = lanes.exposed, lanes.communicated, lanes.now
-                lanes.run(chain, ready=before > 0, following=chain[0].gather)
-            exposed, total = lanes.exposed - began, lanes.communicated - moved
-            return exposed + (1 - self.setting.cluster.overlap) * max(0.0, total - exposed)
-
-        forward = [Step(f, m.gather) for f, _, m in products]
-        backward = [Step(b, m.gather, m.sum) for _, b, m in reversed(products)]
-        return shown(forward), shown(backward)
-
-    def table(self, unit: UnitSpec) -> tuple[float, float]:
-        """Of the embedding: its rows gathered, columns' answers summed; the reverse."""
-        rows, width = next(iter(unit.shapes.values()))
-        x, weight = self.tokens * width, rows * width / self.col
-        forward = self.over_row("all_gather", weight) + self.over_col("reduce_scatter", x)
-        return forward, self.over_col("all_gather", x) + self.over_row("reduce_scatter", weight, self.setting.reduce)
-
-    def loss(self) -> float:
-        """The largest logit, the sum of exponentials and the target's logit over the columns: two small sums."""
-        return self.over_col("all_reduce", self.tokens, 4) + self.over_col("all_reduce", 2 * self.tokens, 4)
-
-    def vectors(self, unit: UnitSpec) -> float:
-        """Gradients of norms and biases, which are copies over the plane or over rows, summed before a reduction."""
-        whole = [name for name, shape in unit.shapes.items() if len(shape) == 1]
-        own = {name for name in whole if name.startswith(("qkv", "up", "q.", "k.", "v."))}  # one part for each column
-        size = 4 * sum(math.prod(unit.shapes[name]) for name in whole if name not in own)
-        ways = self.row * self.col
-        seconds = self.setting.cluster.collective("all_reduce", size, ways, 1) if size else 0.0
-        split = 4 * sum(math.prod(unit.shapes[name]) for name in own) / self.col
-        return seconds + (self.setting.cluster.collective("all_reduce", split, self.row, self.col) if split else 0.0)
 
 
 def _elements(unit: UnitSpec, mesh: Mesh) -> float:
@@ -352,7 +192,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         gather=gather,
         reduce=reduce,
         across=across,
-        vectors=_Plane(setting, tokens, mesh.row, mesh.col).vectors(unit) if mesh.row * mesh.col > 1 else 0.0,
+        vectors=vector_sums(setting, unit, mesh.row, mesh.col),
         whole=n * e,
         parameters=n * e / shards + whole_rows,
         gradients=n * r,
