@@ -313,9 +313,12 @@ def preset_names() -> list[str]:
 
 
 def _interpolated(points: Sequence[Sequence[float]], x: float) -> float:
-    """The value at x of a curve by its points, straight over the logarithm of x; beyond its ends, that of the end."""
+    """The value at x of a curve by its points, straight over the logarithm of x; after the last point, that of it.
+
+    Before the first one, as much more as x is less: nothing takes less time than the smallest that was measured.
+    """
     if x <= points[0][0]:
-        return points[0][1]
+        return points[0][1] * points[0][0] / max(1.0, x)
     for (a, low), (b, high) in pairwise(points):
         if x <= b:
             return low + (high - low) * math.log(x / a) / math.log(b / a)

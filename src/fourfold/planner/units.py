@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple
 from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.plan import Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.plane import loss_sums, vector_sums
 from fourfold.planner.products import flow_of, grid_seconds, product_seconds
 from fourfold.shard.layout import ALIGN
 
@@ -58,6 +59,10 @@ class Compute(NamedTuple):
     """What recomputation adds to the backward."""
     grid: float
     """Of forward and backward, what the grid's collectives take."""
+    forward_grid: float = 0.0
+    """Of the forward alone."""
+    weight_grid: float = 0.0
+    """Of the weights' gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class UnitCost:
     """Seconds of one reduction of its gradients, within its group."""
     across: float
     """Seconds of the sum across groups that follows."""
+    vectors: float
+    """Seconds of sums over the grid that come before a reduction."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -125,10 +132,8 @@ def compute_times(
             weight_grad += w + cluster.memory_bound(added, fused=True)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            forward, input_grad = (
-                forward + time,
-                input_grad + time * cluster.device.attention_backward * o.backward / 2.5,
-            )
+            backward = time * cluster.device.attention_backward * o.backward / 2.5
+            forward, input_grad = forward + time, input_grad + backward
             cheap += time if o.name in unit.again else 0.0
         else:
             size = (o.moved * width + o.wide * max(4, width)) * tokens / col
@@ -140,11 +145,13 @@ def compute_times(
             for op, part in enumerate(moved.values()):
                 shown[op] += part[0]
                 hidden[op] += part[1]
+    if unit.layer == setting.spec.layers - 1:
+        shown[0] += loss_sums(cluster, tokens, col)
     overlap = cluster.overlap if tensor.overlap else 0.0
     times = (forward, input_grad, weight_grad)
     late = [shown[op] + hidden[op] - overlap * min(hidden[op], times[op]) for op in range(3)]
     again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0])
-    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late))
+    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late), late[0], late[2])
 
 
 def _elements(unit: UnitSpec, mesh: Mesh) -> float:
@@ -203,6 +210,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         gather=gather,
         reduce=reduce,
         across=across,
+        vectors=vector_sums(cluster, unit, mesh.row, mesh.col),
         whole=n * e,
         parameters=n * e / shards + whole_rows,
         gradients=n * r,

@@ -48,8 +48,6 @@ COLLECTIVES: dict[str, Start] = {
 }
 ENOUGH, REPEATS = 0.03, 16
 """Seconds that a try of a collective should take, and how often it is repeated for that at most."""
-PAUSE = 2e-3
-"""Seconds between collectives."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -330,11 +328,12 @@ class _Calibration:
         """Median seconds of a few tries, all ranks starting together; the mean over them.
 
         A collective that is over soon is repeated within a try: ranks leave a barrier at different times. On a CPU it comes
-        after a pause, as it would after computing: threads sleep then, and ranks are not quite together.
+        after a product, as in a step: threads sleep then, and ranks are not quite together.
         """
         found: list[float] = []
         times = 1
         pauses = collective and self.device.type != "cuda"
+        a = torch.ones(self.sizes.products[0], self.sizes.products[0]) if pauses else torch.empty(0)
         for attempt in range(self.sizes.tries + 1):
             if self.place.ranks > 1:
                 dist.barrier()
@@ -343,7 +342,7 @@ class _Calibration:
             for _ in range(times):
                 if pauses:
                     rest = time.perf_counter()
-                    time.sleep(PAUSE)
+                    torch.mm(a, a)
                     paused += time.perf_counter() - rest
                 work()
             self._wait()
