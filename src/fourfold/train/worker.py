@@ -7,6 +7,7 @@ executor; give the units an optimizer; open the data; resume if there is somethi
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from collections.abc import Sequence
@@ -142,6 +143,8 @@ def work(
         if place.rank == 0 and steps == config.train.steps:
             from fourfold.train.export import write_final
 
+            del loop  # what the rank holds goes before weights are read whole
+            gc.collect()
             write_final(run, config)
         return Outcome(steps, run.path)
     finally:
