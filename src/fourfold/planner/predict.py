@@ -22,6 +22,7 @@ from fourfold.planner.messages import message_bytes
 from fourfold.planner.replay import CATEGORIES, Extra, RankMemory, replay_rank
 from fourfold.planner.stages import (
     PlannedUnit,
+    StageTimes,
     plan_units,
     rank_costs,
     stage_times,
@@ -113,8 +114,7 @@ def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
         per_rank if plan.mesh.pipe > 1 else 1,
         plan.memory.optimizer,
         plan.memory.activations,
-        plan.tensor.flow,
-        plan.tensor.keep,
+        plan.tensor,
     )
 
 
@@ -188,6 +188,8 @@ class _Judge:
         prefetch: int,
     ):
         self.prefetch = prefetch
+        self._times: dict[object, StageTimes] = {}  # of stages that are alike, once
+        self._tails: dict[object, float] = {}
         self.walks: dict[Any, Any] = {}
         self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
         self.counts = tuple(counts)
@@ -209,16 +211,7 @@ class _Judge:
             step = whole_step(setting, self.stages[0], layout.micro_batches)
             update = self._update(sum(u.cost.local for u in self.stages[0]))
             return self._summed(step + update, 0, step, update)
-        times = [
-            stage_times(
-                setting,
-                units,
-                steady=self._steady(schedule.placement[s]),
-                split=schedule.split,
-                alone=len(schedule.stages_of[schedule.placement[s]]) == 1,
-            )
-            for s, units in enumerate(self.stages)
-        ]
+        times = [self._stage_times(s) for s in range(schedule.stages)]
         costs = rank_costs(times, self.message)
         problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
         ran = run(problem, schedule.order)
@@ -276,11 +269,24 @@ class _Judge:
             return False
         return len(self.schedule.stages_of[rank]) > 1 or rank < self.schedule.ranks - 1
 
+    def _stage_times(self, stage: int) -> StageTimes:
+        rank, units = self.schedule.placement[stage], self.stages[stage]
+        steady, alone = self._steady(rank), len(self.schedule.stages_of[rank]) == 1
+        key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
+        if key not in self._times:
+            split = self.schedule.split
+            self._times[key] = stage_times(self.setting, units, steady=steady, split=split, alone=alone)
+        return self._times[key]
+
     def _tail(self, rank: int) -> float:
         """Seconds after a rank's last backward: reductions still under way."""
         schedule, cluster = self.schedule, self.setting.cluster
         last = {op.stage: i for i, op in enumerate(schedule.order[rank]) if op.kind in "BW"}
-        late = tail(self.setting, [self.stages[s] for s in sorted(last, key=lambda s: last[s])], split=schedule.split)
+        stages = [self.stages[s] for s in sorted(last, key=lambda s: last[s])]
+        key = tuple((i, u.spec.kind, u.choice) for i, units in enumerate(stages) for u in units)
+        if key not in self._tails:
+            self._tails[key] = tail(self.setting, stages, split=schedule.split)
+        late = self._tails[key]
         if self.tied_copy and rank in (schedule.placement[0], schedule.placement[-1]):
             size = self.tied_elements * self.setting.reduce
             late += cluster.message(size, self.layout.mesh.ranks // self.layout.mesh.pipe)
