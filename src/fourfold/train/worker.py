@@ -169,6 +169,7 @@ def assemble(
     saving = mesh.group(*AXES, backend="gloo")
     compute = DTYPES[plan.precision.compute]
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
+    peak_rate = peak_flops(device, compute)  # measured, it takes memory: before the rank has much
     guard = Guard(
         timeout=timeout,
         max_skipped=config.train.max_skipped,
@@ -225,7 +226,7 @@ def assemble(
         eval_samples=eval_samples,
         checkpointer=checkpointer,
         callbacks=mine,
-        peak_rate=peak_flops(device, compute),
+        peak_rate=peak_rate,
         guard=guard,
     )
     done = resume(loop, run, saving)
