@@ -35,8 +35,8 @@ from fourfold.shard.layout import ALIGN
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
-LEAST = 1 << 20
-"""Bytes: smaller activations are not sent to the host."""
+LEAST, PAGE = 1 << 20, 1 << 16
+"""Bytes: smaller activations are not sent to the host; and what buffers there are multiples of."""
 
 
 class Choice(NamedTuple):
@@ -205,7 +205,8 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
     held = 0.0 if offloads else kept
     if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
-        held = kept * (2 if kept >= LEAST else 1)
+        again = choice.recompute in ("full", "per-slice")  # its input goes, however small
+        held = kept + (-(-kept // PAGE) * PAGE if again or kept >= LEAST else 0.0)
     return UnitCost(
         compute=compute,
         gather=gather,

@@ -368,12 +368,12 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._finished: list[Path] = []
 
-    def save(self, step: int, holdings: Sequence[Holding], state: Mapping[str, Any]) -> None:
-        """Save as step-<step>; `finished` tells when it is complete."""
+    def save(self, step: int, holdings: Sequence[Holding], state: Mapping[str, Any], *, last: bool = False) -> None:
+        """Save as step-<step>; `finished` tells when it is complete. The `last` one runs beside nothing, and copies nothing."""
         self.wait()
         path = self.directory / f"step-{step:06d}"
         owned = _chunks(holdings, written=True)
-        if not self.background:
+        if not self.background or last:
             self._write(path, owned, state)
             return
         for chunks in owned.values():

@@ -288,7 +288,7 @@ class Loop:
             "skipped": self.guard.skipped,
             "data": self.train_samples.state(step * self.config.train.global_batch),
         }
-        self.checkpointer.save(step, self.holdings(), state)
+        self.checkpointer.save(step, self.holdings(), state, last=step == self.config.train.steps)
 
     def _tell_saved(self) -> None:
         for path in self.checkpointer.finished():

@@ -7,6 +7,7 @@ executor; give the units an optimizer; open the data; resume if there is somethi
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from collections.abc import Sequence
@@ -142,6 +143,8 @@ def work(
         if place.rank == 0 and steps == config.train.steps:
             from fourfold.train.export import write_final
 
+            del loop  # what the rank holds goes before weights are read whole
+            gc.collect()
             write_final(run, config)
         return Outcome(steps, run.path)
     finally:
@@ -166,6 +169,7 @@ def assemble(
     saving = mesh.group(*AXES, backend="gloo")
     compute = DTYPES[plan.precision.compute]
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
+    peak_rate = peak_flops(device, compute)  # measured, it takes memory: before the rank has much
     guard = Guard(
         timeout=timeout,
         max_skipped=config.train.max_skipped,
@@ -222,7 +226,7 @@ def assemble(
         eval_samples=eval_samples,
         checkpointer=checkpointer,
         callbacks=mine,
-        peak_rate=peak_flops(device, compute),
+        peak_rate=peak_rate,
         guard=guard,
     )
     done = resume(loop, run, saving)
