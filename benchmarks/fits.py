@@ -1,17 +1,18 @@
 """Never a plan that runs out of memory: random models, ranks and budgets, planned and run with the budget enforced.
 
-    python -m benchmarks.fits [--quick] [--json PATH]
+    python -m benchmarks.fits [--quick] [--json PATH]             # 50 cases, four to five minutes; quick: 8
 
-Every case is planned for CPU ranks with so many bytes each; the plan trains two steps in forked ranks, each under
-`fourfold.testing.budget`, which refuses the first tensor over it. A case ends as `ran`, or is `refused` by the planner; one
-that runs out of memory is a failure. `ours` is the counted peak, `theirs` the budget.
+Every case is planned for CPU ranks with so many bytes each, some with a wish (a pipeline, waves, a grid, a mode, recomputation,
+the optimizer or activations on the host); the plan trains two steps in forked ranks, each under `fourfold.testing.budget`, which
+refuses the first tensor over it. A case ends as `ran`, or is `refused` by the planner; one that runs out of memory is a
+failure. `ours` is the counted peak, `theirs` the budget.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,24 +22,55 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.errors import PlanError, RankFailure
 from fourfold.plan import Plan
-from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import parse_fixes
+from fourfold.planner.layouts import Constraints, parse_fixes
+from fourfold.planner.make import find_plan, with_report
 from fourfold.planner.misfit import smallest
-from fourfold.planner.runnable import first_runnable, run_setting
+from fourfold.planner.runnable import run_setting
+
+WISHES: tuple[tuple[str, ...], ...] = (
+    (),
+    (),
+    ("pipe=2",),
+    ("pipe=2", "schedule=wave"),
+    ("pipe=2", "schedule=zb-h1"),
+    ("col=2",),
+    ("row=2",),
+    ("data=2", "mode=zero3"),
+    ("data=2", "mode=keep", "recompute=full"),
+    ("recompute=selective",),
+    ("recompute=per-slice",),
+    ("optimizer=host",),
+    ("activations=host",),
+)
 
 
-def case(random: Random, folder: str) -> tuple[Config, Cluster]:
-    """A model and ranks, with a budget somewhere between too little and plenty."""
-    family = random.choice(["gpt", "llama", "bert"])
-    hidden = random.choice([64, 96, 128])
+@dataclass(frozen=True)
+class Case:
+    """A question, with a budget somewhere between too little and plenty."""
+
+    config: Config
+    cluster: Cluster
+    wish: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        m, ranks = self.config.model, self.cluster.ranks
+        wish = f", {' '.join(self.wish)}" if self.wish else ""
+        return f"{m.family} {m.layers}×{m.hidden}, {ranks} ranks of {self.cluster.memory / 2**20:.1f} MiB{wish}"
+
+
+def make_case(random: Random, folder: str) -> Case:
+    large = random.random() < 0.15
     model: dict[str, Any] = {
-        "family": family,
-        "layers": random.randint(2, 6),
-        "hidden": hidden,
+        "family": random.choice(["gpt", "llama", "bert"]),
+        "layers": random.randint(4, 8) if large else random.randint(2, 6),
+        "hidden": 256 if large else random.choice([64, 96, 128]),
         "heads": 4,
-        "seq_len": random.choice([32, 64]),
-        "vocab": 256,
+        "seq_len": 128 if large else random.choice([32, 64]),
+        "vocab": random.choice([256, 256, 1024]),
     }
+    if model["family"] == "llama":
+        model["kv_heads"] = random.choice([2, 4])
     text = Path(folder) / "corpus.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(3000)))
     config = Config.from_dict(
@@ -50,13 +82,25 @@ def case(random: Random, folder: str) -> tuple[Config, Cluster]:
             "log": {"trace": 0},
         }
     ).resolve()
-    ranks = random.choice([1, 2, 2, 4])
+    wish = random.choice(WISHES)
+    ranks = random.choice([2, 2, 4] if any("=2" in w for w in wish) else [1, 2, 2, 4])
     cluster = replace(Cluster.local(ranks), name="budget")
     cluster = replace(cluster, device=replace(cluster.device, reserve="0MiB"))
-    setting: Setting = run_setting(config, cluster)
-    least, _ = smallest(setting, parse_fixes([]))
+    try:
+        least, _ = smallest(run_setting(config, cluster), parse_fixes(list(wish)))
+    except PlanError:  # the wish cannot be had on so many ranks: any budget will do
+        least = 2.0**23
     memory = int(least * random.uniform(0.85, 3.0))
-    return config, replace(cluster, device=replace(cluster.device, memory=str(memory)))
+    return Case(config, replace(cluster, device=replace(cluster.device, memory=str(memory))), wish)
+
+
+def plan_of(case: Case) -> Plan:
+    """The planner's plan for a case; raises PlanError where nothing fits."""
+    setting = run_setting(case.config, case.cluster)
+    wanted: Constraints = parse_fixes(list(case.wish))
+    plan = with_report(find_plan(setting, wanted), setting)
+    plan.check(case.config, case.cluster.ranks)
+    return plan
 
 
 def _train(rank: int, ranks: int, config: Config, plan: Plan, limit: int) -> int:
@@ -71,34 +115,36 @@ def _train(rank: int, ranks: int, config: Config, plan: Plan, limit: int) -> int
     return budget.peak.bytes
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
+def run_case(case: Case) -> tuple[str, int]:
+    """How a case ended (`ran`, `refused`, or what went wrong), and the most bytes that a rank had."""
     from fourfold.testing.ranks import run_ranks
 
-    random = Random(1)
+    try:
+        plan = plan_of(case)
+    except PlanError:
+        return "refused", 0
+    try:
+        peaks = run_ranks(_train, case.cluster.ranks, case.config, plan, case.cluster.memory, timeout=120)
+    except RankFailure as e:
+        return f"FAILED ({plan.mesh.product()}): {str(e)[-1500:]}", 0
+    return "ran", max(peaks)
+
+
+def main(seed: int = 1) -> None:
+    args = arguments(__doc__ or "")
+    random = Random(seed)
     rows: list[Row] = []
     refused = failed = 0
     for number in range(8 if args.quick else 50):
         with tempfile.TemporaryDirectory() as folder:
-            config, cluster = case(random, folder)
-            m = config.model
-            name = (
-                f"{number}: {m.family} {m.layers}×{m.hidden}, {cluster.ranks} ranks of {cluster.memory / 2**20:.1f} MiB"
-            )
-            try:
-                plan = first_runnable(config, run_setting(config, cluster), cluster.ranks)
-            except PlanError as e:
-                refused += 1
-                print(f"{name}: refused: {str(e)[:90]}")
-                continue
-            try:
-                peaks = run_ranks(_train, cluster.ranks, config, plan, cluster.memory, timeout=120)
-            except RankFailure as e:
-                failed += 1
-                print(f"{name}: FAILED {plan.mesh.product()}: {str(e)[-300:]}")
-                continue
-            rows.append(Row(name, "budget", "peak_bytes", max(peaks), cluster.memory, cluster.memory / max(peaks)))
-            print(f"{name}: ran, {max(peaks) / cluster.memory:.0%} of the budget ({plan.mesh.product()})", flush=True)
+            case = make_case(random, folder)
+            ended, peak = run_case(case)
+        if ended == "ran":
+            memory = case.cluster.memory
+            rows.append(Row(f"{number}: {case.name}", "budget", "peak_bytes", peak, memory, memory / peak))
+            ended = f"ran, {peak / memory:.0%} of the budget"
+        refused, failed = refused + (ended == "refused"), failed + ended.startswith("FAILED")
+        print(f"{number}: {case.name}: {ended}", flush=True)
     show("plans within a budget", rows)
     print(f"{len(rows)} ran, {refused} refused, {failed} out of memory")
     finish("fits", rows, args.json)

@@ -62,9 +62,18 @@ def plans() -> list[tuple[str, str, dict[str, Any]]]:
         rule = {"match": "*.mlp", "mode": "zero3", "split": 4, "recompute": "per-slice"}
         add("data 2, split 4", model, mesh={"data": 2}, unit=[rule, {"match": "*", "mode": "zero3"}])
         add("pipe 2 · data 2, keep", model, mesh={"pipe": 2, "data": 2}, unit=[{"match": "*", "mode": "keep"}])
+        add("pipe 2 · col 2, wave", model, mesh={"pipe": 2, "col": 2}, pipeline={"schedule": "wave"})
         add("col 2", model, mesh={"col": 2})
+        add("col 2, selective", model, mesh={"col": 2}, unit=[{"match": "*", "recompute": "selective"}])
+        add("data 2 · col 2, zero3", model, mesh={"data": 2, "col": 2}, unit=[{"match": "*", "mode": "zero3"}])
         add("row 2 · col 2", model, mesh={"row": 2, "col": 2})
+        add("row 2 · col 2, no overlap", model, mesh={"row": 2, "col": 2}, tensor={"overlap": False})
+        for keep in (["weights"], ["inputs"], ["weights", "inputs", "gradients"]):
+            name, tensor = f"row 2 · col 2, keep {' + '.join(keep)}", {"keep": keep}
+            add(name, model, mesh={"row": 2, "col": 2}, tensor=tensor, batch={"micro_batches": 2})
         add("data 2, optimizer on the host", model, mesh={"data": 2}, memory={"optimizer": "host"})
+        rule = {"match": "*", "mode": "zero3", "within": 2}
+        add("data 4, zero3 within 2", model, mesh={"data": 4}, unit=[rule])
     return out
 
 
@@ -106,6 +115,32 @@ def _train(rank: int, ranks: int, config: Config, plan: Plan) -> int:
         with budget:
             fit(config, plan, callbacks=[Watch()])
     return max(peaks[1:])
+
+
+def alone(fields: dict[str, Any], sections: dict[str, Any], rank: int = 0, batch: int = 16) -> float:
+    """Predicted over counted bytes of one rank of many, in this process: no pipelines, whose messages take memory too."""
+    from fourfold.testing.budget import Budget
+    from fourfold.testing.one_rank import OneRank, one_of_many
+
+    plan, train = Plan.from_dict(sections), {"global_batch": batch, "run_dir": "unused", "device": "cpu"}
+    resolved = Config.from_dict({"model": fields, "train": train}).resolve()
+    plan.check(resolved, plan.mesh.ranks)
+    setting = Setting(
+        ModelSpec.from_config(resolved.model),
+        Cluster.local(plan.mesh.ranks),
+        batch,
+        plan.precision,
+        plan.memory.moments,
+    )
+    budget = Budget()
+    with one_of_many(max(2, plan.mesh.ranks), rank), budget:
+        one = OneRank(resolved, plan, rank, optimizer=True)
+        for attempt in range(2):
+            one.step()
+            one.update()
+            if not attempt:
+                budget.reset_peak()
+    return predict(plan, setting).memory[0].peak / budget.peak.bytes
 
 
 def measure(name: str, model: str, sections: dict[str, Any]) -> Row | str:

@@ -55,6 +55,7 @@ def megatron() -> Iterator[Row]:
                     stages_per_rank=per_rank if per_rank > 1 else 2,
                     layers=(r["layers"] // (pipe * per_rank),) * (pipe * per_rank) if pipe > 1 else "auto",
                 ),
+                tensor=Tensor(overlap=False, keep=("inputs",)),  # what it gathers again is beside its products
                 unit=(UnitRule(match="blocks.*", recompute=recompute),),  # type: ignore[arg-type]
                 precision=HALF,
             )
@@ -162,7 +163,8 @@ def tesseract() -> Iterator[Row]:
     """Seconds of forward and backward for a sequence, [4, 4, 4] against 1-D of 64 and 2-D of 8 × 8, all as published.
 
     Four A100 and two rails of 200 Gb/s a node; fp32. The rows' batches are partly given: 30 and 384 sequences (weak scaling),
-    16 is assumed for strong scaling.
+    16 is assumed for strong scaling; so are 8 layers, on which seconds depend and ratios do not. What was published takes 18 to 42
+    times as long as FLOPs, bytes and latencies of that machine do: something else took the time, and no ratio follows from them.
     """
     base = Cluster.preset("a100-40g")
     near, far = base.level
@@ -175,16 +177,22 @@ def tesseract() -> Iterator[Row]:
         copies = ModelSpec.from_config(model).with_plain_attention(residual_copies=64)
 
         def seconds(spec: ModelSpec, mesh: Mesh, flow: Any, batch: int) -> float:
-            plan = Plan(mesh=mesh, batch=Batch(micro_batches=1), tensor=Tensor(flow=flow), precision=single)
+            plan = Plan(
+                mesh=mesh, batch=Batch(micro_batches=1), tensor=Tensor(flow=flow, overlap=False), precision=single
+            )
             p: Prediction = predict(plan, Setting(spec, cluster, batch, single))
             return (p.compute + p.grid + p.exposed) / batch
 
-        grid = seconds(plain, Mesh(depth=4, row=4, col=4), "summa", second)
-        for metric, other, theirs in (
-            ("1-D / [4, 4, 4]", seconds(copies, Mesh(col=64), "auto", first), s["over_1d"]),
-            ("2-D / [4, 4, 4]", seconds(plain, Mesh(row=8, col=8), "summa", second), s["over_2d"]),
-        ):
-            yield row(f"{name} scaling", "Tesseract", metric, other / grid, theirs)
+        found = {
+            "1-D": seconds(copies, Mesh(col=64), "auto", first),
+            "2-D": seconds(plain, Mesh(row=8, col=8), "summa", second),
+            "[4, 4, 4]": seconds(plain, Mesh(depth=4, row=4, col=4), "summa", second),
+        }
+        grid = found["[4, 4, 4]"]
+        yield row(f"{name} scaling", "Tesseract", "1-D / [4, 4, 4]", found["1-D"] / grid, s["over_1d"])
+        yield row(f"{name} scaling", "Tesseract", "2-D / [4, 4, 4]", found["2-D"] / grid, s["over_2d"])
+        for (what, ours), theirs in zip(found.items(), s["seconds"], strict=True):
+            yield row(f"{name} scaling", "Tesseract's seconds", f"{what}, a sequence", ours, theirs)
 
 
 # ---- the search itself ----
@@ -235,7 +243,7 @@ def main() -> None:
     args = arguments(__doc__ or "")
     predicted = [*megatron(), *axonn(), *hanayo(), *tesseract()]
     show("published runs: ours predicted, theirs published, ratio 1 is right", predicted)
-    for peer in ("Megatron-LM", "AxoNN", "Hanayo", "Tesseract"):
+    for peer in ("Megatron-LM", "AxoNN", "Hanayo", "Tesseract", "Tesseract's seconds"):
         print(summary(predicted, peer))
     found = list(searches(args.quick))
     show("searches: a ratio above 1 is within the goal", found)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from fourfold.config import Config
 from fourfold.errors import RankFailure
 from fourfold.plan import Plan
 from fourfold.program import Stream
 from fourfold.program.stages import lay_out_pipeline
+from fourfold.testing.one_rank import OneRank
 from fourfold.train import streamed
 from fourfold.train.rundir import RunDir
+from fourfold.train.streamed import StreamedUnits
 from tests.helpers import MODELS, make_config, run_training, series
 
 LLAMA = MODELS["llama"] | {"layers": 3, "tie": True}
@@ -124,3 +127,17 @@ def test_updates_are_instructions(tmp_path: Path) -> None:
         assert (streams[0] < len(names) - len(streams)) == early
     none = lay_out_pipeline(config.model, dataclasses.replace(plan, memory=Plan().memory), 12).programs.of(0)
     assert not any(isinstance(i, Stream) for i in none.instructions)
+
+
+def test_as_much_state_stays_on_the_device_as_the_plan_says(tmp_path: Path) -> None:
+    fields = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "seq_len": 32, "vocab": 128}
+    config = Config.from_dict({"model": fields, "train": {"global_batch": 2, "run_dir": str(tmp_path)}}).resolve()
+    plan = Plan.from_dict({"memory": {"optimizer": "auto", "device_state": "400KiB"}})
+    one = OneRank(config, plan, optimizer=True)
+    one.step()
+    one.update()
+    assert isinstance(one.optimizer, StreamedUnits)
+    regions = one.optimizer.streamer.regions
+    stays = sum(r.bytes for r in regions if r.home == "device")
+    assert 200 << 10 < stays <= 400 << 10
+    assert sum(r.bytes for r in regions) == 8 * sum(u.shard.numel() for u in one.units)

@@ -15,7 +15,7 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import layouts, parse_fixes
-from fourfold.planner.make import find_plan, make_plan, with_report
+from fourfold.planner.make import find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import predict
 from fourfold.planner.search import build_out, rules_of
@@ -177,3 +177,18 @@ def test_layouts_print() -> None:
     texts = {str(x) for x in layouts(s, parse_fixes(["pipe=2"]))}
     assert any("wave" in t for t in texts)
     assert isinstance(next(iter(layouts(s, parse_fixes([])))), Layout)
+
+
+def test_the_plan_says_how_much_optimizer_state_stays_on_the_device() -> None:
+    spec = ModelSpec.from_config(ModelConfig(family="gpt", layers=24, hidden=1536, heads=16, vocab=50304, seq_len=1024))
+    cluster = Cluster.preset("v100-16g")
+    plan = make_plan(spec, cluster, global_batch=16, fix={"optimizer": "auto", "data": 1}, max_ranks=1)
+    state = spec.parameters * 10  # two moments, and half of a master
+    assert 0.1 * state < int(plan.memory.device_state) < state
+    again = judge(Plan.from_dict(plan.to_dict()), Setting(spec, cluster, 16, plan.precision))
+    assert again.predicted is not None
+    assert again.predicted["peak_bytes"] <= cluster.usable
+    less = replace(plan, memory=replace(plan.memory, device_state="1GiB"))
+    assert predict(less, Setting(spec, cluster, 16, plan.precision)).peak.peak < again.predicted["peak_bytes"]
+    with pytest.raises(PlanError, match="device_state = 1GiB says how much optimizer = 'auto' keeps"):
+        replace(plan.memory, optimizer="host", device_state="1GiB")

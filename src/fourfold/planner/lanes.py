@@ -5,7 +5,7 @@ As the program and the units do it (program/lowering.py, shard/sharing.py):
 - Units compute one after another. The gather of the next one starts when one begins, so at most one is ahead.
 - A unit's reduction starts when its gradients are there. Of sharded units one at most is under way while the next is made: when
   a second starts, computing waits until the first has ended. What is summed across groups is waited for besides.
-- Gathers run in their order, and so do reductions. A gather and a reduction at the same time share the link, half each.
+- Gathers run in their order, and so do reductions. A gather, a reduction and what is waited for share the link evenly.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Step(NamedTuple):
     """One unit's part of an op, in seconds."""
 
     compute: float
+    """Its collectives on the grid, `moves`, left out."""
     gather: float = 0.0
     """Of its parameters, where they are not there yet."""
     reduce: float = 0.0
@@ -29,6 +30,8 @@ class Step(NamedTuple):
     """Of the sum across groups, after that."""
     holds: bool = True
     """Whether its reduction must have ended before the one after the next is made: it is sharded."""
+    moves: float = 0.0
+    """Of collectives inside it that are waited for."""
 
 
 class Lanes:
@@ -40,6 +43,7 @@ class Lanes:
         """Seconds of all collectives so far, alone on the link."""
         self._gathers: deque[float] = deque()
         self._reductions: deque[float] = deque()
+        self._waited: deque[float] = deque()
         self._held: deque[tuple[int, float]] = deque()  # of reductions under way, (number, what follows it)
         self._started = 0
 
@@ -52,7 +56,9 @@ class Lanes:
             self.gather(ahead)
             if step.gather:
                 self._wait(self._gathers, 1 if ahead else 0)
+            self.communicated += step.moves
             self._pass(step.compute)
+            self._move(step.moves)
             if step.reduce:
                 self.reduce(step)
 
@@ -81,26 +87,39 @@ class Lanes:
     def _complete(self) -> None:
         number, across = self._held.popleft()
         self._wait(self._reductions, self._started - number)
-        self._pass(across)
-        self.exposed += across
+        self._move(across)
+
+    def _move(self, seconds: float) -> None:
+        """A collective that is waited for."""
+        if not seconds:
+            return
+        if not (self._gathers or self._reductions):  # the link is free
+            self.now += seconds
+            self.exposed += seconds
+            return
+        self._waited.append(seconds)
+        self._wait(self._waited, 0)
 
     def _wait(self, lane: deque[float], left: int) -> None:
         """Until no more than so many are left."""
         before = self.now
         while len(lane) > left:
-            busy = [queue for queue in (self._gathers, self._reductions) if queue]
+            busy = self._busy()
             self._pass(min(queue[0] for queue in busy) * len(busy))
         self.exposed += self.now - before
 
+    def _busy(self) -> list[deque[float]]:
+        if not (self._gathers or self._reductions or self._waited):
+            return []
+        return [queue for queue in (self._gathers, self._reductions, self._waited) if queue]
+
     def _pass(self, seconds: float) -> None:
         end = self.now + seconds
-        while (busy := [queue for queue in (self._gathers, self._reductions) if queue]) and self.now < end:
+        while self.now < end and (busy := self._busy()):
             step = min(end - self.now, min(queue[0] for queue in busy) * len(busy))
             for queue in busy:
                 queue[0] -= step / len(busy)
                 if queue[0] <= 1e-12:
                     queue.popleft()
             self.now += step
-            if step <= 0:
-                break
-        self.now = max(self.now, end)
+        self.now = end

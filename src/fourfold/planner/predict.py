@@ -22,6 +22,7 @@ from fourfold.planner.messages import message_bytes
 from fourfold.planner.replay import CATEGORIES, Extra, RankMemory, replay_rank
 from fourfold.planner.stages import (
     PlannedUnit,
+    StageTimes,
     plan_units,
     rank_costs,
     stage_times,
@@ -67,6 +68,8 @@ class Prediction:
     rate: float
     """The devices' peak FLOP/s, one device."""
     layers: tuple[int, ...] = ()
+    device_state: float = 0.0
+    """Bytes of optimizer state that the fullest rank keeps on its device, where the plan leaves that open."""
     computing: tuple[float, ...] = ()
     """Of every rank of a pipeline: computing, recomputation and update, were collectives and messages free."""
     warnings: tuple[str, ...] = field(default=())
@@ -111,7 +114,7 @@ def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
         per_rank if plan.mesh.pipe > 1 else 1,
         plan.memory.optimizer,
         plan.memory.activations,
-        plan.tensor.flow,
+        plan.tensor,
     )
 
 
@@ -143,9 +146,7 @@ def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
     return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
 
 
-def predict(
-    plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None, state_on_device: float | None = None
-) -> Prediction:
+def predict(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None) -> Prediction:
     """Judge a plan. `choices` by unit name, where they are at hand; else the plan's rules say them."""
     spec, layout = setting.spec, layout_of_plan(plan, setting)
     try:
@@ -156,7 +157,9 @@ def predict(
     if choices is None:
         choices = {u.name: _choice(plan, u) for u in spec.units}
     stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
-    return _Judge(setting, layout, schedule, stages, counts, state_on_device, plan.memory.prefetch).prediction()
+    told = plan.memory.device_state
+    on_device = float(schema.parse_bytes(told, "memory.device_state", PlanError)) if told else None
+    return _Judge(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch).prediction()
 
 
 def _choice(plan: Plan, unit: UnitSpec) -> Choice:
@@ -185,6 +188,9 @@ class _Judge:
         prefetch: int,
     ):
         self.prefetch = prefetch
+        self._times: dict[object, StageTimes] = {}  # of stages that are alike, once
+        self._tails: dict[object, float] = {}
+        self.walks: dict[Any, Any] = {}
         self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
         self.counts = tuple(counts)
         mesh = layout.mesh
@@ -196,6 +202,7 @@ class _Judge:
         self.tied_copy = setting.spec.tied and schedule.placement[0] != last
         embed = setting.spec.units[0]
         self.tied_elements = embed.matrices / (mesh.row * mesh.col)
+        self.streams = layout.optimizer != "device" or setting.moments != "fp32"  # the streamed engine updates
         self.share = self._share(state_on_device)
 
     def prediction(self) -> Prediction:
@@ -204,16 +211,7 @@ class _Judge:
             step = whole_step(setting, self.stages[0], layout.micro_batches)
             update = self._update(sum(u.cost.local for u in self.stages[0]))
             return self._summed(step + update, 0, step, update)
-        times = [
-            stage_times(
-                setting,
-                units,
-                steady=self._steady(schedule.placement[s]),
-                split=schedule.split,
-                alone=len(schedule.stages_of[schedule.placement[s]]) == 1,
-            )
-            for s, units in enumerate(self.stages)
-        ]
+        times = [self._stage_times(s) for s in range(schedule.stages)]
         costs = rank_costs(times, self.message)
         problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
         ran = run(problem, schedule.order)
@@ -256,6 +254,7 @@ class _Judge:
             ranks=layout.mesh.ranks,
             rate=setting.cluster.device.matrix[setting.precision.compute],
             layers=self.counts,
+            device_state=self.share * self._most_state() if layout.optimizer == "auto" else 0.0,
             computing=tuple(self._computing(rank) for rank in range(self.schedule.ranks)),
         )
 
@@ -270,11 +269,24 @@ class _Judge:
             return False
         return len(self.schedule.stages_of[rank]) > 1 or rank < self.schedule.ranks - 1
 
+    def _stage_times(self, stage: int) -> StageTimes:
+        rank, units = self.schedule.placement[stage], self.stages[stage]
+        steady, alone = self._steady(rank), len(self.schedule.stages_of[rank]) == 1
+        key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
+        if key not in self._times:
+            split = self.schedule.split
+            self._times[key] = stage_times(self.setting, units, steady=steady, split=split, alone=alone)
+        return self._times[key]
+
     def _tail(self, rank: int) -> float:
         """Seconds after a rank's last backward: reductions still under way."""
         schedule, cluster = self.schedule, self.setting.cluster
         last = {op.stage: i for i, op in enumerate(schedule.order[rank]) if op.kind in "BW"}
-        late = tail(self.setting, [self.stages[s] for s in sorted(last, key=lambda s: last[s])], split=schedule.split)
+        stages = [self.stages[s] for s in sorted(last, key=lambda s: last[s])]
+        key = tuple((i, u.spec.kind, u.choice) for i, units in enumerate(stages) for u in units)
+        if key not in self._tails:
+            self._tails[key] = tail(self.setting, stages, split=schedule.split)
+        late = self._tails[key]
         if self.tied_copy and rank in (schedule.placement[0], schedule.placement[-1]):
             size = self.tied_elements * self.setting.reduce
             late += cluster.message(size, self.layout.mesh.ranks // self.layout.mesh.pipe)
@@ -300,14 +312,15 @@ class _Judge:
         if self.layout.optimizer == "host":
             return 0.0
         if given is not None:
-            return given
+            return min(1.0, given / self._most_state())
         self.share = 0.0
         room = min(self.setting.cluster.usable - self.memory(r).peak for r in range(self.schedule.ranks))
-        held = [
-            sum(u.cost.local for s in stages for u in self.stages[s]) * self.setting.state
-            for stages in self.schedule.stages_of
-        ]
-        return max(0.0, min(1.0, room / max(1.0, *held)))
+        return max(0.0, min(1.0, room / self._most_state()))
+
+    def _most_state(self) -> float:
+        """Bytes of the optimizer's state of the rank that has most of it."""
+        held = [sum(u.cost.local for s in stages for u in self.stages[s]) for stages in self.schedule.stages_of]
+        return max(1.0, *held) * self.setting.streamed
 
     def _tables(self) -> float:
         """Bytes of a step's tokens and targets, and of rotary tables."""
@@ -337,18 +350,18 @@ class _Judge:
             pooled=self.message_bytes if cpu else 0.0,
             parked=0.0 if cpu else min(STASH, flight * sum(u.cost.offloaded for u in units)),
             buffers=self._buffers(sum(u.cost.local for u in units)),
-            update=rounding if self.share == 1 else 0.0,
+            update=0.0 if self.streams else rounding,
             state_on_device=1.0 if cpu else self.share,
-            state=s.state if self.share == 1 else s.streamed,
+            state=s.streamed if self.streams else s.state,
             prefetch=self.prefetch,
         )
-        return replay_rank(schedule, rank, self.stages, extra)
+        return replay_rank(schedule, rank, self.stages, extra, self.walks)
 
     def _buffers(self, local: float) -> float:
-        """Bytes of the streamed update's ring and scratch."""
-        if self.share == 1:
-            return 0.0
+        """Bytes of the streamed update's ring and scratch; narrow moments are widened there, wherever they are."""
         s = self.setting
+        if not self.streams:
+            return 0.0
         bucket = min(BUCKET, local)
         slots = min(RING, -(-local * (1 - self.share) // BUCKET))
         scratch = max(4, s.compute) * (1 + (s.compute < 4) + 2 * (s.moments == "bf16"))

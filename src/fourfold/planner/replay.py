@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fourfold.planner.stages import PlannedUnit
 from fourfold.program.ops import Op, Schedule
@@ -110,8 +110,14 @@ class _Walk(NamedTuple):
     flying: tuple[float, float]
 
 
-def replay_rank(schedule: Schedule, rank: int, stages: Sequence[Sequence[PlannedUnit]], extra: Extra) -> RankMemory:
-    """Replay one rank's ops; `stages[s]` are the units of stage s."""
+def replay_rank(
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[Sequence[PlannedUnit]],
+    extra: Extra,
+    known: dict[Any, _Walk] | None = None,
+) -> RankMemory:
+    """Replay one rank's ops; `stages[s]` are the units of stage s. `known`: what other ranks' replays have worked out."""
     held = schedule.stages_of[rank]
     base: Bytes = [0.0] * len(CATEGORIES)
     local = 0.0
@@ -124,16 +130,20 @@ def replay_rank(schedule: Schedule, rank: int, stages: Sequence[Sequence[Planned
     base[MESSAGES] = extra.messages
     base[ACTIVATIONS] = extra.parked
     ops = schedule.order[rank]
-    walks: dict[_Place, _Walk] = {}
+    walks = {} if known is None else known
+    alike = {s: tuple((id(u.cost), u.choice) for u in stages[s]) for s in held}
+    apart = (extra.lent, extra.copied, extra.taken)
     best, most, best_at = list(base), 0.0, "update"
     total = sum(base)
     flying = (0.0, 0.0)
     came = _came(schedule, rank) if extra.pooled else frozenset()
     for place, op in zip(_places(ops, stages, extra.prefetch), ops, strict=True):
-        place = place._replace(flying=flying)
-        walk = walks.get(place)
+        given, grad = (op.stage, "F") in came, (op.stage, "B") in came
+        key = (alike[op.stage], place[1:-1], flying, given, grad, apart)
+        walk = walks.get(key)
         if walk is None:
-            walk = walks[place] = _walk(place, stages[op.stage], extra, came)
+            place = place._replace(flying=flying)
+            walk = walks[key] = _walk(place, stages[op.stage], extra, came)
         if total + walk.height > most:
             most, best_at = total + walk.height, str(op)
             best = [b + h for b, h in zip(base, walk.at_height, strict=True)]
@@ -220,12 +230,14 @@ def _walk(place: _Place, units: Sequence[PlannedUnit], extra: Extra, came: froze
                 now[ACTIVATIONS] += c.activation - given
             step.mark(c.forward_workspace, ahead)
         else:
+            adds = kind != "W" and (place.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients))
             grad = extra.pooled if i == 0 and kind != "W" and (place.stage, "B") in came else 0.0
-            step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead)
+            early = c.gradients / c.slices if c.at_once and kind == "B" and adds else 0.0
+            step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead, early)
             if c.slices > 1:  # its gradient waits for those before
                 now[GRADIENTS] -= sum(flying)
                 flying = (0.0, 0.0)
-            if kind != "W" and (place.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients)):
+            if adds:
                 now[GRADIENTS] += (c.gradients + c.borrowed) / c.slices
             step.mark({"B": c.closing, "I": 0.0, "W": c.product}[kind], ahead)
             if kind != "I":

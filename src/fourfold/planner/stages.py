@@ -97,7 +97,7 @@ class _Running:
             lanes = self.lanes
             began, shown, moved = lanes.now, lanes.exposed, lanes.communicated
             lanes.run(chains[i], ready=i > 0, following=following)
-            computing = sum(step.compute for step in chains[i])
+            computing = sum(step.compute + step.moves for step in chains[i])
             out.append(lanes.now - began + self._kept_from_hiding(shown, moved) + self._offload(units, op, computing))
         return out
 
@@ -119,12 +119,15 @@ class _Running:
             gather = u.cost.gather if self._gathers(u, op) and u.spec.name != self._before else 0.0
             reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
             parts = u.cost.slices
+            back = c.grid - c.forward_grid
+            moves = {"F": c.forward_grid, "B": back, "I": back - c.weight_grid}.get(op.kind, c.weight_grid)
             step = Step(
-                seconds.get(op.kind, c.weight_grad) / parts,
+                (seconds.get(op.kind, c.weight_grad) - moves) / parts,
                 gather / parts,
                 u.cost.reduce / parts if reduces else 0.0,
                 u.cost.across / parts if reduces else 0.0,
                 u.choice.mode != "replicate",
+                (moves + (u.cost.vectors if reduces else 0.0)) / parts,
             )
             out += [step] * parts
             self._before = u.spec.name  # what was used last is still there
@@ -182,7 +185,7 @@ class _Apart(_Running):
 def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int) -> float:
     """Seconds of a step of one rank without a pipeline, the update left out: exact but for a middle that repeats."""
     run = _Running(setting, steady=False, split=False)
-    simulated = min(micro_batches, 5)
+    simulated = min(micro_batches, 4)
     ops = [(units, op) for m in range(simulated) for op in (_Op("F", first=m == 0), _Op("B", last=m == simulated - 1))]
     found = run.run(ops)
     middle = found[-4] + found[-3] if simulated > 2 else 0.0

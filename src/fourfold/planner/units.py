@@ -4,15 +4,8 @@
 FLOPs and bytes. The backward of a product is two products: of the input (I) and of the weight (W), whose result is then
 added to the gradients of the micro-batches before.
 
-**The grid.** Every product moves as its flow says (buffer sizes in elements; col and row are the groups):
-
-    flow  forward                                      gradient of the input (I)        of the weight (W)
-    os    gather X[T, K] over col, W[K, N/col] over row    gather W, scatter dX over col    gather X, scatter dW over row
-    ls    gather W over row, scatter Y[T, N] over col      gather dY over col, W over row   scatter dW over row
-    ws    gather X over col, scatter Y over row            the reverse                      the smaller of both again
-    summa what os moves, in `col` broadcasts that no ring overlaps
-
-`auto` takes the cheapest for each shape. These collectives are waited for where they stand.
+**The grid.** Every product moves as its flow says (`products`): what nothing hides is waited for where it stands; the rest runs
+beside the unit's own computing, forward and backward each, as far as that lasts and the cluster overlaps.
 
 **Sharding.** Over a group of S of the N replicas (`within`; S = N: all): parameters of n elements are gathered, gradients
 reduced, over the group; with S < N the shards are summed over the other N/S, too.
@@ -28,13 +21,15 @@ reduced, over the group; with S < N the shards are summed over the other N/S, to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from fourfold.model.operators import Held, Moment, Operator, UnitSpec
-from fourfold.plan import Mesh
+from fourfold.model.operators import Held, Moment, UnitSpec
+from fourfold.plan import Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.plane import loss_sums, vector_sums
+from fourfold.planner.products import flow_of, grid_seconds, product_seconds
 from fourfold.shard.layout import ALIGN
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
@@ -64,6 +59,10 @@ class Compute(NamedTuple):
     """What recomputation adds to the backward."""
     grid: float
     """Of forward and backward, what the grid's collectives take."""
+    forward_grid: float = 0.0
+    """Of the forward alone."""
+    weight_grid: float = 0.0
+    """Of the weights' gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,8 @@ class UnitCost:
     """Seconds of one reduction of its gradients, within its group."""
     across: float
     """Seconds of the sum across groups that follows."""
+    vectors: float
+    """Seconds of sums over the grid that come before a reduction."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -103,6 +104,8 @@ class UnitCost:
     """What W holds for a while: one product."""
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    at_once: bool = False
+    """Weight gradients are added up as they are made (on a grid), not at the end of the unit's backward."""
     slices: int = 1
     """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
     borrowed: float = 0.0
@@ -115,82 +118,40 @@ class UnitCost:
 
 @lru_cache(maxsize=200_000)
 def compute_times(
-    setting: Setting, kind: str, tokens: int, row: int, col: int, flow: str, split: int, recompute: str
+    setting: Setting, kind: str, tokens: int, row: int, col: int, tensor: Tensor, steps: int, split: int, recompute: str
 ) -> Compute:
-    """Seconds of one micro-batch of `tokens` tokens on a rank."""
+    """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them."""
     unit, cluster, width = setting.spec.kinds[kind], setting.cluster, setting.compute
-    forward = input_grad = weight_grad = grid = cheap = 0.0
+    forward = input_grad = weight_grad = cheap = 0.0
+    shown, hidden = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for o in unit.operators:
         if o.kind == "product":
-            f, i, w = _product(setting, o, tokens, col, split)
-            moves = _moves(setting, o, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0, 0.0)
+            f, i, w = product_seconds(setting, o, tokens, col, split)
             added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
-            forward, input_grad = forward + f + moves[0], input_grad + i + moves[1]
-            weight_grad += w + moves[2] + cluster.memory_bound(added)
-            grid += sum(moves)
+            forward, input_grad = forward + f, input_grad + i
+            weight_grad += w + cluster.memory_bound(added, fused=True)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            forward, input_grad = (
-                forward + time,
-                input_grad + time * cluster.device.attention_backward * o.backward / 2.5,
-            )
+            backward = time * cluster.device.attention_backward * o.backward / 2.5
+            forward, input_grad = forward + time, input_grad + backward
             cheap += time if o.name in unit.again else 0.0
         else:
-            time = cluster.memory_bound((o.moved * width + o.wide * max(4, width)) * tokens / col)
+            size = (o.moved * width + o.wide * max(4, width)) * tokens / col
+            time = cluster.memory_bound(size, fused=setting.precision.compile)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
-    again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
-    return Compute(forward, input_grad, weight_grad, again, grid)
-
-
-def _product(setting: Setting, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
-    """Seconds of the forward, of the gradient of the input and of that of the weight, in `split` slices."""
-    cluster, dtype, width = setting.cluster, setting.precision.compute, setting.compute
-    k, n = float(o.inputs), float(o.outputs)
-    if o.outputs > o.inputs:
-        n /= col * split
-    else:
-        k /= col * split
-    count = o.flops * tokens / (2.0 * tokens * k * n * col)  # slices; more for batched products
-    rows = float(tokens)
-    return (
-        count * cluster.product(rows, k, n, dtype, width),
-        count * cluster.product(rows, n, k, dtype, width),
-        count * cluster.product(k, rows, n, dtype, width),
-    )
-
-
-def _moves(setting: Setting, o: Operator, tokens: int, row: int, col: int, flow: str) -> tuple[float, float, float]:
-    """Seconds of the grid's collectives in the forward, for the input's and for the weight's gradient."""
-    cluster, e, r = setting.cluster, setting.compute, setting.reduce
-    x, y, w = tokens * o.inputs, tokens * o.outputs, o.inputs * o.outputs / col
-
-    def over_col(kind: Literal["all_gather", "reduce_scatter"], elements: float, width: int = e) -> float:
-        return cluster.collective(kind, elements * width, col, 1)
-
-    def over_row(kind: Literal["all_gather", "reduce_scatter"], elements: float, width: int = e) -> float:
-        return cluster.collective(kind, elements * width, row, col)
-
-    weights, grads = over_row("all_gather", w), over_row("reduce_scatter", w, r)
-    options = {
-        "os": (
-            over_col("all_gather", x) + weights,
-            weights + over_col("reduce_scatter", x),
-            over_col("all_gather", x) + grads,
-        ),
-        "ls": (weights + over_col("reduce_scatter", y), over_col("all_gather", y) + weights, grads),
-        "ws": (
-            over_col("all_gather", x) + over_row("reduce_scatter", y * row / col),
-            over_row("all_gather", y * row / col) + over_col("reduce_scatter", x),
-            min(over_col("all_gather", x), over_row("all_gather", y * row / col)),
-        ),
-    }
-    if flow == "summa":
-        steps = col / (col - 1) if col > 1 else 1.0
-        return tuple(t * steps for t in options["os"])  # type: ignore[return-value]
-    if flow != "auto":
-        return options[flow]
-    return min(options.values(), key=sum)
+        if row * col > 1:
+            moved = grid_seconds(setting, o, tokens, row, col, tensor, steps)
+            for op, part in enumerate(moved.values()):
+                shown[op] += part[0]
+                hidden[op] += part[1]
+    if unit.layer == setting.spec.layers - 1:
+        shown[0] += loss_sums(cluster, tokens, col)
+    overlap = cluster.overlap if tensor.overlap else 0.0
+    times = (forward, input_grad, weight_grad)
+    late = [shown[op] + hidden[op] - overlap * min(hidden[op], times[op]) for op in range(3)]
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0])
+    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late), late[0], late[2])
 
 
 def _elements(unit: UnitSpec, mesh: Mesh) -> float:
@@ -214,7 +175,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
     unit, mesh, cluster = setting.spec.kinds[kind], layout.mesh, setting.cluster
     tokens = layout.micro_batch_size * setting.spec.seq_len
-    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, layout.flow, choice.split, choice.recompute)
+    tensor, steps = layout.tensor, layout.steps
+    if choice.mode == "zero3" and "weights" in tensor.keep:  # released between F and B
+        tensor = replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
+    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, tensor, steps, choice.split, choice.recompute)
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
     mode = choice.mode if group > 1 else "replicate"
@@ -230,24 +194,25 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
     lent = _lent(setting, unit, mesh)
+    whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
+    if mesh.row > 1 and unit.flops:
+        width = (e if "weights" in tensor.keep else 0) + (max(4, e) if "gradients" in tensor.keep else 0)
+        whole_rows = unit.matrices / mesh.col * width
     scale = tokens / mesh.col
-    kept = _bytes(setting, unit.saved.get(choice.recompute, unit.saved["full"]), unit, choice.recompute) * scale
-    if (
-        choice.recompute == "selective" and mesh.col > 1
-    ):  # a product's output is kept before it is summed over the columns
-        kept += unit.output * e * (tokens - scale)
+    heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
+    kept = heights.kept
     offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
     held = 0.0 if offloads else kept
     if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
-        held = kept * (2 if setting.spec.hidden * e * scale >= LEAST else 1)
-    heights = _Heights(setting, unit, mesh, choice, tokens, (n + lent) * e, slices)
+        held = kept * (2 if kept >= LEAST else 1)
     return UnitCost(
         compute=compute,
         gather=gather,
         reduce=reduce,
         across=across,
+        vectors=vector_sums(cluster, unit, mesh.row, mesh.col),
         whole=n * e,
-        parameters=n * e / shards,
+        parameters=n * e / shards + whole_rows,
         gradients=n * r,
         reduced=n * r / shards,
         local=n / shards,
@@ -259,6 +224,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
         transient=n * e / slices if mode == "zero3" else 0.0,
+        at_once=mesh.row * mesh.col > 1,
         slices=slices,
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
@@ -278,25 +244,55 @@ class _Heights:
     """The most bytes that a unit holds for a while, above what it keeps of a micro-batch."""
 
     def __init__(
-        self, setting: Setting, unit: UnitSpec, mesh: Mesh, choice: Choice, tokens: int, grads: float, slices: int
+        self, setting: Setting, layout: Layout, unit: UnitSpec, choice: Choice, tokens: int, grads: float, slices: int
     ):
+        mesh, self.overlap = layout.mesh, layout.tensor.overlap
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
-        self.kept = _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute)
-        self.full = _bytes(setting, unit.saved["none"], unit, "none")
+        sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
+        self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
+        self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
+        self.kept = (
+            _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute) * self.scale
+        )
+        if self.recompute == "none":
+            self.kept = self.full
+            if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops:  # of all columns
+                self.kept += setting.spec.hidden * self.width * (tokens - self.scale)
+        self.moving = self._moving(layout) if mesh.row > 1 and unit.output else 0.0
+
+    def _moving(self, layout: Layout) -> float:
+        """Bytes more than `os` and `ls` hold: `ws` gathers activations over the rows, `summa` copies what it sums."""
+        mesh, hidden, tensor = self.mesh, self.setting.spec.hidden, layout.tensor
+        products = [o for o in self.unit.operators if o.kind == "product"]
+        flows = {flow_of(self.setting, o, self.tokens, mesh.row, mesh.col, tensor, layout.steps) for o in products}
+        widest = max((max(o.inputs, o.outputs) for o in products), default=0)
+        if flows & {"ws-in", "ws-out"}:
+            return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)
+        return self.width * (widest + 2 * hidden) * self.scale if "summa" in flows else 0.0
+
+    @property
+    def _shared_keys(self) -> float:
+        """Bytes of a token: with fewer key heads than columns, every column holds one whole (keys, values, turned keys)."""
+        config, col = self.setting.spec.config, self.mesh.col
+        if self.unit.kind != "attn" or config is None or config.kv_heads is None or config.head_dim is None:
+            return 0.0
+        return 3.0 * max(0, col - config.kv_heads) * config.head_dim * self.width
 
     def _most(self, moments: tuple[Moment, ...]) -> float:
         return max((self._bytes(m) for m in moments), default=0.0)
 
     def _bytes(self, m: Moment) -> float:
         e, mesh = self.width, self.mesh
-        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale + m.grads * self.grads
+        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
+        size += m.grads * self.grads if mesh.row * mesh.col == 1 else min(m.grads, self.largest) * self.grads
         if mesh.col > 1:
             size += m.full * self.tokens * e
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
             wide = 4 if m.grads and e < 4 else 0
-            size += m.weights * self.unit.matrices / mesh.col * (e + wide)
+            ahead = self.largest if m.weights and self.overlap else 0.0
+            size += (m.weights + ahead) * self.unit.matrices / mesh.col * (e + wide)
         return size
 
     @property
@@ -304,8 +300,10 @@ class _Heights:
         """Bytes that a backward computes again before it begins."""
         if self.recompute == "none":
             return 0.0
-        stays = self.unit.output * self.width if self.recompute == "selective" else 0.0  # the last product's output
-        return (max(0.0, self.full - self.kept) / self.slices + stays) * self.scale
+        again = max(0.0, self.full - self.kept) / self.slices
+        if self.recompute == "selective":
+            again += self.unit.output * self.width * self.scale  # the last product's output, which nobody reads
+        return again
 
     @property
     def _sum(self) -> float:
@@ -315,25 +313,28 @@ class _Heights:
     def forward(self) -> float:
         name = "full" if self.recompute == "per-slice" else self.recompute
         cast = 4 * self.unit.cast / self.slices if self.width < 4 else 0.0
-        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum
+        return self._most(self.unit.forward[name]) + cast * self.scale + self._sum + self.moving
 
     def backward(self) -> float:
         """What is recomputed is there before the backward begins, and a forward's own workspace while it is recomputed."""
         if self.slices > 1:
-            return max(self.split(), self._first_slice)
-        most = self._most(self.unit.backward)
+            probabilities = self.unit.cast * max(4, self.width) / self.slices * self.scale
+            return max(self.split() + probabilities, self._first_slice)
+        most = self._again + self._most(self.unit.backward) + self.moving
+        output = self.unit.output * self.width
         if self.recompute != "none":
-            most = max(most, self._most(self.unit.forward["none"]) + self.unit.output * self.width * self.scale)
-        return self._again + most
+            most = max(most, self._again + self._most(self.unit.forward["none"]) + output * self.scale)
+        return most
 
     def split(self) -> float:
-        return self._again + self._most(self.unit.split) + self._sum
+        return self._again + self._most(self.unit.split) + self._sum + self.moving
 
     def closing(self) -> float:
         """With all of what is kept in it, but where slices keep it for each other."""
         if self.slices > 1:
-            return self.kept * self.scale + self._first_slice + self.grads / 4  # a quarter of a product at a time
-        return self.unit.closing * self.width * self.scale + self.grads
+            return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
+        alone = self.mesh.row * self.mesh.col == 1  # on a grid, each weight's gradient is added when it is made
+        return self.unit.closing * self.width * self.scale + (self.grads if alone else 0.0)
 
     @property
     def _first_slice(self) -> float:
@@ -341,12 +342,12 @@ class _Heights:
         hidden, e = self.setting.spec.hidden, self.width
         waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
         unfused = 4 * self.unit.unfused * max(4, e) if self.setting.cluster.device.kind == "cpu" else 0.0
-        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale
+        gathered = hidden * e * (self.tokens + self.scale) if self.mesh.col > 1 else 0.0
+        return 4 * self._sum + (waits * e / self.slices + unfused) * self.scale + gathered
 
     def product(self) -> float:
         """The largest weight gradient."""
-        sizes = [math.prod(s) for s in self.unit.shapes.values() if len(s) > 1]
-        return max(sizes, default=0) / max(1, self.unit.matrices) * self.grads
+        return self.largest * self.grads
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:

@@ -107,7 +107,9 @@ class StreamedUnits:
         return self._streamer
 
     def _room(self) -> int:
-        """Bytes of state that fit on the device beside what a step needs."""
+        """Bytes of state that stay on the device: what the plan says, or what fits beside what a step needs."""
+        if self.memory.device_state:
+            return parse_bytes(self.memory.device_state, "memory.device_state")
         device = next(iter(self.blocks.values())).value.device
         if device.type != "cuda" or not self._ran:
             return room_on_device(device)
