@@ -67,6 +67,7 @@ def test_layout_aligns_and_does_not_overlap(shapes: dict[str, tuple[int, ...]], 
         assert slot.start >= ends
         ends = slot.stop
     assert layout.total >= ends
+    assert sum(b - a for a, b in layout.gaps()) + sum(s.stop - s.start for s in layout.slots) == layout.total
     ranges = [layout.shard_range(i) for i in range(shards)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == layout.total

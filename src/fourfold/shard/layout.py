@@ -34,8 +34,9 @@ class Layout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """Elements that belong to no slot."""
-        starts = [*(slot.start for slot in self.slots[1:]), self.total]
-        return [(s.stop, start) for s, start in zip(self.slots, starts, strict=True) if s.stop < start]
+        ends = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.start for slot in self.slots), self.total]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def shard_range(self, index: int) -> tuple[int, int]:
         """Elements of the buffer that shard `index` holds."""
