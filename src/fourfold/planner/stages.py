@@ -157,13 +157,13 @@ def _backward(split: bool, last: bool = False) -> tuple[_Op, ...]:
 def stage_times(
     setting: Setting, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool
 ) -> StageTimes:
-    """Seconds of a stage's ops in the middle of a step, some micro-batches after its first.
+    """Seconds of a stage's ops in the middle of a step, a micro-batch after its first.
 
     `steady`: some micro-batch is always in flight, so zero2 gathers once a step. `alone`: the rank has no other stage, so that
     what an op used last is there for the next.
     """
     run = _Running(setting, steady, split)
-    ops = [(units, op) for first in (True, False, False) for op in (_Op("F", first=first), *_backward(split))]
+    ops = [(units, op) for first in (True, False) for op in (_Op("F", first=first), *_backward(split))]
     if not alone:
         run = _Apart(setting, steady, split)
     found = run.run(ops)
@@ -184,7 +184,7 @@ class _Apart(_Running):
 def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int) -> float:
     """Seconds of a step of one rank without a pipeline, the update left out: exact but for a middle that repeats."""
     run = _Running(setting, steady=False, split=False)
-    simulated = min(micro_batches, 4)
+    simulated = min(micro_batches, 3)
     ops = [(units, op) for m in range(simulated) for op in (_Op("F", first=m == 0), _Op("B", last=m == simulated - 1))]
     found = run.run(ops)
     middle = found[-4] + found[-3] if simulated > 2 else 0.0
