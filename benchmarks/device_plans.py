@@ -9,6 +9,9 @@ would send is this rank's own data. `ours` is the planner's prediction for that 
     allocated   the most bytes that tensors had in a step                       goal: within 5 %
     reserved    the most the allocator took from the device (no goal)
     compute     seconds of a step without communication                         goal: within 10 %
+
+A step is timed when the device has worked for two seconds, as calibration does: a cool one is faster. What it spends on standing
+in for other ranks is left out.
 """
 
 from __future__ import annotations
@@ -49,6 +52,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "layers": 16, "hidden": 2048, "heads": 16, "ffn": 5632, "seq_len": 2048, "vocab": 32000,
     },
     "gpt": {"family": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "seq_len": 2048, "vocab": 50304},
+    "gpt, untied": {
+        "family": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "seq_len": 2048, "vocab": 50304, "tie": False,
+    },
 }  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "llama": {
@@ -56,6 +62,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "llama, 2048": {"family": "llama", "layers": 8, "hidden": 64, "heads": 4, "ffn": 160, "seq_len": 64, "vocab": 256},
     "gpt": {"family": "gpt", "layers": 8, "hidden": 64, "heads": 4, "seq_len": 64, "vocab": 256},
+    "gpt, untied": {"family": "gpt", "layers": 8, "hidden": 64, "heads": 4, "seq_len": 64, "vocab": 256, "tie": False},
 }  # fmt: skip
 
 
@@ -63,6 +70,8 @@ def rule(match: str = "*", **more: Any) -> dict[str, Any]:
     return {"match": match, **more}
 
 
+WARM = 2.0
+"""Seconds of steps before those that count."""
 PLANS: list[tuple[str, str, int, int, dict[str, Any]]] = [  # name, model, sequences of a micro-batch, rank, plan
     ("data 8, zero3", "llama", 2, 0, {"mesh": {"data": 8}, "unit": [rule(mode="zero3")]}),
     ("data 4, replicate", "llama", 1, 0, {"mesh": {"data": 4}, "batch": {"micro_batches": 2}}),
@@ -74,7 +83,7 @@ PLANS: list[tuple[str, str, int, int, dict[str, Any]]] = [  # name, model, seque
     ("data 8, MLP split 4", "llama", 2, 0,
      {"mesh": {"data": 8}, "unit": [rule("*.mlp", mode="zero3", split=4, recompute="per-slice"), rule(mode="zero3")]}),
     ("data 8, no recomputation", "llama, 2048", 8, 1, {"mesh": {"data": 8}, "unit": [rule(mode="zero3")]}),
-    ("pipe 4 · data 2, 1f1b, first stage", "gpt", 4, 0,
+    ("pipe 4 · data 2, 1f1b, first stage", "gpt, untied", 4, 0,
      {"mesh": {"pipe": 4, "data": 2}, "batch": {"micro_batches": 8}}),
     ("pipe 4, wave, third rank", "llama, 2048", 4, 2,
      {"mesh": {"pipe": 4}, "batch": {"micro_batches": 8}, "pipeline": {"schedule": "wave"}}),
@@ -98,39 +107,59 @@ class _Done:
         """It is there."""
 
 
-def _gathered(out: Tensor, mine: Tensor, **_: Any) -> _Done:
-    out.view(-1, mine.numel()).copy_(mine.reshape(1, -1))
-    return _Done()
+class Clock:
+    """Seconds that the device spends on standing in for other ranks."""
 
+    def __init__(self) -> None:
+        self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-def _scattered(out: Tensor, whole: Tensor, **_: Any) -> _Done:
-    out.view(-1).copy_(whole.reshape(-1)[: out.numel()])
-    return _Done()
+    def copy(self, out: Tensor, source: Tensor) -> _Done:
+        if out.device.type != "cuda":
+            out.copy_(source)
+            return _Done()
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        out.copy_(source)
+        ended.record()
+        self.marks.append((began, ended))
+        return _Done()
 
-
-def _exchanged(out: Tensor, mine: Tensor, **_: Any) -> _Done:
-    out.copy_(mine)
-    return _Done()
+    def read(self) -> float:
+        """Since it was last read; the device is done."""
+        seconds = sum(began.elapsed_time(ended) for began, ended in self.marks) / 1e3
+        self.marks.clear()
+        return seconds
 
 
 @contextmanager
-def own_data() -> Iterator[None]:
+def own_data() -> Iterator[Clock]:
     """Collectives bring this rank's own data: what memory happens to hold would make other numbers, and other speeds."""
+    clock = Clock()
+
+    def gathered(out: Tensor, mine: Tensor, **_: Any) -> _Done:
+        return clock.copy(out.view(-1, mine.numel()), mine.reshape(1, -1))
+
+    def scattered(out: Tensor, whole: Tensor, **_: Any) -> _Done:
+        return clock.copy(out.view(-1), whole.reshape(-1)[: out.numel()])
+
+    def exchanged(out: Tensor, mine: Tensor, **_: Any) -> _Done:
+        return clock.copy(out, mine)
+
     with (
-        patch("fourfold.collectives._all_gather", _gathered),
-        patch("fourfold.collectives._reduce_scatter", _scattered),
-        patch("torch.distributed.all_to_all_single", _exchanged),
+        patch("fourfold.collectives._all_gather", gathered),
+        patch("fourfold.collectives._reduce_scatter", scattered),
+        patch("torch.distributed.all_to_all_single", exchanged),
     ):
-        yield
+        yield clock
 
 
 # ---- one plan ----
 
 
 def predicted(plan: Plan, setting: Setting, stage: int) -> tuple[float, float]:
-    """Bytes, and seconds of computing, of a rank of the pipeline."""
+    """Bytes, and seconds without communication, of a rank of the pipeline."""
     p = predict(plan, setting)
-    return p.memory[stage].peak, p.computing[stage]
+    return p.memory[stage].peak, p.computing[stage] if plan.mesh.pipe > 1 else p.seconds
 
 
 def measured(config: Config, plan: Plan, rank: int, device: str, steps: int) -> tuple[int, int, float]:
@@ -138,16 +167,17 @@ def measured(config: Config, plan: Plan, rank: int, device: str, steps: int) -> 
     cuda = device == "cuda"
     budget = Budget()
     seconds = []
-    with one_of_many(plan.mesh.ranks, rank), own_data(), nullcontext() if cuda else budget:
+    with one_of_many(plan.mesh.ranks, rank), own_data() as clock, nullcontext() if cuda else budget:
         one = OneRank(config, plan, rank, device, optimizer=True)
-        for attempt in range(steps + 1):
+        start = time.perf_counter()
+        while len(seconds) <= steps or (cuda and time.perf_counter() - start < WARM):
             began = time.perf_counter()
-            one.step(attempt)
+            one.step(len(seconds))
             one.update()
             if cuda:
                 torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-            if not attempt:  # the first makes what is made once
+            seconds.append(time.perf_counter() - began - clock.read())
+            if len(seconds) == 1:  # the first makes what is made once
                 budget.reset_peak()
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
@@ -158,7 +188,7 @@ def measured(config: Config, plan: Plan, rank: int, device: str, steps: int) -> 
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    return allocated, reserved, statistics.median(seconds[1:])
+    return allocated, reserved, statistics.median(seconds[-steps:])
 
 
 def rows(cluster: Cluster, quick: bool, device: str) -> Iterator[Row]:
@@ -186,8 +216,8 @@ def rows(cluster: Cluster, quick: bool, device: str) -> Iterator[Row]:
 
 
 def spread_over(cluster: Cluster, ranks: int) -> Cluster:
-    """The calibrated device in a cluster of many; its network is not used."""
-    return replace(cluster, devices=ranks, level=(Level(bandwidth=100e9, latency=5e-6),))
+    """The calibrated device in a cluster of many, whose network takes no time."""
+    return replace(cluster, devices=ranks, level=(Level(bandwidth=1e18, latency=1e-12),))
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ def megatron() -> Iterator[Row]:
                     stages_per_rank=per_rank if per_rank > 1 else 2,
                     layers=(r["layers"] // (pipe * per_rank),) * (pipe * per_rank) if pipe > 1 else "auto",
                 ),
+                tensor=Tensor(overlap=False, keep=("inputs",)),  # what it gathers again is beside its products
                 unit=(UnitRule(match="blocks.*", recompute=recompute),),  # type: ignore[arg-type]
                 precision=HALF,
             )
@@ -176,7 +177,9 @@ def tesseract() -> Iterator[Row]:
         copies = ModelSpec.from_config(model).with_plain_attention(residual_copies=64)
 
         def seconds(spec: ModelSpec, mesh: Mesh, flow: Any, batch: int) -> float:
-            plan = Plan(mesh=mesh, batch=Batch(micro_batches=1), tensor=Tensor(flow=flow), precision=single)
+            plan = Plan(
+                mesh=mesh, batch=Batch(micro_batches=1), tensor=Tensor(flow=flow, overlap=False), precision=single
+            )
             p: Prediction = predict(plan, Setting(spec, cluster, batch, single))
             return (p.compute + p.grid + p.exposed) / batch
 

@@ -63,7 +63,9 @@ class Device:
     processors: int = 0
     """Processors that blocks of a product are dealt to, for the loss at the last round; 0: none is modelled."""
     memory_rate: float = 2.0e12
-    """Bytes a second that memory-bound operators reach."""
+    """Bytes a second that large memory-bound operators reach."""
+    eager: float = 1.0
+    """Share of it that a model's operators between products reach, one by one; 1: fused."""
     operator: float = 5e-6
     """Seconds that starting an operator takes at least."""
 
@@ -297,9 +299,10 @@ class Cluster:
         d = self.device
         return flops / (d.matrix[dtype] * d.efficiency * d.attention) + d.operator
 
-    def memory_bound(self, size: float) -> float:
+    def memory_bound(self, size: float, *, fused: bool = False) -> float:
         """Seconds of an operator that reads and writes `size` bytes."""
-        return size / self.device.memory_rate + self.device.operator
+        share = 1.0 if fused else self.device.eager
+        return size / (self.device.memory_rate * share) + self.device.operator
 
 
 def preset_names() -> list[str]:
@@ -352,6 +355,7 @@ def _check(c: Cluster) -> None:
             raise ClusterError(f"device.{name} = {value:g} is a share: it must not be above 1")
     positive("device.attention_backward", c.device.attention_backward)
     positive("device.memory_rate", c.device.memory_rate)
+    positive("device.eager", c.device.eager)
     positive("host.link", c.host.link)
     if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
         raise ClusterError("device.margin and overlap are shares from 0 to 1; device.operator must not be negative")

@@ -1,11 +1,11 @@
 """The collectives the project uses: one name on every supported torch, and errors that say who waited for what.
 
 Every call names what it is for. A peer that died or hangs ends the wait with `CommunicationError` (within the group's timeout
-at the latest), whose message has that name; torch's own would only say that some connection closed.
+at the latest), whose message has that name; torch's own would only say that some connection closed. `now`: the caller
+waits at once, which saves waking another thread.
 
 NCCL serves GPUs. On CPUs gloo serves small tensors, and larger ones go by rings over gloo's messages (ring.py): ranks decide
-by the size, so all alike. A ring is no collective of torch's; the op `fourfold::collective`, which does nothing, tells of it
-those who watch ops.
+by the size, so all alike. A ring is an op, `fourfold::collective`: those who watch ops see it, and not the messages within.
 
 (2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; nothing else here depends on the version.)
 
@@ -14,6 +14,8 @@ The second half waits for its results, and can be captured by torch.compile: it 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CommunicationError
-from fourfold.ring import Lane, lane_for, plain
+from fourfold.ring import Job, Lane, lane_for, plain
 
 __all__ = [
     "Pending",
@@ -41,9 +43,16 @@ __all__ = [
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_here = threading.local()  # `start`: what the op below does in this thread
+
+
+def _collective(kind: str, whole: Tensor, mine: Tensor, group_name: str, root_rank: int) -> None:
+    _here.start()
+
+
 _library = torch.library.Library("fourfold", "DEF")
 _library.define("collective(str kind, Tensor whole, Tensor mine, str group_name, int root_rank) -> ()")
-_library.impl("collective", lambda kind, whole, mine, group_name, root_rank: None, "CompositeExplicitAutograd")
+_library.impl("collective", _collective, "CompositeExplicitAutograd")
 
 
 class _Work(Protocol):
@@ -65,39 +74,34 @@ class Pending:
             self._work = None
 
 
-def all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
+def all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [ranks · n] = every rank's mine [n], in rank order. Receives (ranks - 1) · n elements."""
-    if lane := _lane("all_gather", out, mine, group):
-        return Pending(lane.all_gather(out, mine, what), what)
-    return _start(_all_gather, out, mine, group=group, what=what)
+    ring = _by_ring("all_gather", out, mine, group, what, lambda lane: lane.all_gather(out, mine, what, now))
+    return ring or _start(_all_gather, out, mine, group=group, what=what)
 
 
-def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
+def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [n] = this rank's part of the sum over ranks of whole [ranks · n]. Receives (ranks - 1) · n elements."""
-    if lane := _lane("reduce_scatter", whole, out, group):
-        return Pending(lane.reduce_scatter(out, whole, what), what)
-    return _start(_reduce_scatter, out, whole, group=group, what=what)
+    ring = _by_ring("reduce_scatter", whole, out, group, what, lambda lane: lane.reduce_scatter(out, whole, what, now))
+    return ring or _start(_reduce_scatter, out, whole, group=group, what=what)
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str) -> Pending:
+def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
-    if lane := _lane("all_reduce", x, x, group):
-        return Pending(lane.all_reduce(x, what), what)
-    return _start(dist.all_reduce, x, group=group, what=what)
+    ring = _by_ring("all_reduce", x, x, group, what, lambda lane: lane.all_reduce(x, what, now))
+    return ring or _start(dist.all_reduce, x, group=group, what=what)
 
 
-def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str) -> Pending:
+def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = that of the rank `source` of the group. The others receive |x| elements."""
-    if lane := _lane("broadcast", x, x, group, source):
-        return Pending(lane.broadcast(x, source, what), what)
-    return _start(dist.broadcast, x, group=group, what=what, group_src=source)
+    ring = _by_ring("broadcast", x, x, group, what, lambda lane: lane.broadcast(x, source, what, now), source)
+    return ring or _start(dist.broadcast, x, group=group, what=what, group_src=source)
 
 
-def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str) -> Pending:
+def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = the sum over ranks of x, on the rank `target` of the group; elsewhere of no use. Receives |x| elements."""
-    if lane := _lane("reduce", x, x, group, target):
-        return Pending(lane.reduce(x, target, what), what)
-    return _start(dist.reduce, x, group=group, what=what, group_dst=target)
+    ring = _by_ring("reduce", x, x, group, what, lambda lane: lane.reduce(x, target, what, now), target)
+    return ring or _start(dist.reduce, x, group=group, what=what, group_dst=target)
 
 
 def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str, **options: object) -> Pending:
@@ -107,12 +111,23 @@ def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str, 
         raise CommunicationError(f"could not start {what}: {plain(e)}") from e
 
 
-def _lane(kind: str, whole: Tensor, mine: Tensor, group: dist.ProcessGroup, root: int = 0) -> Lane | None:
-    """The lane for a collective, which is told to those who watch; None: torch's own serves."""
-    lane = lane_for(group, whole)
-    if lane is not None:
-        torch.ops.fourfold.collective(kind, whole, mine, group.group_name, root)
-    return lane
+def _by_ring(
+    kind: str,
+    whole: Tensor,
+    mine: Tensor,
+    group: dist.ProcessGroup,
+    what: str,
+    start: Callable[[Lane], Job],
+    root: int = 0,
+) -> Pending | None:
+    """Start a collective on the group's lane; None: torch's own serves."""
+    lane, jobs = lane_for(group, whole), list[Job]()
+    if lane is None:
+        return None
+    _here.start = lambda: jobs.append(start(lane))
+    torch.ops.fourfold.collective(kind, whole, mine, group.group_name, root)
+    del _here.start
+    return Pending(jobs[0], what)
 
 
 # ---- waited for; may be captured ----
@@ -126,7 +141,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
     if torch.compiler.is_compiling():
         return _done(_functional.all_gather_into_tensor(x, group.size(), group.group_name))
     out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    all_gather(out, x, group, what).wait()
+    all_gather(out, x, group, what, now=True).wait()
     return out
 
 
@@ -136,7 +151,7 @@ def scattered(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
     if torch.compiler.is_compiling():
         return _done(_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    reduce_scatter(out, x, group, what).wait()
+    reduce_scatter(out, x, group, what, now=True).wait()
     return out
 
 
@@ -146,7 +161,7 @@ def summed(x: Tensor, group: dist.ProcessGroup, what: str, op: str = "sum") -> T
         return _done(_functional.all_reduce(x.contiguous(), op, group.group_name))
     out = x.clone(memory_format=torch.contiguous_format)
     if op == "sum":
-        all_reduce(out, group, what).wait()
+        all_reduce(out, group, what, now=True).wait()
     else:
         _start(dist.all_reduce, out, group=group, what=what, op=dist.ReduceOp.MAX).wait()
     return out
@@ -159,24 +174,22 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
         sizes = [x.shape[0] // group.size()] * group.size()
         return _done(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
     out = torch.empty_like(x)
-    if lane := _lane("all_to_all", out, x, group):
-        lane.exchange(out, x, what).wait()
-    else:
-        _start(dist.all_to_all_single, out, x, group=group, what=what).wait()
+    ring = _by_ring("all_to_all", out, x, group, what, lambda lane: lane.exchange(out, x, what, True))
+    (ring or _start(dist.all_to_all_single, out, x, group=group, what=what)).wait()
     return out
 
 
 def broadcasted(x: Tensor, source: int, group: dist.ProcessGroup, what: str) -> Tensor:
     """x of the rank `source` of the group; other ranks' x only tells the shape. They receive |x| elements."""
     out = x.contiguous() if group.rank() == source else torch.empty_like(x, memory_format=torch.contiguous_format)
-    broadcast(out, source, group, what).wait()
+    broadcast(out, source, group, what, now=True).wait()
     return out
 
 
 def reduced(x: Tensor, target: int, group: dist.ProcessGroup, what: str) -> Tensor:
     """The sum over ranks of x, on rank `target`; elsewhere what is left is of no use. Receives |x| elements (a chain)."""
     out = x.clone(memory_format=torch.contiguous_format)
-    reduce(out, target, group, what).wait()
+    reduce(out, target, group, what, now=True).wait()
     return out
 
 

@@ -10,6 +10,7 @@ data × depth × row, so a step's sequences divide as  global_batch = data·dept
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ from fourfold.model.spec import unit_names
 __all__ = [
     "AXES",
     "Batch",
+    "Flows",
+    "Kept",
     "Memory",
     "Mesh",
     "Pipeline",
@@ -118,17 +121,41 @@ class Pipeline:
             raise PlanError(f"pipeline.layers = {list(self.layers)} has a negative number of layers")
 
 
+Kept = Literal["weights", "inputs", "gradients"]
+FlowName = Literal["auto", "summa", "os", "ls", "ws", "ws-in", "ws-out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flows:
+    """The flow of every product of a model, as the planner chose it for its cluster; auto: what `tensor.flow` says."""
+
+    qkv: FlowName = "auto"
+    """Queries, keys and values."""
+    out: FlowName = "auto"
+    """Out of attention."""
+    up: FlowName = "auto"
+    """Into the MLP, gate and up."""
+    down: FlowName = "auto"
+    """Out of the MLP."""
+    dense: FlowName = "auto"
+    """Before the head (bert)."""
+    proj: FlowName = "auto"
+    """The head; a tied one is always os."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
     """Matrix products on the grid."""
 
     flow: Literal["auto", "summa", "os", "ls", "ws"] = "auto"
-    """How a product moves; auto: fewest bytes for each shape."""
+    """How a product moves; auto: what costs least for each shape, by bytes and calls."""
+    flows: Flows = field(default_factory=Flows)
+    """Product by product; the planner, which knows the links, fills it in."""
     residual: Literal["sequence", "hidden"] = "sequence"
     """What the residual stream is split by."""
     overlap: bool = True
     """Whether the grid's collectives run beside computing: weights gathered one linear ahead, gradients summed late."""
-    keep: tuple[Literal["weights", "inputs", "gradients"], ...] = ()
+    keep: tuple[Kept, ...] = ()
     """What is kept rather than moved again: gathered weights, a step; gathered inputs, until the backward; gradients of all
     rows, which are then summed over row once a step."""
 
@@ -346,14 +373,15 @@ class Plan:
                 f"mesh.col = {mesh.col}: every column needs a token of a sequence, and model.seq_len = {model.seq_len}; "
                 f"use col = {model.seq_len} at most"
             )
-        if tensor.flow == "summa" and mesh.row != mesh.col:
+        square = "summa" in (tensor.flow, *dataclasses.asdict(tensor.flows).values())
+        if square and mesh.row != mesh.col:
             side = math.isqrt(mesh.row * mesh.col)
             hint = f"row = col = {side}, or " if side * side == mesh.row * mesh.col else ""
             raise PlanError(
                 f"tensor.flow = 'summa' broadcasts over square planes, but mesh.row = {mesh.row} and mesh.col = {mesh.col}; "
                 f"use {hint}flow = 'auto', which takes any rectangle"
             )
-        if tensor.flow == "summa" and mesh.col > 1 and self.precision.compile:
+        if square and mesh.col > 1 and self.precision.compile:
             raise PlanError(
                 "precision.compile: torch cannot capture the reductions of tensor.flow = 'summa'; use flow = 'auto'"
             )

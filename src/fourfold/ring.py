@@ -11,9 +11,10 @@ that gather from each other do so one after the other. Here each link carries, o
 Every receive is posted before the send that follows: a receive tells its sender that there is room, and that notice would
 otherwise queue behind bulk data. A reduce-scatter holds a few parts (three at least, up to ROOM bytes) beside its input.
 
-The collectives of a group run in the order in which they were started, in a thread of the group's own (a `Lane`); those of
-different groups run at the same time. A sum is taken in an order that depends on ranks and sizes alone: the same bits in every
-run, and for an all-reduce on every rank. A failure names the rank that was waited for, and fails what follows on the lane.
+The collectives of a group run in the order in which they were started, in a thread of the group's own (a `Lane`), or in the
+caller's where it waits anyway and nothing is before them; those of different groups run at the same time. A sum is taken in
+an order that depends on ranks and sizes alone: the same bits in every run, and for an all-reduce on every rank. A failure
+names the rank that was waited for, and fails what follows on the lane.
 
 FOURFOLD_COLLECTIVES in the environment says who serves: `auto` (rings from SMALLEST bytes up), `ring` or `gloo`.
 """
@@ -97,19 +98,22 @@ def plain(error: Exception) -> str:
 
 
 class Lane:
-    """The collectives of one group: started by any thread, in one order on all ranks; run one after another."""
+    """The collectives of one group: started by any thread, in one order on all ranks; run one after another.
+
+    `now`: the caller waits for it at once.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._started, self._lock = 0, threading.Lock()
+        self._jobs = _Jobs()
+        self._started = 0
         self._group = weakref.ref(group)  # the lane is the group's, not the group the lane's
         title = f"collectives of {group.group_name}"
         threading.Thread(target=_serve, args=(self._jobs,), name=title, daemon=True).start()
 
     def __del__(self) -> None:
-        self._jobs.put(None)
+        self._jobs.queue.put(None)
 
-    def all_gather(self, out: Tensor, mine: Tensor, what: str) -> Job:
+    def all_gather(self, out: Tensor, mine: Tensor, what: str, now: bool = False) -> Job:
         """out [n · a] = every rank's mine [a]."""
         flat_out, flat_mine = _flat(out), _flat(mine)
 
@@ -119,14 +123,14 @@ class Lane:
                 parts[ring.index].copy_(flat_mine)
             ring.gather(parts)
 
-        return self._start(work, what)
+        return self._start(work, what, now)
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, what: str) -> Job:
+    def reduce_scatter(self, out: Tensor, whole: Tensor, what: str, now: bool = False) -> Job:
         """out [a] = this rank's part of the sum of whole [n · a]."""
         flat_out, flat_whole = _flat(out), _flat(whole)
-        return self._start(lambda ring: ring.scatter(list(flat_whole.chunk(ring.size)), flat_out), what)
+        return self._start(lambda ring: ring.scatter(list(flat_whole.chunk(ring.size)), flat_out), what, now)
 
-    def all_reduce(self, x: Tensor, what: str) -> Job:
+    def all_reduce(self, x: Tensor, what: str, now: bool = False) -> Job:
         """x = the sum of x."""
         flat = _flat(x)
 
@@ -138,42 +142,60 @@ class Lane:
                 ring.scatter(parts, parts[ring.index])
                 ring.gather(parts)
 
-        return self._start(work, what)
+        return self._start(work, what, now)
 
-    def broadcast(self, x: Tensor, source: int, what: str) -> Job:
+    def broadcast(self, x: Tensor, source: int, what: str, now: bool = False) -> Job:
         """x = that of rank `source` of the group."""
         flat = _flat(x)
-        return self._start(lambda ring: ring.pass_on(flat, source), what)
+        return self._start(lambda ring: ring.pass_on(flat, source), what, now)
 
-    def reduce(self, x: Tensor, target: int, what: str) -> Job:
+    def reduce(self, x: Tensor, target: int, what: str, now: bool = False) -> Job:
         """x = the sum of x, on rank `target` of the group; elsewhere x is spoilt."""
         flat = _flat(x)
-        return self._start(lambda ring: ring.sum_up(flat, target), what)
+        return self._start(lambda ring: ring.sum_up(flat, target), what, now)
 
-    def exchange(self, out: Tensor, x: Tensor, what: str) -> Job:
+    def exchange(self, out: Tensor, x: Tensor, what: str, now: bool = False) -> Job:
         """Part r of x goes to rank r."""
         flat_out, flat = _flat(out), _flat(x)
         return self._start(
-            lambda ring: ring.exchange(list(flat_out.chunk(ring.size)), list(flat.chunk(ring.size))), what
+            lambda ring: ring.exchange(list(flat_out.chunk(ring.size)), list(flat.chunk(ring.size))), what, now
         )
 
-    def _start(self, work: Callable[[_Ring], None], what: str) -> Job:
-        group = self._group()
+    def _start(self, work: Callable[[_Ring], None], what: str, now: bool) -> Job:
+        group, jobs = self._group(), self._jobs
         assert group is not None
-        with self._lock:  # the number is the place in the queue
+        with jobs.lock:  # the number is the place in the line
             ring = _Ring(group, TAGS + self._started % TAGS)
             self._started += 1
             job = Job(lambda: work(ring), what)
-            self._jobs.put(job)
+            if now and not jobs.waiting:
+                jobs.run(job)
+            else:
+                jobs.waiting += 1
+                jobs.queue.put(job)
         return job
 
 
-def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
-    error = None
-    with torch.inference_mode():  # writes into anything, records nothing
-        while (job := jobs.get()) is not None:
-            error = job.run(error)
-            del job
+class _Jobs:
+    """What a lane and its thread share."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.waiting = 0  # in the queue, or being run by the thread
+        self.error: CommunicationError | None = None
+
+    def run(self, job: Job) -> None:
+        with torch.inference_mode():  # writes into anything, records nothing
+            self.error = job.run(self.error)
+
+
+def _serve(jobs: _Jobs) -> None:
+    while (job := jobs.queue.get()) is not None:
+        jobs.run(job)
+        with jobs.lock:
+            jobs.waiting -= 1
+        del job
 
 
 def _flat(x: Tensor) -> Tensor:

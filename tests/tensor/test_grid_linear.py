@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -12,16 +13,20 @@ from torch import Tensor, nn
 
 from fourfold.config import ModelConfig
 from fourfold.errors import RankFailure
-from fourfold.plan import Mesh
+from fourfold.model.build import build_model
+from fourfold.plan import Mesh, Plan
+from fourfold.plan import Tensor as TensorPlan
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
-from fourfold.tensor.costs import Product, Traffic, choose_flow, traffic
+from fourfold.tensor.costs import Link, Links, Product, Traffic, choose_flow, traffic
 from fourfold.tensor.grid import Axis, Coming, Grid
 from fourfold.tensor.linear import GridLinear, Setting, Side
+from fourfold.tensor.products import flows_of_plan, products_of
+from fourfold.tensor.swap import parallelize
 from fourfold.testing.grid import run_grid
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.mesh import RankMesh
-from tests.tensor.common import GRIDS, fill, gap, on_grid, restless_model, total_over
+from tests.tensor.common import CONFIGS, GRIDS, config_of, fill, gap, on_grid, restless_model, total_over
 
 SEQ, SEQUENCES = 5, 2  # of a rank
 ALL_FLOWS = ("os", "ls", "ws", "summa")
@@ -159,8 +164,9 @@ def count_linears(rank: int, ranks: int, grids: list[tuple[int, int, int]]) -> l
         for flow in ALL_FLOWS:
             if flow == "summa" and r != c:
                 continue
-            setting = Setting(grid, SEQ, SEQUENCES * SEQ, flow)
-            for ins, outs in sides(c, 14, 22):
+            for number, (ins, outs) in enumerate(sides(c, 14, 22)):
+                keep = frozenset(("inputs",) if number % 2 else ())
+                setting = Setting(grid, SEQ, SEQUENCES * SEQ, flow, keep=keep)
                 linear = GridLinear(setting, ins, outs, bias=False).to_empty(device="cpu")
                 nn.init.normal_(linear.weight)
                 x = hold(torch.randn(d * r * SEQUENCES * SEQ, 14), ins, place, degrees).requires_grad_()
@@ -168,7 +174,7 @@ def count_linears(rank: int, ranks: int, grids: list[tuple[int, int, int]]) -> l
                     y = linear(x)
                 with Ledger() as backward:
                     y.backward(torch.ones_like(y))
-                t = traffic(linear.matmul.sizes, linear.matmul.flow)
+                t = traffic(linear.matmul.sizes, linear.matmul.flow, keep)
                 expected = (
                     4 * (t.activations_forward + t.weights_forward),
                     4 * (t.activations_backward + t.weights_backward + t.weight_grads),
@@ -187,7 +193,49 @@ def test_bytes_and_calls_equal_the_formulas() -> None:
             assert found == []
 
 
+def measure_layer(
+    rank: int, ranks: int, cases: list[tuple[int, int, str, bool, bool]], h: int
+) -> list[tuple[float, float, int, int]]:
+    """Elements received and calls, forward and backward, of the linears of a GPT block, for each (row, col, flow, …)."""
+    found = []
+    for r, c, flow, tokens, keep in cases:
+        mesh = RankMesh(Mesh(row=r, col=c), rank)
+        row, col = (Axis(a, mesh.size(a), mesh.coordinates[a], mesh.group(a)) for a in ("row", "col"))
+        setting = Setting(Grid(row, col), SEQ, 8 * SEQ, flow, keep=frozenset(("inputs",) if keep else ()))
+        residual = Side(even(h, c), tokens=tokens)
+        with Ledger() as forward:
+            outs = []
+            for ins, to in ((residual, 3), (1, residual), (residual, 4), (4, residual)):
+                into = ins if isinstance(ins, Side) else Side(even(ins * h, c))
+                out = to if isinstance(to, Side) else Side(even(to * h, c))
+                linear = GridLinear(setting, into, out, bias=False).to_empty(device="cpu")
+                nn.init.normal_(linear.weight)
+                shape = (8 * SEQ // c, h) if into.tokens else (8, SEQ, into.blocks.size)
+                outs.append(linear(torch.zeros(shape, requires_grad=True)))
+        with Ledger() as backward:
+            for y in reversed(outs):
+                y.backward(torch.ones_like(y))
+        found.append((forward.received / 4, backward.received / 4, forward.calls(), backward.calls()))
+    return found
+
+
+def test_measured_bytes_are_those_of_megatron_and_optimus() -> None:
+    """On one row, what Megatron's sequence parallelism moves (which gathers inputs again, or keeps them); by `summa` on one
+    plane, what Optimus moves. In real processes."""
+    h, n = 24, 8 * SEQ  # tokens of a row
+    cases = [(1, 4, "auto", True, False), (1, 4, "auto", True, True), (2, 2, "summa", False, False)]
+    for found in run_ranks(measure_layer, 4, cases, h):
+        once = 3 * n * h / 4
+        assert found[0] == (4 * once, 6 * once, 4, 6)
+        assert found[1] == (4 * once, 4 * once, 4, 4)
+        optimus = 7 * 2 * n * h / 4 + 12 * h * h / 4  # (q - 1) / q · (7 T h / q + 12 h² / q), T = 2 n, q = 2
+        assert found[2] == (optimus, 2 * optimus, 4 * 4, 4 * 8)
+
+
 # ---- the formulas themselves ----
+
+
+FREE_CALLS = Links(Link(call=0.0), Link(call=0.0))
 
 
 def layer(n: int, h: int, r: int, c: int, flow: str, tokens: bool) -> Traffic:
@@ -196,7 +244,7 @@ def layer(n: int, h: int, r: int, c: int, flow: str, tokens: bool) -> Traffic:
     for k, b in ((1, 3), (1, 1), (1, 4), (4, 1)):
         back = (k, b) in ((1, 1), (4, 1))
         sizes = Product(n, k * h, b * h, k * h // c, b * h // c, tokens and not back, tokens and back, r, c)
-        total += traffic(sizes, choose_flow(sizes, flow, 1, 1) if flow == "auto" else flow)
+        total += traffic(sizes, choose_flow(sizes, flow, 1, 1, links=FREE_CALLS) if flow == "auto" else flow)
     return total
 
 
@@ -234,10 +282,53 @@ def test_auto_moves_half_of_what_summa_moves_where_tokens_are_many() -> None:
 
 
 def test_auto_is_never_worse_than_any_one_flow() -> None:
+    """Where calls cost nothing, it has the fewest bytes."""
     for n, r, c, tokens in itertools.product((64, 1024, 65536), (1, 2, 4), (1, 2, 4), (True, False)):
         best = layer(n, 512, r, c, "auto", tokens)
         for flow in ("os", "ls", "ws-in", "ws-out"):
             assert best.bytes(1, 1) <= layer(n, 512, r, c, flow, tokens).bytes(1, 1)
+
+
+def test_keeping_saves_what_would_move_again() -> None:
+    """Inputs: a gather in the backward. Weights: all gathers but one a step. Gradients: all sums but one a step."""
+    p = Product(64, 16, 48, 4, 12, True, False, 2, 4)
+    plain, w, x = traffic(p, "os", (), 3), 6 * 16, 3 * 16 * 16
+    assert traffic(p, "os", ("inputs",), 3) == plain + Traffic(activations_backward=-3 * x, calls_backward=-3)
+    kept = Traffic(weights_forward=-2 * w, weights_backward=-3 * w, calls_forward=-2, calls_backward=-3)
+    assert traffic(p, "os", ("weights",), 3) == plain + kept
+    assert traffic(p, "os", ("gradients",), 3) == plain + Traffic(weight_grads=-2 * w, calls_backward=-2)
+    for flow in ("ws-in", "ws-out"):
+        assert traffic(p, flow, ("weights", "gradients"), 3) == traffic(p, flow, (), 3)
+
+
+def test_the_links_decide() -> None:
+    """Weights that move over a slow row, or activations over a slow column; dear calls; what hides and what does not."""
+    p = Product(2048, 4096, 12288, 1024, 3072, True, False, 4, 4)
+    fast, slow = Link(400e9, 1e-5), Link(5e9, 3e-5)
+    assert choose_flow(p, "auto", 2, 4, links=Links(slow, slow)) == "os"
+    assert choose_flow(p, "auto", 2, 4, links=Links(fast, slow)) == "os"
+    few = dataclasses.replace(p, n=512)
+    assert choose_flow(few, "auto", 2, 4, links=Links(slow, fast)) == "ws-out"
+    assert (
+        choose_flow(few, "auto", 2, 4, links=Links(slow, fast), keep=("weights", "gradients"), micro_batches=8) == "os"
+    )
+    assert choose_flow(few, "auto", 2, 4, links=Links(slow, fast), beside=1.0) == "os"  # all of it hides
+    back = Product(64, 256, 256, 64, 64, False, True, 4, 4)
+    dear = Link(400e9, 1e-2)
+    assert choose_flow(back, "auto", 2, 4, links=Links(dear, dear)) == "ls"
+
+
+def test_products_of_a_config_are_those_of_the_model() -> None:
+    for name, residual, (r, c) in itertools.product(CONFIGS, ("sequence", "hidden"), ((1, 2), (2, 4), (4, 1))):
+        m = config_of(name)
+        model = build_model(m)
+        grid = Grid(Axis("row", r), Axis("col", c))
+        parallelize(model, Setting(grid, m.seq_len, 3 * m.seq_len, residual=residual))
+        expected = products_of(m, r, c, 3 * m.seq_len, residual)
+        linears = {n.rpartition(".")[2]: x.matmul for n, x in model.named_modules() if isinstance(x, GridLinear)}
+        assert {n: x.sizes for n, x in linears.items()} == expected, (name, residual, r, c)
+        plan = Plan(mesh=Mesh(row=r, col=c), tensor=TensorPlan(residual=residual))  # type: ignore[arg-type]
+        assert {n: (x.sizes, x.flow) for n, x in linears.items()} == flows_of_plan(m, plan, 3 * r)
 
 
 def test_few_tokens_leave_the_weights_where_they_are() -> None:

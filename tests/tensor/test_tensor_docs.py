@@ -20,6 +20,6 @@ def test_example(code: str) -> None:
 
 
 def test_plan() -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    text = "".join(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL))
     config = Config.load(Path(__file__).parents[2] / "configs" / "gpt-tiny.toml").resolve()
     Plan.from_dict(tomllib.loads(text)).check(config, 8)

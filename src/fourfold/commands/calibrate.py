@@ -103,7 +103,11 @@ def _tell(args: CalibrateArgs) -> None:
     rows = [
         ("devices", f"{cluster.nodes} × {cluster.devices} {d.name}, {format_bytes(cluster.memory)} each"),
         ("products", ", ".join(f"{k} {number(v)}FLOP/s" for k, v in d.matrix.items())),
-        ("memory", f"{number(d.memory_rate)}B/s; an operator takes {d.operator * 1e6:.1f} µs at least"),
+        (
+            "memory",
+            f"{number(d.memory_rate)}B/s, {d.eager:.0%} of it between products; "
+            f"an operator takes {d.operator * 1e6:.1f} µs at least",
+        ),
         ("host link", f"{number(cluster.host.link)}B/s"),
     ]
     for level in cluster.level:

@@ -182,6 +182,25 @@ def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restar
             console.print(f"starting again from {last or 'the beginning'} ({attempt + 1} of {max_restarts})")
 
 
+def _grid(config: Config, plan: Plan) -> str:
+    """How every product moves, what is kept, and what a rank receives for the products of one layer."""
+    from fourfold.schema import format_bytes
+    from fourfold.tensor.costs import traffic
+    from fourfold.tensor.products import WIDTH, flows_of_plan
+
+    batch, tensor = config.train.global_batch, plan.tensor
+    found, micro = flows_of_plan(config.model, plan, batch), plan.micro_batches(batch)
+    compute = WIDTH[plan.precision.compute]
+    reduce = max(WIDTH[plan.precision.reduce], compute)
+    layer = [traffic(p, f, tensor.keep, micro) for n, (p, f) in found.items() if n in ("qkv", "out", "up", "down")]
+    moved = format_bytes(sum(t.bytes(compute, reduce) for t in layer))
+    said = [n for n in found if getattr(tensor.flows, n) != "auto"]
+    why = "as the plan says" if len(said) == len(found) or tensor.flow != "auto" else "by bytes and calls"
+    flows = ", ".join(f"{name} {flow}" for name, (_, flow) in found.items())
+    kept = f"keeping {' and '.join(tensor.keep)}" if tensor.keep else "keeping nothing"
+    return f"{flows} ({why}); {moved} a layer and step, {kept}; overlap {'on' if tensor.overlap else 'off'}"
+
+
 def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
     from fourfold.model.spec import parameter_count
     from fourfold.view.console import facts, number
@@ -194,6 +213,7 @@ def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
             ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {number(parameter_count(m))} parameters"),
             ("data", f"{config.data.source}, {batch} × {m.seq_len} tokens a step"),
             ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
+            *([("grid", _grid(config, plan))] if plan.mesh.row * plan.mesh.col > 1 else []),
             *([("predicted", _predicted(plan))] if plan.predicted else []),
             ("steps", f"{config.train.steps}"),
             ("run", config.train.run_dir),

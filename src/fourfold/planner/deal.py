@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from fourfold.plan import Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.units import compute_times
 from fourfold.program.costs import Costs
@@ -25,17 +26,19 @@ MOST = 64
 def deal_layers(setting: Setting, layout: Layout, schedule: Schedule, message: float) -> tuple[int, ...]:
     """Layers of every stage, embedding and head among them."""
     mesh = layout.mesh
-    return _dealt(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.flow, schedule, message)
+    return _dealt(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.steps, schedule, message)
 
 
 @lru_cache(maxsize=2048)
 def _dealt(
-    setting: Setting, size: int, row: int, col: int, flow: str, schedule: Schedule, message: float
+    setting: Setting, size: int, row: int, col: int, tensor: Tensor, steps: int, schedule: Schedule, message: float
 ) -> tuple[int, ...]:
     spec, tokens = setting.spec, size * setting.spec.seq_len
     times = []
     for layer in range(spec.layers):
-        parts = [compute_times(setting, u.kind, tokens, row, col, flow, 1, "none") for u in spec.of_layer(layer)]
+        parts = [
+            compute_times(setting, u.kind, tokens, row, col, tensor, steps, 1, "none") for u in spec.of_layer(layer)
+        ]
         times.append(
             (sum(p.forward for p in parts), sum(p.input_grad for p in parts), sum(p.weight_grad for p in parts))
         )

@@ -37,6 +37,7 @@ def explain(plan: Plan) -> str:
         *_memory(p),
         *_price(p),
         *_gathers(p),
+        *_flows(plan),
     ]
     if c:
         lines.append(
@@ -91,6 +92,25 @@ def _gathers(p: dict[str, Any]) -> list[str]:
         return []
     text = f"gathering a unit hides behind its forward from {need:,} tokens in a micro-batch; this plan has {has:,}"
     return [f"break-even: {text}"]
+
+
+def _flows(plan: Plan) -> list[str]:
+    """How every product moves over the grid, and what the next best flow would take."""
+    found = (plan.predicted or {}).get("flows")
+    if not found:
+        return []
+    kept = ", ".join(plan.tensor.keep) or "nothing"
+    beside = "beside products" if plan.tensor.overlap else "not beside products (overlap is off)"
+    lines = [f"on the grid, kept: {kept}; a micro-batch's collectives, of which some run {beside}:"]
+    for each in found:
+        flow, costs, room = each["flow"], each["seconds"], each["beside"] if plan.tensor.overlap else 0.0
+        late = {f: shown + max(0.0, hidden - room) for f, (shown, hidden) in costs.items()}
+        shown, hidden = costs[flow]
+        others = sorted((t, f) for f, t in late.items() if f != flow)
+        instead = f"; {others[0][1]} would show {others[0][0]:.3g} s" if others else ""
+        text = f"{shown:.3g} s shown, {hidden:.3g} s beside {each['beside']:.3g} s of products"
+        lines.append(f"  {each['product']:<5} {flow:<6} {text}{instead}")
+    return lines
 
 
 def table(plan: Plan) -> list[tuple[str, ...]]:

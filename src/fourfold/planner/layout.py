@@ -6,13 +6,13 @@ unit by unit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from fourfold.cluster import Cluster
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Batch, Memory, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
+from fourfold.plan import Batch, Flows, Memory, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 
 __all__ = ["WIDTH", "Layout", "Setting"]
 
@@ -64,8 +64,7 @@ class Layout:
     stages_per_rank: int = 1
     optimizer: Literal["device", "host", "auto"] = "device"
     activations: Literal["device", "host"] = "device"
-    flow: Literal["auto", "summa", "os", "ls", "ws"] = "auto"
-    keep: tuple[Literal["weights", "inputs", "gradients"], ...] = ()
+    tensor: Tensor = field(default_factory=Tensor)
 
     @property
     def replicas(self) -> int:
@@ -77,6 +76,11 @@ class Layout:
         return self.mesh.row * self.mesh.col
 
     @property
+    def steps(self) -> int:
+        """Micro-batches over which the grid keeps something; 1 where it keeps nothing over them."""
+        return self.micro_batches if {"weights", "gradients"} & {*self.tensor.keep} else 1
+
+    @property
     def stages(self) -> int:
         return self.mesh.pipe * self.stages_per_rank
 
@@ -85,9 +89,14 @@ class Layout:
         return max(1, self.stages_per_rank // 2)
 
     def plan(
-        self, setting: Setting, rules: tuple[UnitRule, ...], layers: tuple[int, ...] | None, staging: str = "0GiB"
+        self,
+        setting: Setting,
+        rules: tuple[UnitRule, ...],
+        layers: tuple[int, ...] | None,
+        staging: str = "0GiB",
+        flows: Flows | None = None,
     ) -> Plan:
-        """The plan of this layout with a choice for every unit."""
+        """The plan of this layout with a choice for every unit and, on a grid, a flow for every product."""
         piped = self.mesh.pipe > 1
         return Plan(
             mesh=self.mesh,
@@ -98,7 +107,7 @@ class Layout:
                 waves=self.waves if piped and self.schedule == "wave" else 1,
                 stages_per_rank=self.stages_per_rank if piped and self.schedule == "interleaved" else 2,
             ),
-            tensor=Tensor(flow=self.flow, keep=self.keep),
+            tensor=replace(self.tensor, flows=flows or self.tensor.flows),
             unit=rules,
             memory=Memory(
                 optimizer=self.optimizer, moments=setting.moments, staging=staging, activations=self.activations
@@ -112,4 +121,6 @@ class Layout:
         if self.mesh.pipe > 1:
             more = {"wave": f" {self.waves}", "interleaved": f" {self.stages_per_rank}"}.get(self.schedule, "")
             text += f", {self.schedule}{more}"
+        if self.tensor.keep:
+            text += f", keep {' + '.join(self.tensor.keep)}"
         return text

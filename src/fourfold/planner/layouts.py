@@ -1,8 +1,8 @@
 """All layouts of a question, and what each takes at least.
 
 The mesh's degrees multiply to the number of ranks. Depth is data by another name (the same ranks hold copies, the same tokens are
-split), so it is 1 unless asked for. A layout's bound is what its busiest rank computes, with the bubble its schedule cannot
-avoid: no choice of its units can be faster.
+split), so it is 1 unless asked for. A grid keeps all it can; what memory has no room for is dropped in the search. A layout's
+bound is what its busiest rank computes, with the bubble its schedule cannot avoid: no choice of its units can be faster.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 from fourfold import schema
 from fourfold.errors import PlanError
-from fourfold.plan import AXES, SCHEDULES, Mesh
+from fourfold.plan import AXES, SCHEDULES, Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.options import RankLoad
+from fourfold.planner.products import ladder
 from fourfold.planner.units import compute_times
 
 __all__ = ["Constraints", "bound", "bubble", "layouts", "loads", "parse_fixes", "waits"]
@@ -32,6 +33,7 @@ _WORDS = {
     "optimizer": ("device", "host", "auto"),
     "activations": ("device", "host"),
     "flow": ("auto", "summa", "os", "ls", "ws"),
+    "keep": ("none", "weights", "inputs", "gradients", "all"),
 }
 
 
@@ -86,7 +88,8 @@ def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
         for col in _degrees(ranks // pipe, wanted.get("col")):
             if heads % col and "col" not in wanted.fixed:
                 continue
-            for row in _degrees(ranks // pipe // col, wanted.get("row")):
+            # without columns, rows are replicas that are sharded (zero3, zero2, keep) by another name
+            for row in _degrees(ranks // pipe // col, wanted.get("row", 1 if col == 1 else None)):
                 rest = ranks // pipe // col // row
                 depth = wanted.get("depth", 1)
                 if rest % depth or wanted.get("data", rest // depth) != rest // depth:
@@ -102,7 +105,7 @@ def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
 
 
 def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layout]:
-    each = setting.global_batch // mesh.batch_ways
+    each, tensor = setting.global_batch // mesh.batch_ways, Tensor(flow=wanted.get("flow", "auto"))
     for size in _degrees(each, wanted.get("micro_batch_size")):
         m = each // size
         if wanted.get("micro_batches", m) != m:
@@ -116,7 +119,7 @@ def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layo
                 stages,
                 wanted.get("optimizer", "device"),
                 wanted.get("activations", "device"),
-                wanted.get("flow", "auto"),
+                ladder(mesh, m, tensor, wanted.get("keep"))[0],
             )
 
 
@@ -199,7 +202,8 @@ def in_flight(layout: Layout, rank: int) -> float:
 def loads(setting: Setting, layout: Layout) -> tuple[list[RankLoad], list[tuple[float, float, float]]]:
     """The kinds of ranks of a pipeline: what each holds, and its F, I, W of a micro-batch."""
     mesh, zigzag = layout.mesh, layout.schedule in ("wave", "zb-v")
-    ranks, held, works = _held(setting, mesh.pipe, zigzag, layout.micro_batch_size, mesh.row, mesh.col, layout.flow)
+    size, tensor = layout.micro_batch_size, layout.tensor
+    ranks, held, works = _held(setting, mesh.pipe, zigzag, size, mesh.row, mesh.col, tensor, layout.steps)
     copy = setting.spec.tied and not zigzag and mesh.pipe > 1
     last = mesh.pipe - 1
     return [
@@ -209,13 +213,13 @@ def loads(setting: Setting, layout: Layout) -> tuple[list[RankLoad], list[tuple[
 
 @lru_cache(maxsize=20_000)
 def _held(
-    setting: Setting, pipe: int, zigzag: bool, size: int, row: int, col: int, flow: str
+    setting: Setting, pipe: int, zigzag: bool, size: int, row: int, col: int, tensor: Tensor, steps: int
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[tuple[float, float, float]]]:
     """Ranks that differ: the first, the last, and of those between the first with each number of blocks."""
     spec = setting.spec
     base = {}
     for kind in spec.kinds:
-        c = compute_times(setting, kind, size * spec.seq_len, row, col, flow, 1, "none")
+        c = compute_times(setting, kind, size * spec.seq_len, row, col, tensor, steps, 1, "none")
         base[kind] = (c.forward, c.input_grad, c.weight_grad)
     inner: dict[str, int] = {}
     for unit in spec.units:

@@ -16,6 +16,7 @@ from fourfold.plan import Plan, Precision
 from fourfold.planner.layout import Setting
 from fourfold.planner.layouts import Constraints, parse_fixes
 from fourfold.planner.predict import layout_of_plan, predict
+from fourfold.planner.products import chosen_flows, flow_report
 from fourfold.planner.search import Candidate, Found, Progress, search
 from fourfold.planner.units import Choice, unit_cost
 
@@ -87,6 +88,7 @@ def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
         "binding": binding(best, setting),
         "break_even_tokens": round(break_even(best, setting)),
         "tokens_per_micro_batch": best.layout.micro_batch_size * setting.spec.seq_len,
+        "flows": flow_report(setting, best.layout),
     }
     others = tuple(_short(c) for c in found.ranked[:top])
     return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)
@@ -101,7 +103,10 @@ def judge(plan: Plan, setting: Setting) -> Plan:
             f"use {max(1, setting.global_batch // ways) * ways} sequences"
         )
     setting = replace(setting, precision=plan.precision, moments=plan.memory.moments)
-    candidate = Candidate(layout_of_plan(plan, setting), plan, predict(plan, setting), 0.0, 0.0)
+    layout = layout_of_plan(plan, setting)
+    tensor = replace(plan.tensor, flows=chosen_flows(setting, layout))
+    plan = replace(plan, tensor=tensor)
+    candidate = Candidate(layout, plan, predict(plan, setting), 0.0, 0.0)
     return replace(with_report(Found(candidate, (candidate,), {}), setting, 1), certificate=None)
 
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from fourfold.plan import Mesh
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import Choice, unit_cost
+from fourfold.planner.units import Choice, UnitCost, unit_cost
 
 __all__ = ["Option", "RankLoad", "Solver", "sharding_options"]
 
@@ -51,7 +51,7 @@ class Solver:
         """Modes, by seconds and bytes of a step; `hopeful`: as if every unit recomputed, so that more is hidden."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size)
-        key = (kind, *sizes, piped, layout.optimizer, layout.flow, hopeful)
+        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, hopeful)
         if key not in self._sharding:
             options = sharding_options(self.setting, layout, kind, piped, hopeful)
             self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
@@ -60,7 +60,7 @@ class Solver:
     def recompute(self, layout: Layout, kind: str) -> list[Option]:
         """Recomputation and splits: seconds of a micro-batch, bytes of a micro-batch in flight."""
         mesh = layout.mesh
-        key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.flow, layout.activations)
+        key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.steps, layout.activations)
         if key not in self._recompute:
             options = recompute_options(self.setting, layout, kind)
             self._recompute[key] = _undominated(_wished(options, "recompute", self.fixed.get("recompute")))
@@ -106,10 +106,10 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
     m, overlap = layout.micro_batches, setting.cluster.overlap
     alike = Layout(
         Mesh(data=layout.replicas, row=layout.mesh.row, col=layout.mesh.col),
-        1,
+        layout.steps,
         layout.micro_batch_size,
         optimizer=layout.optimizer,
-        flow=layout.flow,
+        tensor=layout.tensor,
     )
     cost = unit_cost(setting, alike, kind, choice)
     other = unit_cost(
@@ -130,6 +130,8 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
     elif sharded:
         seconds += late(cost.gather, forward)
     seconds += (m if choice.reduce == "micro-batch" else 1) * (late(cost.reduce, backward) + cost.across)
+    if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
+        seconds += m * (_work(cost) - _work(unit_cost(setting, alike, kind, Choice())))
     state = setting.state if layout.optimizer == "device" else 0.0
     memory = cost.parameters + cost.local * state
     if choice.mode in ("keep", "zero2"):
@@ -138,6 +140,10 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
     memory += cost.reduced if at_once else cost.gradients
     transient = 2 * cost.transient + (cost.gradients if at_once else 0.0)
     return Option(choice, seconds, memory, transient)
+
+
+def _work(cost: UnitCost) -> float:
+    return cost.compute.forward + cost.compute.input_grad + cost.compute.weight_grad
 
 
 def _wished(options: list[Option], name: str, wish: str | None) -> list[Option]:

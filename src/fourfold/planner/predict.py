@@ -114,8 +114,7 @@ def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
         per_rank if plan.mesh.pipe > 1 else 1,
         plan.memory.optimizer,
         plan.memory.activations,
-        plan.tensor.flow,
-        plan.tensor.keep,
+        plan.tensor,
     )
 
 

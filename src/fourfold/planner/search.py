@@ -19,13 +19,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.errors import ScheduleError
-from fourfold.plan import Plan, UnitRule
+from fourfold.plan import Plan, Tensor, UnitRule
 from fourfold.planner.deal import deal_layers
 from fourfold.planner.inner import Solved, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, layouts, loads, waits
 from fourfold.planner.options import RankLoad, Solver
 from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, predict
+from fourfold.planner.products import chosen_flows, ladder
 from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice
 from fourfold.program.costs import Costs
@@ -101,7 +102,7 @@ def _distinct(built: list[Candidate]) -> list[Candidate]:
     """The fastest first; of plans that differ in placements alone the fastest, on the device where that costs nothing."""
     best: dict[Layout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
-        key = replace(c.layout, optimizer="device", activations="device")
+        key = replace(c.layout, optimizer="device", activations="device", tensor=Tensor())
         if key not in best or c.prediction.seconds < 0.998 * best[key].prediction.seconds:
             best[key] = c
     return sorted(best.values(), key=lambda c: c.prediction.seconds)
@@ -160,7 +161,13 @@ class _Search:
     # ---- one layout, estimated ----
 
     def _estimate(self, layout: Layout, floor: float) -> None:
+        *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
+        layout = replace(layout, tensor=least)
         free = self._push(layout, floor)
+        if free is not None:  # it fits; there may be room to keep something on the grid
+            for tensor in richer:
+                if self._push(replace(layout, tensor=tensor), floor):
+                    break
         if free or self.setting.cluster.device.kind == "cpu":
             return
         # memory binds: what the host takes may buy a faster choice
@@ -169,8 +176,8 @@ class _Search:
         if "activations" not in self.wanted.fixed:
             self._push(replace(layout, activations="host"), floor)
 
-    def _push(self, layout: Layout, floor: float) -> bool:
-        """Solve the kinds of ranks; returns whether memory is no constraint."""
+    def _push(self, layout: Layout, floor: float) -> bool | None:
+        """Solve the kinds of ranks; returns whether memory is no constraint, or None where nothing fits."""
         setting, m = self.setting, layout.micro_batches
         ranks, works = loads(setting, layout)
         budget = self._budget(layout)
@@ -179,7 +186,7 @@ class _Search:
             solved = solve_rank(self.solver, layout, load, budget - self._tied(layout, load))
             if solved is None:
                 self.too_large += 1
-                return False
+                return None
             stream = self._stream(layout, load, budget - solved.memory)
             total = m * sum(work) + solved.seconds + stream
             free = free and solved.free and not stream
@@ -277,7 +284,7 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = flo
             lender = choices[setting.spec.units[0].name]
             head = setting.spec.units[-1].name
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
-        plan = layout.plan(setting, rules_of(choices), layers)
+        plan = layout.plan(setting, rules_of(choices), layers, flows=chosen_flows(setting, layout))
         prediction = predict(plan, setting, choices)
         if layout.optimizer == "auto":
             plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))

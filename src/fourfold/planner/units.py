@@ -4,6 +4,9 @@
 FLOPs and bytes. The backward of a product is two products: of the input (I) and of the weight (W), whose result is then
 added to the gradients of the micro-batches before.
 
+**The grid.** Every product moves as its flow says (`products`): what nothing hides is waited for where it stands; the rest runs
+beside the unit's own computing, forward and backward each, as far as that lasts and the cluster overlaps.
+
 **Sharding.** Over a group of S of the N replicas (`within`; S = N: all): parameters of n elements are gathered, gradients
 reduced, over the group; with S < N the shards are summed over the other N/S, too.
 
@@ -18,16 +21,15 @@ reduced, over the group; with S < N the shards are summed over the other N/S, to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from fourfold.model.operators import Held, Moment, UnitSpec
-from fourfold.plan import Mesh
+from fourfold.plan import Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.plane import grid_moves, product_times, vector_sums
+from fourfold.planner.products import flow_of, grid_seconds, loss_sums, product_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
-from fourfold.tensor.costs import Product, choose_flow
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
 
@@ -113,30 +115,40 @@ class UnitCost:
 
 @lru_cache(maxsize=200_000)
 def compute_times(
-    setting: Setting, kind: str, tokens: int, row: int, col: int, flow: str, split: int, recompute: str
+    setting: Setting, kind: str, tokens: int, row: int, col: int, tensor: Tensor, steps: int, split: int, recompute: str
 ) -> Compute:
-    """Seconds of one micro-batch of `tokens` tokens on a rank."""
+    """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them."""
     unit, cluster, width = setting.spec.kinds[kind], setting.cluster, setting.compute
     forward = input_grad = weight_grad = cheap = 0.0
+    shown, hidden = [loss_sums(setting, unit, tokens, col), 0.0, 0.0], [0.0, 0.0, 0.0]
     for o in unit.operators:
         if o.kind == "product":
-            f, i, w = product_times(setting, o, tokens, col, split)
+            f, i, w = product_seconds(setting, o, tokens, col, split)
             added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
-            w += cluster.memory_bound(added)
-            forward, input_grad, weight_grad = forward + f, input_grad + i, weight_grad + w
+            forward, input_grad = forward + f, input_grad + i
+            weight_grad += w + cluster.memory_bound(added, fused=True)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            backward = time * cluster.device.attention_backward * o.backward / 2.5
-            forward, input_grad = forward + time, input_grad + backward
+            forward, input_grad = (
+                forward + time,
+                input_grad + time * cluster.device.attention_backward * o.backward / 2.5,
+            )
             cheap += time if o.name in unit.again else 0.0
         else:
-            time = cluster.memory_bound((o.moved * width + o.wide * max(4, width)) * tokens / col)
+            size = (o.moved * width + o.wide * max(4, width)) * tokens / col
+            time = cluster.memory_bound(size, fused=setting.precision.compile)
             forward, input_grad = forward + time, input_grad + time * o.backward
             cheap += time if not unit.again or o.name in unit.again else 0.0
-    there, back = grid_moves(setting, kind, tokens, row, col, flow) if row * col > 1 else (0.0, 0.0)
-    forward, input_grad = forward + there, input_grad + back
-    again = {"none": 0.0, "selective": cheap}.get(recompute, forward)
-    return Compute(forward, input_grad, weight_grad, again, there + back, there)
+        if row * col > 1:
+            moved = grid_seconds(setting, o, tokens, row, col, tensor, steps)
+            for op, part in enumerate(moved.values()):
+                shown[op] += part[0]
+                hidden[op] += part[1]
+    overlap = cluster.overlap if tensor.overlap else 0.0
+    times = (forward, input_grad, weight_grad)
+    late = [shown[op] + hidden[op] - overlap * min(hidden[op], times[op]) for op in range(3)]
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0])
+    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late), late[0])
 
 
 def _elements(unit: UnitSpec, mesh: Mesh) -> float:
@@ -160,7 +172,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
     unit, mesh, cluster = setting.spec.kinds[kind], layout.mesh, setting.cluster
     tokens = layout.micro_batch_size * setting.spec.seq_len
-    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, layout.flow, choice.split, choice.recompute)
+    tensor, steps = layout.tensor, layout.steps
+    if choice.mode == "zero3" and "weights" in tensor.keep:  # released between F and B
+        tensor = replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
+    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, tensor, steps, choice.split, choice.recompute)
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
     mode = choice.mode if group > 1 else "replicate"
@@ -178,7 +193,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     lent = _lent(setting, unit, mesh)
     whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
     if mesh.row > 1 and unit.flops:
-        width = (e if "weights" in layout.keep else 0) + (max(4, e) if "gradients" in layout.keep else 0)
+        width = (e if "weights" in tensor.keep else 0) + (max(4, e) if "gradients" in tensor.keep else 0)
         whole_rows = unit.matrices / mesh.col * width
     scale = tokens / mesh.col
     heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
@@ -228,7 +243,7 @@ class _Heights:
     def __init__(
         self, setting: Setting, layout: Layout, unit: UnitSpec, choice: Choice, tokens: int, grads: float, slices: int
     ):
-        mesh = layout.mesh
+        mesh, self.overlap = layout.mesh, layout.tensor.overlap
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
@@ -240,28 +255,19 @@ class _Heights:
         )
         if self.recompute == "none":
             self.kept = self.full
-            if "inputs" in layout.keep and mesh.col > 1 and unit.flops:  # of all columns
+            if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops:  # of all columns
                 self.kept += setting.spec.hidden * self.width * (tokens - self.scale)
-        # on a grid, the last product's output is kept before it is summed over the columns
-        self.unsummed = 0.0
-        if self.recompute == "selective" and mesh.col > 1 and unit.flops and unit.output:
-            self.unsummed = unit.output * self.width * tokens
-            self.kept += self.unsummed - unit.output * self.width * self.scale
-        self.moving = self._moving(layout.flow) if mesh.row > 1 and unit.output else 0.0
+        self.moving = self._moving(layout) if mesh.row > 1 and unit.output else 0.0
 
-    def _moving(self, flow: str) -> float:
+    def _moving(self, layout: Layout) -> float:
         """Bytes more than `os` and `ls` hold: `ws` gathers activations over the rows, `summa` copies what it sums."""
-        mesh, hidden, widest, ws = self.mesh, self.setting.spec.hidden, 0, False
-        for o in self.unit.operators:
-            if o.kind == "product":
-                leaves, comes = o.inputs == hidden, o.outputs == hidden
-                k, b = -(-o.inputs // mesh.col), -(-o.outputs // mesh.col)
-                sizes = Product(self.tokens, o.inputs, o.outputs, k, b, leaves, comes, mesh.row, mesh.col)
-                chosen = choose_flow(sizes, flow, self.width, self.setting.reduce)
-                ws, widest = ws or chosen.startswith("ws"), max(widest, o.inputs, o.outputs)
-        if ws:
+        mesh, hidden, tensor = self.mesh, self.setting.spec.hidden, layout.tensor
+        products = [o for o in self.unit.operators if o.kind == "product"]
+        flows = {flow_of(self.setting, o, self.tokens, mesh.row, mesh.col, tensor, layout.steps) for o in products}
+        widest = max((max(o.inputs, o.outputs) for o in products), default=0)
+        if flows & {"ws-in", "ws-out"}:
             return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)
-        return self.width * (widest + 2 * hidden) * self.scale if flow == "summa" else 0.0
+        return self.width * (widest + 2 * hidden) * self.scale if "summa" in flows else 0.0
 
     @property
     def _shared_keys(self) -> float:
@@ -282,7 +288,7 @@ class _Heights:
             size += m.full * self.tokens * e
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
             wide = 4 if m.grads and e < 4 else 0
-            ahead = self.largest if m.weights else 0.0
+            ahead = self.largest if m.weights and self.overlap else 0.0
             size += (m.weights + ahead) * self.unit.matrices / mesh.col * (e + wide)
         return size
 
@@ -291,8 +297,8 @@ class _Heights:
         """Bytes that a backward computes again before it begins."""
         if self.recompute == "none":
             return 0.0
-        again = max(0.0, self.full - self.kept + self.unsummed) / self.slices - self.unsummed
-        if self.recompute == "selective" and not self.unsummed:
+        again = max(0.0, self.full - self.kept) / self.slices
+        if self.recompute == "selective":
             again += self.unit.output * self.width * self.scale  # the last product's output, which nobody reads
         return again
 
@@ -313,8 +319,6 @@ class _Heights:
             return max(self.split() + probabilities, self._first_slice)
         most = self._again + self._most(self.unit.backward) + self.moving
         output = self.unit.output * self.width
-        if self.unsummed:  # while the first product's input is gathered
-            return max(most, output * (2 * self.scale + self.tokens))
         if self.recompute != "none":
             most = max(most, self._again + self._most(self.unit.forward["none"]) + output * self.scale)
         return most

@@ -56,7 +56,7 @@ class UnitVerbs(Protocol):
 
 
 class Watch(Protocol):
-    """Is told when an op of a stage begins and ends: F, B, I, or E (a forward without a backward)."""
+    """Is told when an op of a stage begins and ends: F, B, I, W, or E (a forward without a backward)."""
 
     def begin(self, op: str, /) -> None: ...
     def end(self) -> None: ...
@@ -201,7 +201,9 @@ class Stage:
     def weight_grad_part(self, index: int, micro_batch: int) -> None:
         """What I left of one link."""
         assert self.queue is not None, "a stage that was not built to be split"
+        self._begins("W", index == len(self.links) - 1)
         self.queue.run(micro_batch, index)
+        self._ends(index == 0)
 
     def evaluate(self, value: Any, extra: tuple[Any, ...] = ()) -> Any:
         """Forward only, nothing kept, dropout off."""

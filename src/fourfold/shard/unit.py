@@ -98,9 +98,8 @@ class Unit:
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # accumulators: views of `grad`, and those of borrowed parameters
-        self._fresh: set[str] = (
-            set()
-        )  # those that nothing was written to: the first gradient is copied, not added to zeros
+        self._fresh: set[str] = set()  # those not written to yet: the first gradient is copied, not added to zeros
+        self._gaps = layout.gaps()
         self._rows: dict[str, nn.Parameter] = {}  # borrowed parameters as this unit's module holds them
         self._borrowers: list[tuple[Unit, str, Borrowed]] = []
         self._holders: set[str] = {name}  # units that have gathered this one and not released it
@@ -299,7 +298,7 @@ class Unit:
             self.grad = torch.empty(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
             self._grads |= {s.name: self.grad[s.start : s.stop].view(s.shape) for s in self.layout.slots}
             self._fresh.update(self.params)
-            for start, stop in self.layout.gaps():
+            for start, stop in self._gaps:
                 self.grad[start:stop].zero_()
         return self.grad
 

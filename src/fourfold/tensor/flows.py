@@ -17,7 +17,8 @@ Letters: n tokens of this row, m = n / col (rounded up, padded with zeros), r = 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fourfold.tensor._torch import selective_region
 from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import Product
 from fourfold.tensor.grid import Axis, Coming, Grid
@@ -166,10 +168,8 @@ class Matmul:
                 y = (inputs @ w.t()).unflatten(0, (row.size, -1))
                 return self._start_collect(y, self._width_out).get(), inputs if self.keeps_inputs else x
             case _:
-                y = col.broadcast(x, 0) @ row.broadcast(w, 0).t()
-                for t in range(1, col.size):
-                    y = y + col.broadcast(x, t) @ row.broadcast(w, t).t()
-                return y, x
+                parts = zip(_broadcasts(col, x), _broadcasts(row, w), strict=True)
+                return functools.reduce(torch.add, (x_t @ w_t.t() for x_t, w_t in parts)), x
 
     def inputs(self, kept: Tensor) -> Coming:
         """What the weight gradient needs of x, of which the forward kept this."""
@@ -203,11 +203,7 @@ class Matmul:
                 spread = self._spread(dy).flatten(0, 1)
                 return row.start_scatter(spread @ w), spread
             case _:
-                dx = dy
-                for t in range(col.size):
-                    part = col.reduce(dy @ row.broadcast(w, t), t)
-                    dx = part if t == col.index else dx
-                return Coming(dx), dy
+                return Coming(_reduced(col, (dy @ w_t for w_t in _broadcasts(row, w)))), dy
 
     def weight_grad(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Coming:
         """dw, summed over row."""
@@ -216,11 +212,7 @@ class Matmul:
         row, col = self.grid.row, self.grid.col
         if self.flow != "summa":
             return Coming((kept.t() @ inputs).to(dtype))
-        dw = kept
-        for t in range(col.size):
-            part = row.reduce((kept.t() @ col.broadcast(inputs, t)).to(dtype), t)
-            dw = part if t == row.index else dw
-        return Coming(dw)
+        return Coming(_reduced(row, ((kept.t() @ x_t).to(dtype) for x_t in _broadcasts(col, inputs))))
 
     def weight_product(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """dw of all rows, from this row's tokens alone."""
@@ -263,14 +255,38 @@ class Matmul:
         return summed.then(lambda mine: _side_by_side(row.exchange(mine), row.size)[:, :width])
 
 
+def _broadcasts(axis: Axis, x: Tensor) -> Iterator[Tensor]:
+    """x of every rank in turn; the next is on its way while one is used."""
+    coming = axis.start_broadcast(x, 0)
+    for t in range(1, axis.size + 1):
+        after = axis.start_broadcast(x, t) if t < axis.size else None
+        yield coming.get()
+        coming = after or coming
+
+
+def _reduced(axis: Axis, parts: Iterable[Tensor]) -> Tensor:
+    """The sum over ranks of part t, on rank t; one is summed while the next is computed."""
+    before: Coming | None = None
+    for t, part in enumerate(parts):
+        coming = axis.start_reduce(part, t)
+        if before is not None:
+            before.get()
+        before = coming
+        if t == axis.index:
+            mine = coming
+    assert before is not None
+    before.get()
+    return mine.get()
+
+
 PutOff = Callable[[Tensor, Tensor, Tensor, int, int], None]
 
 
 class Holder(Protocol):
     """What holds the weight of a product, outside of compiled graphs."""
 
-    def whole(self, forward: bool) -> Tensor:
-        """W of all rows, for a forward or a backward."""
+    def whole(self) -> Tensor:
+        """W of all rows."""
 
     def take_weight_grad(self, inputs: Tensor, kept: Tensor, /) -> bool:
         """Compute the weight gradient and see to it; False: autograd is to have it."""
@@ -293,7 +309,16 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         ctx.matmul, ctx.token, ctx.put_off, ctx.queue, ctx.place = matmul, token, put_off, queue, place
         ctx.holder = holder
-        y, kept = matmul.forward(x, w, _whole(matmul, w, holder, True))
+        region = selective_region() if holder is not None else None
+        if region is None:
+            y, kept = matmul.forward(x, w, _whole(matmul, w, holder))
+        else:
+            with region.hidden():
+                if region.again:
+                    y, kept = region.take(id(holder)), x
+                else:
+                    y, kept = matmul.forward(x, w, _whole(matmul, w, holder))
+                    region.keep(id(holder), y)
         ctx.save_for_backward(kept, w)
         return y
 
@@ -304,7 +329,7 @@ class _Multiply(torch.autograd.Function):
         matmul, holder = ctx.matmul, ctx.holder
         # what the weight gradient needs travels while dx is computed; without overlap, it is not held that long
         early = matmul.inputs(x) if ctx.put_off is None and matmul.grid.col.overlap else None
-        dx, kept = matmul.input_grad(dy, w, _whole(matmul, w, holder, False))
+        dx, kept = matmul.input_grad(dy, w, _whole(matmul, w, holder))
         dw = None
         if ctx.put_off is not None:
             ctx.put_off(x, kept, ctx.token, ctx.queue, ctx.place)
@@ -316,8 +341,8 @@ class _Multiply(torch.autograd.Function):
         return dx.get(), dw, None, None, None, None, None, None
 
 
-def _whole(matmul: Matmul, w: Tensor, holder: Holder | None, forward: bool) -> Whole:
-    return lambda: matmul.start_whole(w).get() if holder is None else holder.whole(forward)
+def _whole(matmul: Matmul, w: Tensor, holder: Holder | None) -> Whole:
+    return (lambda: matmul.start_whole(w).get()) if holder is None else holder.whole
 
 
 def multiply(

@@ -90,6 +90,20 @@ class Axis:
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         return Coming(out, collectives.reduce_scatter(out, x, self.group, f"a scatter over {self.name}"), x)
 
+    def start_broadcast(self, x: Tensor, source: int) -> Coming:
+        """`broadcast`, started."""
+        if self.group is None or not self.overlap or torch.compiler.is_compiling():
+            return Coming(self.broadcast(x, source))
+        out = x.contiguous() if self.index == source else torch.empty_like(x, memory_format=torch.contiguous_format)
+        return Coming(out, collectives.broadcast(out, source, self.group, f"a broadcast over {self.name}"))
+
+    def start_reduce(self, x: Tensor, target: int) -> Coming:
+        """`reduce`, started; x is no longer the caller's."""
+        if self.group is None or not self.overlap or torch.compiler.is_compiling():
+            return Coming(self.reduce(x, target))
+        x = x.contiguous()
+        return Coming(x, collectives.reduce(x, target, self.group, f"a reduction over {self.name}"))
+
     def sum(self, x: Tensor) -> Tensor:
         return x if self.group is None else collectives.summed(x, self.group, f"a sum over {self.name}")
 

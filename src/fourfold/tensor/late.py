@@ -96,7 +96,7 @@ class Sums:
 
     def start(self, coming: Coming, add: Callable[[Tensor], None]) -> None:
         """`add` is given the sum when it is here."""
-        if coming.here:  # nothing moved: a column of one rank, a flow that leaves weights where they are
+        if coming.here:  # nothing moves: a single row, a flow that leaves weights where they are
             add(coming.get())
             return
         if self._after:

@@ -199,7 +199,7 @@ class SharedKeys(GridLinear):
         *,
         bias: bool,
     ):
-        super().__init__(setting, inputs, outputs, bias=bias)
+        super().__init__(setting, inputs, outputs, bias=bias, name="qkv")
         self.widths, self.head, self.head_dim = [b.size for b in blocks], head, head_dim
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ step) and `gradients` (of all rows, this row's tokens: one sum over row a step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +40,28 @@ class Setting:
     seq_len: int
     tokens: int
     flow: str = "auto"
+    flows: Mapping[str, str] = field(default_factory=dict)
+    """By name of a product, its flow; auto, as one that is not named: `flow`."""
     residual: str = "sequence"
     compute_bytes: int = 4
     reduce_bytes: int = 4
     keep: frozenset[str] = frozenset()
     """Of `weights`, `inputs` and `gradients`: what is kept rather than communicated again."""
+    micro_batches: int = 1
+    """Of a step."""
+
+    def choose(self, sizes: Product, name: str, moves_output: bool) -> str:
+        """The flow of a product."""
+        wish = self.flows.get(name, "auto")
+        return choose_flow(
+            sizes,
+            self.flow if wish == "auto" else wish,
+            self.compute_bytes,
+            self.reduce_bytes,
+            moves_output=moves_output,
+            keep=self.keep,
+            micro_batches=self.micro_batches,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,7 @@ def _always() -> bool:
 class GridLinear(nn.Module):
     """y = x Wᵀ + b. The bias lies as y does, and is added once.
 
+    `name`: which product of the model it is, by which a plan may say its flow.
     `trim`: the padding at the end of the input's block may hold something, and is taken as 0.
     """
 
@@ -72,6 +90,7 @@ class GridLinear(nn.Module):
         outputs: Side,
         *,
         bias: bool,
+        name: str = "",
         flow: str | None = None,
         moves_output: bool = True,
         trim: bool = False,
@@ -89,9 +108,7 @@ class GridLinear(nn.Module):
             grid.row.size,
             grid.col.size,
         )
-        chosen = flow or choose_flow(
-            sizes, setting.flow, setting.compute_bytes, setting.reduce_bytes, moves_output=moves_output
-        )
+        chosen = flow or setting.choose(sizes, name, moves_output)
         self.setting, self.inputs, self.outputs = setting, inputs, outputs
         self.filled = inputs.blocks.filled(grid.col.index) if trim else inputs.blocks.size
         self.matmul = Matmul(chosen, grid, sizes, setting.seq_len, keeps_inputs="inputs" in setting.keep)
@@ -106,7 +123,6 @@ class GridLinear(nn.Module):
         self._sums: Sums | None = None
         self._add: Callable[[Tensor], None] | None = None
         self._ready: Callable[[], bool] = _always
-        self._selective = False
         self._whole: Tensor | None = None  # kept: W of all rows
         self._unsummed: Tensor | None = None  # kept: the gradients of all rows
 
@@ -143,10 +159,11 @@ class GridLinear(nn.Module):
     ) -> None:
         """Be part of a stage: `add` takes gradients of the weight, `ready` says whether it is here.
 
-        `selective`: the forward is recomputed by torch's selective checkpoints, which must see the same operations in it each
-        time; so it gathers the weight on its own.
+        `selective`: the forward runs under a selective checkpoint, which keeps the output and no gathered inputs.
         """
-        self._ahead, self._sums, self._add, self._ready, self._selective = ahead, sums, add, ready, selective
+        self._ahead, self._sums, self._add, self._ready = ahead, sums, add, ready
+        if selective:
+            self.matmul = replace(self.matmul, keeps_inputs=False)
 
     def ready(self) -> bool:
         return self._ready()
@@ -155,10 +172,10 @@ class GridLinear(nn.Module):
     def start_whole(self) -> Coming:
         return Coming(self._whole) if self._whole is not None else self.matmul.start_whole(self.weight)
 
-    def whole(self, forward: bool) -> Tensor:
+    def whole(self) -> Tensor:
         """W of all rows."""
-        if self._ahead is None or (forward and self._selective):
-            return self.matmul.start_whole(self.weight).get()
+        if self._ahead is None:
+            return self.start_whole().get()
         whole = self._ahead.take(self).get()
         if "weights" in self.setting.keep and self.training:
             self._whole = whole
@@ -170,7 +187,8 @@ class GridLinear(nn.Module):
         if self._sums is None or self._add is None:
             return False
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        if "gradients" not in self.setting.keep or not self.matmul.moves_weight:
+        moves = self.matmul.moves_weight and self.setting.grid.row.size > 1
+        if "gradients" not in self.setting.keep or not moves:
             self._sums.start(self.matmul.weight_grad(inputs, kept, wide), self._add)
         elif self._unsummed is None:
             self._unsummed = self.matmul.weight_product(inputs, kept, wide)

@@ -94,10 +94,10 @@ def _attention(a: nn.Module, s: Setting) -> None:
     if sharing:
         a.qkv = SharedKeys(s, residual, (q, k, k), inside, shared[col.index], a.head_dim, bias=qkv_bias)
     else:
-        a.qkv = GridLinear(s, residual, inside, bias=qkv_bias)
+        a.qkv = GridLinear(s, residual, inside, bias=qkv_bias, name="qkv")
     keys = a.head_dim if sharing else k.size
     a.widths, a.grouped = (q.size, keys, keys), q.size != keys
-    a.out = GridLinear(s, Side(q), residual, bias=_linear(a.out)[2], trim=sharing)
+    a.out = GridLinear(s, Side(q), residual, bias=_linear(a.out)[2], name="out", trim=sharing)
     a.norm = swap_norm(a.norm, s)
 
 
@@ -106,8 +106,8 @@ def _mlp(m: nn.Module, s: Setting) -> None:
     width, wide, bias = _linear(m.up)
     inner = _linear(m.down)[0]
     residual, block = residual_side(s, width), even(inner, s.grid.col.size)
-    m.up = GridLinear(s, residual, Side(fuse(*[block] * (wide // inner))), bias=bias)
-    m.down = GridLinear(s, Side(block), residual, bias=bias)
+    m.up = GridLinear(s, residual, Side(fuse(*[block] * (wide // inner))), bias=bias, name="up")
+    m.down = GridLinear(s, Side(block), residual, bias=bias, name="down")
     m.norm = swap_norm(m.norm, s)
 
 
@@ -128,7 +128,8 @@ def _head(h: nn.Module, s: Setting) -> None:
     width, vocab, bias = _linear(h.proj)
     residual, words = residual_side(s, width), even(vocab, s.grid.col.size)
     if h.dense is not None:
-        h.dense = GridLinear(s, residual, residual, bias=True)
+        h.dense = GridLinear(s, residual, residual, bias=True, name="dense")
     h.norm = swap_norm(h.norm, s)
-    h.proj = GridLinear(s, residual, Side(words), bias=bias, flow="os" if h.tied else None, moves_output=False)
+    flow = "os" if h.tied else None
+    h.proj = GridLinear(s, residual, Side(words), bias=bias, name="proj", flow=flow, moves_output=False)
     h.loss = GridCrossEntropy(s, words)

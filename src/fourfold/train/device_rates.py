@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from fourfold.cluster import Device
 
-__all__ = ["gpu_device"]
+__all__ = ["gpu_device", "steady"]
 
 SHAPES = (
     (8192, 8192, 8192), (4096, 3072, 9216), (8192, 3072, 3072), (12288, 6144, 3072), (6144, 8192, 6144), (3072, 12288, 3072),
@@ -86,6 +86,12 @@ def _attention(device: torch.device) -> tuple[float, float]:
 def _memory_rate(device: torch.device) -> float:
     x, y = torch.randn(2, 1 << 28, dtype=torch.bfloat16, device=device).unbind()
     return 3 * x.nbytes / _took(lambda: torch.add(x, y, out=y))
+
+
+def steady(work: Callable[[], Any]) -> float:
+    """Seconds of one call, once the device has worked for a while."""
+    _took(work, WARM)
+    return _took(work, 5 * ENOUGH)
 
 
 def _took(work: Callable[[], Any], enough: float = ENOUGH) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
@@ -78,10 +78,12 @@ def put_on_grid(
         seq_len=config.model.seq_len,
         tokens=plan.micro_batch_size(config.train.global_batch) * config.model.seq_len,
         flow=plan.tensor.flow,
+        flows=asdict(plan.tensor.flows),
         residual=plan.tensor.residual,
         compute_bytes=compute.itemsize,
         reduce_bytes=reduce.itemsize,
         keep=frozenset(plan.tensor.keep),
+        micro_batches=plan.micro_batches(config.train.global_batch),
     )
     parallelize(model, setting)
     model.tie()

@@ -1,0 +1,191 @@
+"""Products on the grid: what each takes, by which flow it moves, and what that takes on the cluster's links.
+
+A product of T tokens takes what [T, K] · [K, N/col] takes on the device. What its flow moves, in bytes and calls, is
+`fourfold.tensor.costs`, as the run does it; each line of the grid has the rate and the latency of the networks it crosses
+(`links_of`). `auto` takes for every product the flow that shows least: what can hide (weights of all rows, sums of weight
+gradients, gradients of inputs) counts where it outlasts the product. The choice is written into the plan, so that ranks and
+later runs have it without measuring.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from fourfold.cluster import Cluster
+from fourfold.model.operators import Operator, UnitSpec
+from fourfold.plan import Flows, Kept, Mesh, Tensor
+from fourfold.planner.layout import Layout, Setting
+from fourfold.tensor.blocks import round_up
+from fourfold.tensor.costs import Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
+from fourfold.tensor.products import products_of
+
+__all__ = [
+    "chosen_flows",
+    "flow_of",
+    "flow_report",
+    "grid_seconds",
+    "ladder",
+    "links_of",
+    "loss_sums",
+    "product_seconds",
+    "vector_sums",
+]
+
+
+def product_seconds(setting: Setting, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
+    """Seconds of the forward, of the gradient of the input and of that of the weight, in `split` slices."""
+    cluster, dtype, width = setting.cluster, setting.precision.compute, setting.compute
+    k, n = float(o.inputs), float(o.outputs)
+    if o.outputs > o.inputs:
+        n /= col * split
+    else:
+        k /= col * split
+    count = o.flops * tokens / (2.0 * tokens * k * n * col)  # slices; more for batched products
+    rows = float(tokens)
+    return (
+        count * cluster.product(rows, k, n, dtype, width),
+        count * cluster.product(rows, n, k, dtype, width),
+        count * cluster.product(k, rows, n, dtype, width),
+    )
+
+
+class ClusterLinks:
+    """The lines of a plane on a cluster: columns are neighbours, rows lie `col` apart."""
+
+    def __init__(self, cluster: Cluster, row: int, col: int):
+        self.cluster, self.lines = cluster, {"row": (row, col), "col": (col, 1)}
+
+    def seconds(self, m: Move, width: int) -> float:
+        members, stride = self.lines[m.axis]
+        kind: Literal["all_gather", "reduce_scatter"] = "reduce_scatter" if "reduce" in m.kind else "all_gather"
+        whole = passed(m) * width / m.calls * members / (members - 1)
+        return m.calls * self.cluster.collective(kind, whole, members, stride)
+
+
+@lru_cache(maxsize=4096)
+def links_of(setting: Setting, row: int, col: int) -> ClusterLinks:
+    return ClusterLinks(setting.cluster, row, col)
+
+
+def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, residual: str) -> Product:
+    config = setting.spec.config
+    if config is not None:
+        return products_of(config, row, col, tokens, residual)[o.name]
+    k, b = round_up(o.inputs, col) // col, round_up(o.outputs, col) // col
+    back = o.inputs >= o.outputs
+    return Product(tokens, o.inputs, o.outputs, k, b, not back, back, row, col)
+
+
+@lru_cache(maxsize=200_000)
+def flow_of(setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int) -> str:
+    """The flow of a product."""
+    if o.name == "proj" and setting.spec.tied:
+        return "os"
+    wish = getattr(tensor.flows, o.name, "auto")
+    beside = sum(product_seconds(setting, o, tokens, col, 1)) * setting.cluster.overlap if tensor.overlap else 0.0
+    return choose_flow(
+        _sizes(setting, o, tokens, row, col, tensor.residual),
+        tensor.flow if wish == "auto" else wish,
+        setting.compute,
+        setting.reduce,
+        moves_output=o.name != "proj",
+        links=links_of(setting, row, col),
+        keep=tensor.keep,
+        micro_batches=micro_batches,
+        beside=beside,
+    )
+
+
+def grid_seconds(
+    setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int
+) -> dict[str, tuple[float, float]]:
+    """By op (F, I, W): seconds of an operator's collectives in a micro-batch that nothing hides, and those that may hide."""
+    links, config = links_of(setting, row, col), setting.spec.config
+    if o.kind != "product":
+        words = config.vocab if config is not None and o.name == "lookup" else 0
+        found = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
+        return seconds(found, links, setting.compute, setting.reduce)
+    flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
+    every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
+    return seconds(every, links, setting.compute, setting.reduce, micro_batches)
+
+
+def loss_sums(setting: Setting, unit: UnitSpec, tokens: int, col: int) -> float:
+    """Seconds in which the columns agree on a loss: the largest logit; the sum of exponentials and the target's logit."""
+    if col == 1 or unit.layer != setting.spec.layers - 1:
+        return 0.0
+    return sum(setting.cluster.collective("all_reduce", 4 * n * tokens, col) for n in (1, 2))
+
+
+def vector_sums(setting: Setting, unit: UnitSpec, row: int, col: int) -> float:
+    """Seconds to sum gradients of norms and biases, which are copies over the plane or over rows, before a reduction."""
+    if row * col == 1:
+        return 0.0
+    cluster = setting.cluster
+    vectors = {name: math.prod(shape) for name, shape in unit.shapes.items() if len(shape) == 1}
+    own = {name for name in vectors if name.startswith(("qkv", "up", "q.", "k.", "v."))}  # a part for each column
+    everywhere = 4.0 * sum(size for name, size in vectors.items() if name not in own)
+    of_column = 4.0 * sum(vectors[name] for name in own) / col
+    return cluster.collective("all_reduce", everywhere, row * col) + cluster.collective(
+        "all_reduce", of_column, row, col
+    )
+
+
+def ladder(mesh: Mesh, micro_batches: int, tensor: Tensor, wish: str | None = None) -> list[Tensor]:
+    """Ways to keep what moves on this grid, the most first."""
+    useful = {
+        "weights": mesh.row > 1,
+        "inputs": mesh.col > 1,
+        "gradients": mesh.row > 1 and micro_batches > 1,
+    }
+    every: tuple[Kept, ...] = ("weights", "inputs", "gradients")
+    steps = [every, every[:2], every[:1], ()]
+    if wish is not None:
+        steps = [tuple(what for what in every if wish in (what, "all"))]
+    kept = [tuple(what for what in step if useful[what]) for step in steps]
+    return [replace(tensor, keep=each) for each in dict.fromkeys(kept)]
+
+
+def chosen_flows(setting: Setting, layout: Layout) -> Flows:
+    """The flow of every product of the model."""
+    mesh = layout.mesh
+    if mesh.row * mesh.col == 1 or setting.spec.config is None:
+        return Flows()
+    tokens = layout.micro_batch_size * setting.spec.seq_len
+    chosen = {
+        o.name: flow_of(setting, o, tokens, mesh.row, mesh.col, layout.tensor, layout.steps)
+        for unit in setting.spec.kinds.values()
+        for o in unit.operators
+        if o.kind == "product"
+    }
+    return Flows(**chosen)  # type: ignore[arg-type]
+
+
+def flow_report(setting: Setting, layout: Layout) -> list[dict[str, Any]]:
+    """For every product: its flow, and by flow what it would show and could hide, in seconds of a micro-batch."""
+    mesh, tensor, tokens = layout.mesh, layout.tensor, layout.micro_batch_size * setting.spec.seq_len
+    if mesh.row * mesh.col == 1 or setting.spec.config is None:
+        return []
+    out = []
+    for o in (o for unit in setting.spec.kinds.values() for o in unit.operators if o.kind == "product"):
+        p, links = (
+            _sizes(setting, o, tokens, mesh.row, mesh.col, tensor.residual),
+            links_of(setting, mesh.row, mesh.col),
+        )
+        costs = {}
+        for flow in dict.fromkeys((*flows_of("auto", o.name != "proj"), *(("summa",) if mesh.row == mesh.col else ()))):
+            parts = seconds(moves(p, flow, tensor.keep), links, setting.compute, setting.reduce, layout.steps).values()
+            costs[flow] = [float(f"{sum(part[i] for part in parts):.4g}") for i in (0, 1)]
+        flow = flow_of(setting, o, tokens, mesh.row, mesh.col, tensor, layout.steps)
+        out.append(
+            {
+                "product": o.name,
+                "flow": flow,
+                "beside": float(f"{sum(product_seconds(setting, o, tokens, mesh.col, 1)):.4g}"),
+                "seconds": costs,
+            }
+        )
+    return out

@@ -1,0 +1,63 @@
+"""The products of our models on a grid: their sizes on a rank and their flows, from config and plan alone, as a run has them.
+
+No torch.
+
+qkv, up, proj    out of the residual stream            out, down    back to it            dense    from it to it
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fourfold.config import ModelConfig
+from fourfold.plan import Plan
+from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
+from fourfold.tensor.costs import Product, choose_flow
+
+__all__ = ["flows_of_plan", "products_of"]
+
+WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2}
+
+
+@lru_cache(maxsize=4096)
+def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str = "sequence") -> dict[str, Product]:
+    """By name, for `tokens` tokens of a micro-batch on a row."""
+    stream, sequence = even(m.hidden, col), residual == "sequence"
+    q, k, _ = grouped_heads(m.heads, m.kv_heads, m.head_dim, col)
+    inner = even(m.ffn, col)
+    wide = fuse(*[inner] * (2 if m.family == "llama" else 1))
+
+    def product(ins: Blocks, outs: Blocks, leaves: bool, comes: bool) -> Product:
+        in_tokens, out_tokens = leaves and sequence, comes and sequence
+        return Product(tokens, ins.total, outs.total, ins.size, outs.size, in_tokens, out_tokens, row, col)
+
+    found = {
+        "qkv": product(stream, fuse(q, k, k), True, False),
+        "out": product(q, stream, False, True),
+        "up": product(stream, wide, True, False),
+        "down": product(inner, stream, False, True),
+        "proj": product(stream, even(m.vocab, col), True, False),
+    }
+    if m.family == "bert":
+        found["dense"] = product(stream, stream, True, True)
+    return found
+
+
+def flows_of_plan(m: ModelConfig, plan: Plan, global_batch: int) -> dict[str, tuple[Product, str]]:
+    """By name, every product and the flow that a run of this plan takes for it."""
+    tokens, tensor = plan.micro_batch_size(global_batch) * m.seq_len, plan.tensor
+    compute = WIDTH[plan.precision.compute]
+    out = {}
+    for name, sizes in products_of(m, plan.mesh.row, plan.mesh.col, tokens, tensor.residual).items():
+        wish = getattr(tensor.flows, name)
+        chosen = choose_flow(
+            sizes,
+            tensor.flow if wish == "auto" else wish,
+            compute,
+            max(WIDTH[plan.precision.reduce], compute),
+            moves_output=name != "proj",
+            keep=tensor.keep,
+            micro_batches=plan.micro_batches(global_batch),
+        )
+        out[name] = sizes, "os" if name == "proj" and m.tie else chosen
+    return out
