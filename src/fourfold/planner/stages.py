@@ -119,7 +119,8 @@ class _Running:
             gather = u.cost.gather if self._gathers(u, op) and u.spec.name != self._before else 0.0
             reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
             parts = u.cost.slices
-            moves = {"F": c.forward_grid, "W": 0.0}.get(op.kind, c.grid - c.forward_grid)
+            back = c.grid - c.forward_grid
+            moves = {"F": c.forward_grid, "B": back, "I": back - c.weight_grid}.get(op.kind, c.weight_grid)
             step = Step(
                 (seconds.get(op.kind, c.weight_grad) - moves) / parts,
                 gather / parts,
@@ -157,13 +158,13 @@ def _backward(split: bool, last: bool = False) -> tuple[_Op, ...]:
 def stage_times(
     setting: Setting, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool
 ) -> StageTimes:
-    """Seconds of a stage's ops in the middle of a step, a micro-batch after its first.
+    """Seconds of a stage's ops in the middle of a step, some micro-batches after its first.
 
     `steady`: some micro-batch is always in flight, so zero2 gathers once a step. `alone`: the rank has no other stage, so that
     what an op used last is there for the next.
     """
     run = _Running(setting, steady, split)
-    ops = [(units, op) for first in (True, False) for op in (_Op("F", first=first), *_backward(split))]
+    ops = [(units, op) for first in (True, False, False) for op in (_Op("F", first=first), *_backward(split))]
     if not alone:
         run = _Apart(setting, steady, split)
     found = run.run(ops)

@@ -28,7 +28,8 @@ from typing import Literal, NamedTuple
 from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.plan import Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.products import flow_of, grid_seconds, loss_sums, product_seconds, vector_sums
+from fourfold.planner.plane import loss_sums, vector_sums
+from fourfold.planner.products import flow_of, grid_seconds, product_seconds
 from fourfold.shard.layout import ALIGN
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
@@ -60,6 +61,8 @@ class Compute(NamedTuple):
     """Of forward and backward, what the grid's collectives take."""
     forward_grid: float = 0.0
     """Of the forward alone."""
+    weight_grid: float = 0.0
+    """Of the weights' gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def compute_times(
     """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them."""
     unit, cluster, width = setting.spec.kinds[kind], setting.cluster, setting.compute
     forward = input_grad = weight_grad = cheap = 0.0
-    shown, hidden = [loss_sums(setting, unit, tokens, col), 0.0, 0.0], [0.0, 0.0, 0.0]
+    shown, hidden = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for o in unit.operators:
         if o.kind == "product":
             f, i, w = product_seconds(setting, o, tokens, col, split)
@@ -129,10 +132,8 @@ def compute_times(
             weight_grad += w + cluster.memory_bound(added, fused=True)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            forward, input_grad = (
-                forward + time,
-                input_grad + time * cluster.device.attention_backward * o.backward / 2.5,
-            )
+            backward = time * cluster.device.attention_backward * o.backward / 2.5
+            forward, input_grad = forward + time, input_grad + backward
             cheap += time if o.name in unit.again else 0.0
         else:
             size = (o.moved * width + o.wide * max(4, width)) * tokens / col
@@ -144,11 +145,13 @@ def compute_times(
             for op, part in enumerate(moved.values()):
                 shown[op] += part[0]
                 hidden[op] += part[1]
+    if unit.layer == setting.spec.layers - 1:
+        shown[0] += loss_sums(cluster, tokens, col)
     overlap = cluster.overlap if tensor.overlap else 0.0
     times = (forward, input_grad, weight_grad)
     late = [shown[op] + hidden[op] - overlap * min(hidden[op], times[op]) for op in range(3)]
     again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0])
-    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late), late[0])
+    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late), late[0], late[2])
 
 
 def _elements(unit: UnitSpec, mesh: Mesh) -> float:
@@ -207,7 +210,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         gather=gather,
         reduce=reduce,
         across=across,
-        vectors=vector_sums(setting, unit, mesh.row, mesh.col),
+        vectors=vector_sums(cluster, unit, mesh.row, mesh.col),
         whole=n * e,
         parameters=n * e / shards + whole_rows,
         gradients=n * r,
