@@ -163,8 +163,8 @@ def tesseract() -> Iterator[Row]:
     """Seconds of forward and backward for a sequence, [4, 4, 4] against 1-D of 64 and 2-D of 8 × 8, all as published.
 
     Four A100 and two rails of 200 Gb/s a node; fp32. The rows' batches are partly given: 30 and 384 sequences (weak scaling),
-    16 is assumed for strong scaling; so are 8 layers, on which seconds depend and ratios do not. What was published takes 18 to 42
-    times as long as FLOPs, bytes and latencies of that machine do: something else took the time, and no ratio follows from them.
+    16 is assumed for strong scaling; so are 8 layers, on which seconds depend and ratios do not. What was published takes 18 to
+    42 times as long as FLOPs, bytes and latencies of that machine do: something else took the time, and no ratio follows from it.
     """
     base = Cluster.preset("a100-40g")
     near, far = base.level

@@ -10,11 +10,11 @@ import pytest
 from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
+from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.layout import Setting
 from fourfold.planner.predict import layout_of_plan, predict, stage_layers
 from fourfold.planner.stages import units_of_stages
-from fourfold.planner.units import Choice, unit_cost
+from fourfold.planner.units import Choice, Compute, compute_times, unit_cost
 from fourfold.program import Costs, Unit, lower, simulate
 from fourfold.program.from_plan import schedule_of_plan
 
@@ -93,3 +93,18 @@ def test_parts_add_up_and_memory_has_an_instant() -> None:
     assert peaks[0] > peaks[1] > peaks[2] > p.peak.peak
     host = replace(plan, memory=replace(plan.memory, optimizer="host"))
     assert predict(host, setting).memory[0].host > 0
+
+
+def test_recomputation_is_a_forward_without_its_last_product() -> None:
+    """Full recomputation adds a forward less the products nobody reads; on a grid they are computed."""
+    m = ModelConfig(family="llama", layers=2, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=2048)
+    setting = Setting(ModelSpec.from_config(m), Cluster.preset("h100-sxm"), 8, Precision(compute="bf16"))
+
+    def times(kind: str, col: int) -> Compute:
+        return compute_times(setting, kind, 8 * 2048, 1, col, Tensor(), 1, 1, "full")
+
+    for kind, inputs in (("attn", 4096), ("mlp", 11008)):
+        alone, grid = times(kind, 1), times(kind, 2)
+        product = setting.cluster.product(8 * 2048, inputs, 4096, "bf16", 2)
+        assert alone.again == pytest.approx(alone.forward - product)
+        assert grid.again == grid.forward

@@ -110,6 +110,8 @@ class UnitSpec:
     """Elements of RMSNorm inputs: CPUs, which have no fused kernel, keep them once more (twice in fp32, for narrower types)."""
     again: tuple[str, ...] = ()
     """Operators that selective recomputation runs again; none named: all memory-bound ones."""
+    unread: str = ""
+    """The product that full recomputation leaves out, since nobody reads its result (on a grid, it is computed)."""
     slices: int = 1
     """Into how many slices operator splitting may cut it."""
     output: float = 0.0
@@ -238,6 +240,7 @@ class ModelSpec:
                     saved={**u.saved, "none": Held(u.saved["none"].narrow + kept, u.saved["none"].wide)},
                     backward=tuple(m._replace(held=Held(m.held.narrow + 2 * scores, m.held.wide)) for m in u.backward),
                 )
+            u = replace(u, unread="")
             if dropout and u.kind in ("attn", "mlp"):
                 extra = Operator("dropout", "memory", moved=2.5 * c.hidden, backward=1.0)
                 u = replace(u, operators=(*u.operators, extra))
@@ -354,6 +357,7 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         closing=3.0 * d,
         for_weight_grad=Held(2 * d + q + qkv),
         unfused=float(d + (q + kv if m.qk_norm else 0)) if llama else 0.0,
+        unread="" if m.family == "bert" else "out",
         output=d,
     )
 
@@ -398,6 +402,7 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         closing=3.0 * d,
         for_weight_grad=Held(2 * d + f + wide),
         unfused=float(d) if llama else 0.0,
+        unread="" if m.family == "bert" else "down",
         slices=f,
         output=d,
     )

@@ -122,13 +122,14 @@ def compute_times(
 ) -> Compute:
     """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them."""
     unit, cluster, width = setting.spec.kinds[kind], setting.cluster, setting.compute
-    forward = input_grad = weight_grad = cheap = 0.0
+    forward = input_grad = weight_grad = cheap = unread = 0.0
     shown, hidden = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for o in unit.operators:
         if o.kind == "product":
             f, i, w = product_seconds(setting, o, tokens, col, split)
             added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
             forward, input_grad = forward + f, input_grad + i
+            unread += f if o.name == unit.unread and row * col == split == 1 and not setting.precision.compile else 0.0
             weight_grad += w + cluster.memory_bound(added, fused=True)
         elif o.kind == "attention":
             time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
@@ -150,7 +151,7 @@ def compute_times(
     overlap = cluster.overlap if tensor.overlap else 0.0
     times = (forward, input_grad, weight_grad)
     late = [shown[op] + hidden[op] - overlap * min(hidden[op], times[op]) for op in range(3)]
-    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0])
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0] - unread)
     return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late), late[0], late[2])
 
 
