@@ -108,4 +108,4 @@ def test_predicted_plans_run() -> None:
         found = net.run_ranks(network_plans.measured, [(config, plan)], 1)[0][0]
     seconds = predict(plan, network_plans.setting_of(config, plan, cluster)).seconds
     assert found.seconds > 0.7 * seconds  # never faster than its products and bytes
-    assert len(network_plans.every_plan(cluster)) > 100
+    assert len(network_plans.every_plan(cluster)) > 60

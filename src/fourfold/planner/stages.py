@@ -185,7 +185,7 @@ class _Apart(_Running):
 def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int) -> float:
     """Seconds of a step of one rank without a pipeline, the update left out: exact but for a middle that repeats."""
     run = _Running(setting, steady=False, split=False)
-    simulated = min(micro_batches, 4)
+    simulated = min(micro_batches, 3)
     ops = [(units, op) for m in range(simulated) for op in (_Op("F", first=m == 0), _Op("B", last=m == simulated - 1))]
     found = run.run(ops)
     middle = found[-4] + found[-3] if simulated > 2 else 0.0
