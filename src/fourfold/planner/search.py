@@ -164,9 +164,9 @@ class _Search:
         *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
         layout = replace(layout, tensor=least)
         free = self._push(layout, floor)
-        if free is not None:  # it fits; there may be room to keep something on the grid
+        if free:  # there is room to keep something on the grid
             for tensor in richer:
-                if self._push(replace(layout, tensor=tensor), floor):
+                if self._push(replace(layout, tensor=tensor), floor) is not None:
                     break
         if free or self.setting.cluster.device.kind == "cpu":
             return
