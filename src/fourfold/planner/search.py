@@ -176,8 +176,8 @@ class _Search:
         if "activations" not in self.wanted.fixed:
             self._push(replace(layout, activations="host"), floor)
 
-    def _push(self, layout: Layout, floor: float) -> bool | None:
-        """Solve the kinds of ranks; returns whether memory is no constraint, or None where nothing fits."""
+    def _push(self, layout: Layout, floor: float) -> bool:
+        """Solve the kinds of ranks; returns whether memory is no constraint."""
         setting, m = self.setting, layout.micro_batches
         ranks, works = loads(setting, layout)
         budget = self._budget(layout)
@@ -186,7 +186,7 @@ class _Search:
             solved = solve_rank(self.solver, layout, load, budget - self._tied(layout, load))
             if solved is None:
                 self.too_large += 1
-                return None
+                return False
             stream = self._stream(layout, load, budget - solved.memory)
             total = m * sum(work) + solved.seconds + stream
             free = free and solved.free and not stream
