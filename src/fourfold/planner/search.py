@@ -166,7 +166,7 @@ class _Search:
         free = self._push(layout, floor)
         if free:  # there is room to keep something on the grid
             for tensor in richer:
-                if self._push(replace(layout, tensor=tensor), floor) is not None:
+                if self._push(replace(layout, tensor=tensor), floor):
                     break
         if free or self.setting.cluster.device.kind == "cpu":
             return
