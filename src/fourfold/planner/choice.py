@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 __all__ = ["Chosen", "Group", "choose"]
@@ -30,6 +31,20 @@ class Group:
 
     options: Sequence[tuple[float, float]]
     count: int = 1
+
+    @cached_property
+    def hull(self) -> list[int]:
+        return _hull(self.options)
+
+    @cached_property
+    def smallest(self) -> float:
+        """Bytes of all its units at least."""
+        return self.count * min(memory for memory, _ in self.options)
+
+    @cached_property
+    def fastest(self) -> float:
+        """Seconds of all its units at least."""
+        return self.count * min(seconds for _, seconds in self.options)
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ class Chosen:
 
 def choose(groups: Sequence[Group], budget: float, exact: bool = False) -> Chosen | None:
     """The fastest choice within `budget` bytes, or None where not even the smallest fits."""
-    hulls = [_hull(g.options) for g in groups]
+    hulls = [g.hull for g in groups]
     memory = sum(g.count * g.options[h[0]][0] for g, h in zip(groups, hulls, strict=True))
     if memory > budget:
         return None

@@ -60,30 +60,29 @@ def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, ex
     bound = None
     heights = sorted({o.transient for _, _, options in table[0::2] for o in options})
     works = sorted({o.transient for _, _, options in table[1::2] for o in options})
+    below: dict[tuple[int, float], tuple[list[Option], Group]] = {}  # of a row, options with no more transient bytes
+
+    def row(i: int, limit: float) -> tuple[list[Option], Group]:
+        if (i, limit) not in below:
+            options = [o for o in table[i][2] if o.transient <= limit]
+            below[i, limit] = options, Group([(o.memory, o.seconds) for o in options], table[i][1])
+        return below[i, limit]
+
     for height in reversed(heights):
         for work in reversed(works):
-            allowed = [
-                [o for o in options if o.transient <= (height if i % 2 == 0 else work)]
-                for i, (_, _, options) in enumerate(table)
-            ]
-            if not all(allowed):
+            rows = [row(i, work if i % 2 else height) for i in range(len(table))]
+            if not all(options for options, _ in rows):
                 break  # nor with less
-            fastest = sum(table[i][1] * min(o.seconds for o in options) for i, options in enumerate(allowed))
-            smallest = sum(table[i][1] * min(o.memory for o in options) for i, options in enumerate(allowed))
-            if best is not None and fastest >= best[0].seconds:
+            groups = [group for _, group in rows]
+            if best is not None and sum(g.fastest for g in groups) >= best[0].seconds:
                 break
-            if smallest > budget - height - work:
-                continue
-            groups = [
-                Group([(o.memory, o.seconds) for o in options], count)
-                for (_, count, _), options in zip(table, allowed, strict=True)
-            ]
-            chosen = choose(groups, budget - height - work, exact)
+            room = budget - height - work
+            chosen = choose(groups, room, exact) if sum(g.smallest for g in groups) <= room else None
             if chosen is None:
                 continue
             bound = chosen.bound if bound is None else min(bound, chosen.bound)
             if best is None or chosen.seconds < best[0].seconds - 1e-12:
-                best = (chosen, allowed)
+                best = (chosen, [options for options, _ in rows])
             if chosen.seconds <= ideal * (1 + 1e-12) + 1e-12:
                 return _solved(table, best, ideal, free=True)
     if best is None or bound is None:
