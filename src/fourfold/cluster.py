@@ -23,6 +23,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -266,20 +267,36 @@ class Cluster:
 
     def _path(self, members: int, stride: int, kind: str, size: float) -> tuple[float, float, float]:
         """(bandwidth, latency of a ring's hops, factor) of a group."""
-        bandwidth, latency, factor, under, below = math.inf, 0.0, 1.0, 1, 1
+        bandwidth, latency, crossed = self._crossed(members, stride)
+        factor = 1.0
+        for level in crossed:
+            slower = level.slower(kind, size, members)
+            factor = slower if level.measured else max(factor, slower)
+        return bandwidth, latency, factor
+
+    def _crossed(self, members: int, stride: int) -> tuple[float, float, list[Level]]:
+        """(bandwidth, latency of a ring's hops, levels it crosses) of a group."""
+        if (members, stride) in self._groups:
+            return self._groups[members, stride]
+        bandwidth, latency, crossed, under, below = math.inf, 0.0, list[Level](), 1, 1
         for level in self.level:
             joined = level.ranks or self.ranks
             inside = max(1, min(members, joined // stride)) if stride < joined else 1
             if inside > under:
                 bandwidth = min(bandwidth, level.bandwidth * max(1, min(under, below // stride)))
                 latency += (inside / under - 1) * level.latency
-                slower = level.slower(kind, size, members)
-                factor = slower if level.measured else max(factor, slower)
+                crossed.append(level)
                 under = inside
             below = joined
             if under >= members:
                 break
-        return bandwidth, latency, factor
+        self._groups[members, stride] = bandwidth, latency, crossed
+        return bandwidth, latency, crossed
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, int], tuple[float, float, list[Level]]]:
+        """What `_crossed` has found."""
+        return {}
 
     def _latency(self, members: int, stride: int) -> float:
         """Of one hop over the outermost level that a group crosses."""

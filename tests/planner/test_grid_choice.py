@@ -95,7 +95,7 @@ def test_keeping_costs_memory_and_saves_time(keep: Any) -> None:
     assert after.peak.peak > before.peak.peak
     off = predict(replace(plan, tensor=replace(plan.tensor, overlap=False)), s)
     assert off.seconds > before.seconds
-    assert off.peak.peak < before.peak.peak
+    assert off.peak.peak <= before.peak.peak
 
 
 def test_a_dry_run_shows_the_flows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

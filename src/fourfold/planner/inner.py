@@ -67,6 +67,12 @@ def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, ex
                 for i, (_, _, options) in enumerate(table)
             ]
             if not all(allowed):
+                break  # nor with less
+            fastest = sum(table[i][1] * min(o.seconds for o in options) for i, options in enumerate(allowed))
+            smallest = sum(table[i][1] * min(o.memory for o in options) for i, options in enumerate(allowed))
+            if best is not None and fastest >= best[0].seconds:
+                break
+            if smallest > budget - height - work:
                 continue
             groups = [
                 Group([(o.memory, o.seconds) for o in options], count)

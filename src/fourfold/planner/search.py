@@ -164,9 +164,9 @@ class _Search:
         *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
         layout = replace(layout, tensor=least)
         free = self._push(layout, floor)
-        if free is not None:  # it fits; there may be room to keep something on the grid
+        if free:  # there is room to keep something on the grid
             for tensor in richer:
-                if self._push(replace(layout, tensor=tensor), floor):
+                if self._push(replace(layout, tensor=tensor), floor) is not None:
                     break
         if free or self.setting.cluster.device.kind == "cpu":
             return
@@ -176,8 +176,8 @@ class _Search:
         if "activations" not in self.wanted.fixed:
             self._push(replace(layout, activations="host"), floor)
 
-    def _push(self, layout: Layout, floor: float) -> bool | None:
-        """Solve the kinds of ranks; returns whether memory is no constraint, or None where nothing fits."""
+    def _push(self, layout: Layout, floor: float) -> bool:
+        """Solve the kinds of ranks; returns whether memory is no constraint."""
         setting, m = self.setting, layout.micro_batches
         ranks, works = loads(setting, layout)
         budget = self._budget(layout)
@@ -186,7 +186,7 @@ class _Search:
             solved = solve_rank(self.solver, layout, load, budget - self._tied(layout, load))
             if solved is None:
                 self.too_large += 1
-                return None
+                return False
             stream = self._stream(layout, load, budget - solved.memory)
             total = m * sum(work) + solved.seconds + stream
             free = free and solved.free and not stream

@@ -258,10 +258,11 @@ class _Heights:
         self.kept = (
             _bytes(setting, unit.saved.get(self.recompute, unit.saved["full"]), unit, self.recompute) * self.scale
         )
+        self.joined = 0.0  # inputs of all columns, kept for the backward
+        if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops and self.recompute != "selective":
+            self.joined = setting.spec.hidden * self.width * (tokens - self.scale)
         if self.recompute == "none":
-            self.kept = self.full
-            if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops:  # of all columns
-                self.kept += setting.spec.hidden * self.width * (tokens - self.scale)
+            self.kept = self.full + self.joined
         self.moving = self._moving(layout) if mesh.row > 1 and unit.output else 0.0
 
     def _moving(self, layout: Layout) -> float:
@@ -302,7 +303,7 @@ class _Heights:
         """Bytes that a backward computes again before it begins."""
         if self.recompute == "none":
             return 0.0
-        again = max(0.0, self.full - self.kept) / self.slices
+        again = max(0.0, self.full - self.kept) / self.slices + self.joined
         if self.recompute == "selective":
             again += self.unit.output * self.width * self.scale  # the last product's output, which nobody reads
         return again

@@ -327,7 +327,11 @@ def choose_flow(
         parts = seconds(moves(p, flow, keep), where, compute, reduce, micro_batches).values()
         return sum(shown for shown, _ in parts) + max(0.0, sum(hidden for _, hidden in parts) - beside)
 
-    return min(
-        flows_of(wish, moves_output),
-        key=lambda f: (late(f), traffic(p, f, keep, micro_batches).bytes(compute, reduce)),
+    flows = flows_of(wish, moves_output)
+    if len(flows) == 1:
+        return flows[0]
+    times = {flow: late(flow) for flow in flows}
+    best = [flow for flow in flows if times[flow] == min(times.values())]
+    return (
+        min(best, key=lambda f: traffic(p, f, keep, micro_batches).bytes(compute, reduce)) if len(best) > 1 else best[0]
     )
