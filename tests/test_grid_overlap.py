@@ -191,7 +191,7 @@ def beside(folder: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) 
         products = Products()
         with monkeypatch.context() as m, products:
             for name in ("all_gather", "reduce_scatter"):
-                m.setattr(collectives, name, lambda out, x, group, what: Noted(products, what, said))
+                m.setattr(collectives, name, lambda out, x, group, what, **_: Noted(products, what, said))
             rank.step()
     return {what: [n for w, n in said if w == what] for what, _ in said}
 

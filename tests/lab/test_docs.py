@@ -11,7 +11,7 @@ from fourfold.testing.network import missing
 
 PAGE = Path(__file__).parents[2] / "docs" / "lab.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-TOPICS = ("ranks", "ledger", "budget", "pipeline", "queue", "network", "torchrun")
+TOPICS = ("ranks", "ledger", "budget", "pipeline", "queue", "products", "network", "torchrun")
 
 
 @pytest.mark.parametrize(("topic", "code"), list(zip(TOPICS, EXAMPLES, strict=True)), ids=TOPICS)
