@@ -58,8 +58,8 @@ def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, ex
     ideal = sum(count * min(o.seconds for o in options) for _, count, options in table)
     best: tuple[Chosen, list[list[Option]]] | None = None
     bound = None
-    heights = sorted({o.transient for _, _, options in table[0::2] for o in options})
-    works = sorted({o.transient for _, _, options in table[1::2] for o in options})
+    heights = _apart({o.transient for _, _, options in table[0::2] for o in options})
+    works = _apart({o.transient for _, _, options in table[1::2] for o in options})
     below: dict[tuple[int, float], tuple[list[Option], Group]] = {}  # of a row, options with no more transient bytes
 
     def row(i: int, limit: float) -> tuple[list[Option], Group]:
@@ -68,8 +68,8 @@ def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, ex
             below[i, limit] = options, Group([(o.memory, o.seconds) for o in options], table[i][1])
         return below[i, limit]
 
-    for height in reversed(heights):
-        for work in reversed(works):
+    for height in heights:
+        for work in works:
             rows = [row(i, work if i % 2 else height) for i in range(len(table))]
             if not all(options for options, _ in rows):
                 break  # nor with less
@@ -88,6 +88,16 @@ def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, ex
     if best is None or bound is None:
         return None
     return _solved(table, best, bound, free=False)
+
+
+def _apart(values: set[float]) -> list[float]:
+    """The largest first, the smallest last; between them those that differ by a twentieth or more."""
+    out: list[float] = []
+    for value in sorted(values, reverse=True):
+        if not out or value < 0.95 * out[-1]:
+            out.append(value)
+    smallest = min(values)
+    return out if out[-1] == smallest else [*out, smallest]
 
 
 def rank_bound(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float | None:

@@ -235,9 +235,11 @@ def _held(
     share = _shares(spec.layers - 2, sum(_sum(base, per)), tuple(more))
     ranks: list[int] = []
     held, works = [], []
+    seen: set[int] = set()
     for rank in range(pipe):
-        if rank in (0, pipe - 1) or share[rank] not in [share[r] for r in ranks if r not in (0, pipe - 1)]:
+        if rank in (0, pipe - 1) or share[rank] not in seen:
             ranks.append(rank)
+            seen |= {share[rank]} if 0 < rank < pipe - 1 else set()
             counts = {kind: round(n * share[rank]) for kind, n in per.items()}
             for kind in [*(first if rank == 0 else ()), *(last if rank == end else ())]:
                 counts[kind] = counts.get(kind, 0) + 1
