@@ -15,12 +15,13 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["Row", "arguments", "finish", "lower_is_better", "parser_of", "show"]
+__all__ = ["Row", "arguments", "finish", "lower_is_better", "parser_of", "show", "take_turns"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,20 @@ def parser_of(description: str, sections: Sequence[str] = ()) -> argparse.Argume
 def arguments(description: str, sections: Sequence[str] = ()) -> argparse.Namespace:
     """What the parser finds on the command line."""
     return parser_of(description, sections).parse_args()
+
+
+def take_turns(contestants: Sequence[Any], rounds: int) -> list[list[float]]:
+    """Seconds of every contestant's steps in shaped hosts, one step of each after the other; the first turn is not counted."""
+    from fourfold.testing.network import measure
+
+    times: list[list[float]] = [[] for _ in contestants]
+    for turn in range(rounds + 1):
+        for contestant, found in zip(contestants, times, strict=True):
+            took = measure(contestant.step).seconds
+            contestant.zero_grad()
+            if turn:
+                found.append(took)
+    return times
 
 
 def show(title: str, rows: Sequence[Row]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Row, arguments, finish, lower_is_better, show
+from benchmarks.common import Row, arguments, finish, lower_is_better, show, take_turns
 from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.launch.place import Place
@@ -207,15 +207,8 @@ def every_plan(cluster: Cluster) -> dict[str, Plan]:
 def taking_turns(rank: int, ranks: int, plans: Sequence[Plan], rounds: int) -> list[float]:
     """Median seconds of the plans' steps, one step of each after the other; the first turn is not counted."""
     with emulated_products(FLOPS):
-        made = [OneRank(SMALL, plan, rank) for plan in plans]
-        found: list[list[float]] = [[] for _ in made]
-        for turn in range(rounds + 1):
-            for one, times in zip(made, found, strict=True):
-                took = measure(one.step).seconds
-                one.zero_grad()
-                if turn:
-                    times.append(took)
-    return [statistics.median(times) for times in found]
+        times = take_turns([OneRank(SMALL, plan, rank) for plan in plans], rounds)
+    return [statistics.median(found) for found in times]
 
 
 def ranking_rows(cluster: Cluster, quick: bool) -> Iterator[Row]:

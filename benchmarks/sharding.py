@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import Row, finish, lower_is_better, parser_of, show
+from benchmarks.common import Row, finish, lower_is_better, parser_of, show, take_turns
 from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.errors import PlanError
@@ -50,7 +50,7 @@ from fourfold.planner.make import find_plan
 from fourfold.planner.predict import predict
 from fourfold.testing.budget import Budget
 from fourfold.testing.emulate import emulated_products
-from fourfold.testing.network import Network, measure, missing
+from fourfold.testing.network import Network, missing
 from fourfold.testing.one_rank import OneRank, one_of_many
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.calibrate import calibrate
@@ -309,16 +309,8 @@ def _held(task: Task, entry: Entry) -> int:
 
 def timed(rank: int, ranks: int, task: Task, entries: Sequence[Entry], rounds: int) -> list[list[float]]:
     """Seconds of the contestants' steps, taking turns; the first turn is not counted."""
-    times: list[list[float]] = [[] for _ in entries]
     with emulated_products():
-        made = [start(task, entry, rank) for entry in entries]
-        for turn in range(rounds + 1):
-            for contestant, found in zip(made, times, strict=True):
-                took = measure(contestant.step).seconds
-                contestant.zero_grad()
-                if turn:
-                    found.append(took)
-    return times
+        return take_turns([start(task, entry, rank) for entry in entries], rounds)
 
 
 # ---- plans ----

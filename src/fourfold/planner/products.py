@@ -4,24 +4,35 @@ A product of T tokens takes what [T, K] · [K, N/col] takes on the device. What 
 `fourfold.tensor.costs`, as the run does it; each line of the grid has the rate and the latency of the networks it crosses
 (`links_of`). `auto` takes for every product the flow that shows least: what can hide (weights of all rows, sums of weight
 gradients, gradients of inputs) counts where it outlasts the product. The choice is written into the plan, so that ranks and
-later runs have it without measuring.
+later runs have it without measuring. The loss's and vectors' small sums are waited for.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from fourfold.cluster import Cluster
-from fourfold.model.operators import Operator
+from fourfold.model.operators import Operator, UnitSpec
 from fourfold.plan import Flows, Kept, Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
 from fourfold.tensor.products import products_of
 
-__all__ = ["chosen_flows", "flow_of", "flow_report", "grid_seconds", "ladder", "links_of", "product_seconds"]
+__all__ = [
+    "chosen_flows",
+    "flow_of",
+    "flow_report",
+    "grid_seconds",
+    "ladder",
+    "links_of",
+    "loss_sums",
+    "product_seconds",
+    "vector_sums",
+]
 
 
 def product_seconds(setting: Setting, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
@@ -100,6 +111,24 @@ def grid_seconds(
     flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
     every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
     return seconds(every, links, setting.compute, setting.reduce, micro_batches)
+
+
+def loss_sums(cluster: Cluster, tokens: int, col: int) -> float:
+    """Seconds to find the largest logit, and the sum of exponentials and the target's logit, over the columns."""
+    return cluster.collective("all_reduce", 4 * tokens, col) + cluster.collective("all_reduce", 8 * tokens, col)
+
+
+def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> float:
+    """Seconds to sum gradients of norms and biases, which are copies over the plane or over rows, before a reduction."""
+    if row * col == 1:
+        return 0.0
+    vectors = {name: math.prod(shape) for name, shape in unit.shapes.items() if len(shape) == 1}
+    own = {name for name in vectors if name.startswith(("qkv", "up", "q.", "k.", "v."))}  # a part for each column
+    everywhere = 4.0 * sum(size for name, size in vectors.items() if name not in own)
+    of_column = 4.0 * sum(vectors[name] for name in own) / col
+    return cluster.collective("all_reduce", everywhere, row * col) + cluster.collective(
+        "all_reduce", of_column, row, col
+    )
 
 
 def ladder(mesh: Mesh, micro_batches: int, tensor: Tensor, wish: str | None = None) -> list[Tensor]:

@@ -28,8 +28,7 @@ from typing import Literal, NamedTuple
 from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.plan import Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.plane import loss_sums, vector_sums
-from fourfold.planner.products import flow_of, grid_seconds, product_seconds
+from fourfold.planner.products import flow_of, grid_seconds, loss_sums, product_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]

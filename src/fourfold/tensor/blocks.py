@@ -29,11 +29,6 @@ class Blocks:
     def parts(self) -> int:
         return len(self.runs)
 
-    @property
-    def in_order(self) -> bool:
-        """Whether all parts, one after another, are the serial dim with padding at its end only."""
-        return self.joined() == ((0, self.total, 0),)
-
     def joined(self) -> Runs:
         """All parts one after another, as one part of `parts · size` places; neighbouring runs are made one."""
         out: list[tuple[int, int, int]] = []
