@@ -406,7 +406,7 @@ class _Back(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, w)
         y = x @ w.t()
-        collectives.all_reduce(y, group, "the output").wait()
+        collectives.all_reduce(y, group, "the output", now=True).wait()
         return y
 
     @staticmethod
