@@ -64,14 +64,14 @@ def compare(quick: bool, recompute: bool, compiled: bool) -> Iterator[Row]:
     for _ in range(1 if quick or compiled else 2):
         hand = Hand(Model(shape, recompute), compiled)
         clean()
-        seconds["theirs"].append(timed(lambda hand=hand: hand.run(ids, 1), 4, 2))  # type: ignore[misc]
+        seconds["theirs"].append(timed(lambda hand=hand: hand.run(ids, 1), 10, 3))  # type: ignore[misc]
         peaks["theirs"] = peak()
         del hand
         clean()
         with tempfile.TemporaryDirectory() as folder:
             step = ours(Path(folder), shape, recompute, compiled)
             clean()
-            seconds["ours"].append(timed(step, 4, 2))
+            seconds["ours"].append(timed(step, 10, 3))
             peaks["ours"] = peak()
             del step
         clean()
