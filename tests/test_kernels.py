@@ -13,7 +13,7 @@ from torch import Tensor
 from fourfold.config import ModelConfig
 from fourfold.model.fused import gated_silu, rotate, turn
 from fourfold.model.layers import Attention, Rotary
-from fourfold.offload.split import round_half_up
+from fourfold.offload.split import join, round_half_up, split
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
@@ -120,17 +120,21 @@ def test_turned_heads_are_all_that_attention_keeps() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_an_update_has_the_bits_of_torch(clipped: bool, decay: float) -> None:
-    from fourfold.kernels.adamw import update
+@pytest.mark.parametrize(("clipped", "low", "moments"), [
+    (False, False, torch.float32), (True, False, torch.float32), (True, True, torch.float32), (True, True, torch.bfloat16),
+])  # fmt: skip
+def test_an_update_has_the_bits_of_torch(clipped: bool, low: bool, moments: torch.dtype, decay: float) -> None:
+    from fourfold.kernels.adamw import bias_corrections, update
 
-    n = (1 << 22) + 77
+    n, betas = (1 << 22) + 77, (0.9, 0.95)
     start = torch.randn(n, device="cuda")
     theirs = start.clone().requires_grad_()
-    reference = torch.optim.AdamW([theirs], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, fused=True)
-    master, first, second = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-    weight, expected = start.bfloat16(), torch.empty_like(start, dtype=torch.bfloat16)
+    reference = torch.optim.AdamW([theirs], lr=1e-3, betas=betas, eps=1e-8, weight_decay=decay, fused=True)
+    master, first, second = start.clone(), *(torch.zeros_like(start, dtype=moments) for _ in range(2))
+    weight, expected = (torch.empty_like(start, dtype=torch.bfloat16) for _ in range(2))
+    bits = torch.empty_like(start, dtype=torch.int16)
+    split(start.clone(), weight, bits)
     count = torch.zeros((), device="cuda")
     for step in range(20):
         lr = 1e-3 / (1 + step)
@@ -138,14 +142,18 @@ def test_an_update_has_the_bits_of_torch(clipped: bool, decay: float) -> None:
         grad = (torch.randn(n, device="cuda") * 10.0 ** (step % 5 - 3)).bfloat16()
         factor = torch.tensor(0.37 + step / 100, device="cuda") if clipped else None
         count += 1
-        corrections = (1 - torch.pow(0.9, count), (1 - torch.pow(0.95, count)).sqrt())
-        update(weight, master, first, second, grad, corrections, (lr, 0.9, 0.95, 1e-8, decay), factor, skip)
+        held = (weight, bits if low else master, first, second)
+        corrections = bias_corrections(count, betas)
+        update(*held, grad, corrections, factor, skip, lr=lr, betas=betas, eps=1e-8, weight_decay=decay)
         count -= skip
         theirs.grad = grad.float() if factor is None else grad.float() * factor
         reference.param_groups[0]["lr"], reference.found_inf = lr, skip  # type: ignore[attr-defined]
         reference.step()
         round_half_up(theirs.detach(), expected)
         state = reference.state[theirs]
+        if low:
+            join(weight, bits, master)
         for mine, other in ((master, theirs.detach()), (first, state["exp_avg"]), (second, state["exp_avg_sq"])):
-            assert torch.equal(mine, other), step
+            assert torch.equal(mine, other.to(mine.dtype)), step
+            other.copy_(other.to(mine.dtype))
         assert torch.equal(weight, expected)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["join", "round_half_up", "scale", "split", "square_sum", "update"]
+__all__ = ["bias_corrections", "join", "round_half_up", "scale", "split", "square_sum", "update"]
 
 BLOCK = 1024
 
@@ -37,6 +37,11 @@ def square_sum(x: Tensor) -> Tensor:
     return parts.sum()
 
 
+def bias_corrections(step: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """1 - beta1^t and sqrt(1 - beta2^t) of steps counted from 1. (Triton's power has other bits than torch's.)"""
+    return 1 - torch.pow(betas[0], step), (1 - torch.pow(betas[1], step)).sqrt()
+
+
 def update(
     weight: Tensor,
     master: Tensor,
@@ -44,65 +49,53 @@ def update(
     second: Tensor,
     grad: Tensor,
     corrections: tuple[Tensor, Tensor],
-    settings: tuple[float, float, float, float, float],
     factor: Tensor | None,
     skip: Tensor | None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
 ) -> None:
-    """One AdamW update of `master` (fp32), its moments and `weight` (bf16), by `grad · factor`; none where `skip` is 1.
+    """An update of bf16 weights by `grad · factor`; nothing changes where `skip` is 1.
 
-    `corrections` are 1 - beta1^t and sqrt(1 - beta2^t), `settings` lr, beta1, beta2, eps and the weight decay.
+    `master` is fp32, or int16: the low bits that restore it from the weight. Moments are fp32 or bf16. `corrections` are those
+    of this step, by `bias_corrections`.
     """
     n, clipped, guarded = master.numel(), factor is not None, skip is not None
     _update[(triton.cdiv(n, BLOCK),)](
-        weight.view(torch.int16),
-        master,
-        first,
-        second,
-        grad,
-        *corrections,
-        *settings,
-        factor if clipped else master,
-        skip if guarded else master,
-        n,
-        settings[-1] != 0,
-        clipped,
-        guarded,
-        BLOCK,
+        *(weight.view(torch.int16), master, first, second, grad, *corrections),
+        *(factor if clipped else grad, skip if guarded else grad),
+        *(float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay), n),
+        *(master.dtype == torch.int16, weight_decay != 0, maximize, clipped, guarded, BLOCK),
     )
 
 
 @triton.jit
 def _update(
-    weight,
-    master,
-    first,
-    second,
-    grad,
-    correction1,
-    correction2,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    decay,
-    factor,
-    skip,
-    n,
-    decays: tl.constexpr,
-    clipped: tl.constexpr,
-    guarded: tl.constexpr,
+    weight, master, first, second, grad, correction1, correction2, factor, skip,
+    lr, beta1, beta2, eps, decay, n,
+    low: tl.constexpr, decays: tl.constexpr, maximize: tl.constexpr, clipped: tl.constexpr, guarded: tl.constexpr,
     block: tl.constexpr,
-):
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < n
     if guarded:
         inside = inside & (tl.load(skip) == 0)
-    p = tl.load(master + at, mask=inside, other=0.0)
-    m = tl.load(first + at, mask=inside, other=0.0)
-    v = tl.load(second + at, mask=inside, other=0.0)
+    if low:
+        high_bits = tl.load(weight + at, mask=inside, other=0).to(tl.int32)
+        low_bits = tl.load(master + at, mask=inside, other=0).to(tl.int32)
+        p = ((high_bits << 16) + low_bits).to(tl.float32, bitcast=True)
+    else:
+        p = tl.load(master + at, mask=inside, other=0.0)
+    m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     if clipped:
-        g = g * tl.load(factor)
+        g = g * tl.load(factor).to(tl.float32)
+    if maximize:
+        g = -g
     if decays:
         p = tl.fma(-(lr * decay) + tl.zeros_like(p), p, p)
     b1 = beta1 + tl.zeros_like(p)
@@ -114,7 +107,10 @@ def _update(
     below = tl.div_rn(tl.sqrt_rn(v), tl.load(correction2) + tl.zeros_like(p)) + eps
     p = p - tl.div_rn(size * m, below)
     bits = tl.where(p != p, 0x7FC00000, p.to(tl.int32, bitcast=True))
-    tl.store(master + at, p, mask=inside)
+    if low:
+        tl.store(master + at, bits.to(tl.int16), mask=inside)
+    else:
+        tl.store(master + at, p, mask=inside)
     tl.store(first + at, m, mask=inside)
     tl.store(second + at, v, mask=inside)
     tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)

@@ -369,6 +369,8 @@ class _Judge:
         bucket = min(BUCKET, local)
         slots = min(RING, -(-local * (1 - self.share) // BUCKET))
         scratch = max(4, s.compute) * (1 + (s.compute < 4) + 2 * (s.moments == "bf16"))
+        if s.compute < 4 and s.cluster.device.kind != "cpu":
+            scratch = 0  # one kernel does it all
         return bucket * (slots * s.streamed + scratch)
 
 

@@ -13,7 +13,7 @@ nothing: the flag stays on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch._dynamo  # torch.optim imports it at its first step, a second of work: do it once, before ranks are forked
@@ -115,18 +115,19 @@ class _OnePass:
         self.counts = [torch.zeros((), dtype=torch.float32, device=units[0].shard.device)]
 
     def step(self, lr: float, factor: Tensor | None, skip: Tensor | None) -> None:
-        from fourfold.kernels.adamw import update
+        from fourfold.kernels.adamw import bias_corrections, update
 
         config, (count,) = self._all.config, self.counts
         count += 1
-        corrections = (1 - torch.pow(config.beta1, count), (1 - torch.pow(config.beta2, count)).sqrt())
         factor = None if factor is None else factor.float()
+        settings: dict[str, Any] = {"lr": lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        corrections = bias_corrections(count, settings["betas"])
         for u, run, decay in self._runs:
             master, first, second = (
                 t[u.name][run] for t in (self._all.master, self._all.exp_avg, self._all.exp_avg_sq)
             )
-            settings = (lr, config.beta1, config.beta2, config.eps, decay)
-            update(u.shard[run], master, first, second, _gradient(u)[run], corrections, settings, factor, skip)
+            held = u.shard[run], master, first, second, _gradient(u)[run]
+            update(*held, corrections, factor, skip, weight_decay=decay, **settings)
         if skip is not None:
             count -= skip
 
