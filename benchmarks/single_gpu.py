@@ -5,7 +5,8 @@
 The 2.8 B Llama shape, bf16, one micro-batch of 4 x 4,096 tokens a step. The hand-written loop has bf16 gradients and torch's
 fused AdamW on an fp32 master; ours runs the same settings through the config, the plan and the program, with gradients
 in bf16 like the loop's. MFU is of 800 TFLOP/s, the rate of a large bf16 product on an H200; recomputation does not count, and
-neither does the embedding, which is a lookup. Many count six FLOPs for every parameter and so the embedding's: that is the second row.
+neither does the embedding, which is a lookup. Many count six FLOPs for every parameter, so also for the embedding's: that is the
+second row.
 """
 
 from __future__ import annotations
