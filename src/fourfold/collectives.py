@@ -43,16 +43,17 @@ __all__ = [
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_here = threading.local()  # `start`: what the op below does in this thread
+_here = threading.local()  # `start`: what the op below does in this thread; `job`: what came of it
 
 
 def _collective(kind: str, whole: Tensor, mine: Tensor, group_name: str, root_rank: int) -> None:
-    _here.start()
+    _here.job = _here.start()
 
 
 _library = torch.library.Library("fourfold", "DEF")
 _library.define("collective(str kind, Tensor whole, Tensor mine, str group_name, int root_rank) -> ()")
 _library.impl("collective", _collective, "CompositeExplicitAutograd")
+_op = torch.ops.fourfold.collective.default
 
 
 class _Work(Protocol):
@@ -76,32 +77,37 @@ class Pending:
 
 def all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [ranks · n] = every rank's mine [n], in rank order. Receives (ranks - 1) · n elements."""
-    ring = _by_ring("all_gather", out, mine, group, what, lambda lane: lane.all_gather(out, mine, what, now))
-    return ring or _start(_all_gather, out, mine, group=group, what=what)
+    if (lane := lane_for(group, out)) is None:
+        return _start(_all_gather, out, mine, group=group, what=what)
+    return _by_ring(lane, lambda: lane.all_gather(out, mine, what, now), what, "all_gather", out, mine)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [n] = this rank's part of the sum over ranks of whole [ranks · n]. Receives (ranks - 1) · n elements."""
-    ring = _by_ring("reduce_scatter", whole, out, group, what, lambda lane: lane.reduce_scatter(out, whole, what, now))
-    return ring or _start(_reduce_scatter, out, whole, group=group, what=what)
+    if (lane := lane_for(group, whole)) is None:
+        return _start(_reduce_scatter, out, whole, group=group, what=what)
+    return _by_ring(lane, lambda: lane.reduce_scatter(out, whole, what, now), what, "reduce_scatter", whole, out)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
-    ring = _by_ring("all_reduce", x, x, group, what, lambda lane: lane.all_reduce(x, what, now))
-    return ring or _start(dist.all_reduce, x, group=group, what=what)
+    if (lane := lane_for(group, x)) is None:
+        return _start(dist.all_reduce, x, group=group, what=what)
+    return _by_ring(lane, lambda: lane.all_reduce(x, what, now), what, "all_reduce", x, x)
 
 
 def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = that of the rank `source` of the group. The others receive |x| elements."""
-    ring = _by_ring("broadcast", x, x, group, what, lambda lane: lane.broadcast(x, source, what, now), source)
-    return ring or _start(dist.broadcast, x, group=group, what=what, group_src=source)
+    if (lane := lane_for(group, x)) is None:
+        return _start(dist.broadcast, x, group=group, what=what, group_src=source)
+    return _by_ring(lane, lambda: lane.broadcast(x, source, what, now), what, "broadcast", x, x, source)
 
 
 def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = the sum over ranks of x, on the rank `target` of the group; elsewhere of no use. Receives |x| elements."""
-    ring = _by_ring("reduce", x, x, group, what, lambda lane: lane.reduce(x, target, what, now), target)
-    return ring or _start(dist.reduce, x, group=group, what=what, group_dst=target)
+    if (lane := lane_for(group, x)) is None:
+        return _start(dist.reduce, x, group=group, what=what, group_dst=target)
+    return _by_ring(lane, lambda: lane.reduce(x, target, what, now), what, "reduce", x, x, target)
 
 
 def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str, **options: object) -> Pending:
@@ -112,22 +118,13 @@ def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str, 
 
 
 def _by_ring(
-    kind: str,
-    whole: Tensor,
-    mine: Tensor,
-    group: dist.ProcessGroup,
-    what: str,
-    start: Callable[[Lane], Job],
-    root: int = 0,
-) -> Pending | None:
-    """Start a collective on the group's lane; None: torch's own serves."""
-    lane, jobs = lane_for(group, whole), list[Job]()
-    if lane is None:
-        return None
-    _here.start = lambda: jobs.append(start(lane))
-    torch.ops.fourfold.collective(kind, whole, mine, group.group_name, root)
-    del _here.start
-    return Pending(jobs[0], what)
+    lane: Lane, start: Callable[[], Job], what: str, kind: str, whole: Tensor, mine: Tensor, root: int = 0
+) -> Pending:
+    _here.start = start
+    _op(kind, whole, mine, lane.name, root)
+    job = _here.job
+    del _here.start, _here.job
+    return Pending(job, what)
 
 
 # ---- waited for; may be captured ----
@@ -174,8 +171,10 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
         sizes = [x.shape[0] // group.size()] * group.size()
         return _done(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
     out = torch.empty_like(x)
-    ring = _by_ring("all_to_all", out, x, group, what, lambda lane: lane.exchange(out, x, what, True))
-    (ring or _start(dist.all_to_all_single, out, x, group=group, what=what)).wait()
+    if (lane := lane_for(group, out)) is None:
+        _start(dist.all_to_all_single, out, x, group=group, what=what).wait()
+    else:
+        _by_ring(lane, lambda: lane.exchange(out, x, what, True), what, "all_to_all", out, x).wait()
     return out
 
 

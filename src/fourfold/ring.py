@@ -26,7 +26,7 @@ import queue
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,13 +46,15 @@ TAGS = 1 << 30  # and up: far from those of anyone who sends messages on the sam
 def lane_for(group: dist.ProcessGroup, x: Tensor) -> Lane | None:
     """The lane that serves a collective on `x` (its whole payload) in a group; None: the backend's own collectives do."""
     wish = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
-    if wish == "gloo" or x.device.type != "cpu" or (wish != "ring" and x.nbytes < SMALLEST):
+    if wish == "gloo" or not x.is_cpu:
         return None
-    if x.numel() < group.size():  # empty parts
+    if x.nbytes < SMALLEST and (wish != "ring" or x.numel() < group.size()):  # or empty parts
         return None
-    if group not in _lanes:
-        _lanes[group] = Lane(group) if group.size() > 1 and "gloo" in _backend(group) else None
-    return _lanes[group]
+    try:
+        return _lanes[group]
+    except KeyError:
+        lane = _lanes[group] = Lane(group) if group.size() > 1 and "gloo" in _backend(group) else None
+        return lane
 
 
 # A group's lane lives as long as the group, and torch's groups take no attributes.
@@ -68,26 +70,28 @@ def _backend(group: dist.ProcessGroup) -> str:
 class Job:
     """A collective under way."""
 
-    def __init__(self, work: Callable[[], None], what: str):
-        self._work, self._what, self._done = work, what, threading.Event()
+    def __init__(self, work: Callable[[_Ring], None], ring: _Ring, what: str):
+        self._work, self._ring, self._what, self._under_way = work, ring, what, threading.Lock()
+        self._under_way.acquire()
         self._error: CommunicationError | None = None
 
     def run(self, error: CommunicationError | None) -> CommunicationError | None:
         """Do it, unless the lane failed before; what is returned is why the lane fails from now on."""
         try:
             if error is None:
-                self._work()
+                self._work(self._ring)
         except Exception as e:  # a thread that ended here would be waited for for ever
-            error = CommunicationError(f"waited in vain for {self._what}: {plain(e)}")
+            error = CommunicationError(f"waited in vain for {self._what}: {self._ring.failed}{plain(e)}")
             error.__cause__ = e
         self._error = error
-        del self._work  # and the tensors
-        self._done.set()
+        del self._work, self._ring  # and the tensors
+        self._under_way.release()
         return error
 
     def wait(self) -> None:
         """Block until the result is there."""
-        self._done.wait()
+        with self._under_way:
+            pass
         if self._error is not None:
             raise CommunicationError(str(self._error)) from self._error
 
@@ -107,7 +111,8 @@ class Lane:
         self._jobs = _Jobs()
         self._started = 0
         self._group = weakref.ref(group)  # the lane is the group's, not the group the lane's
-        title = f"collectives of {group.group_name}"
+        self.name, self.size, self.index = group.group_name, group.size(), group.rank()
+        title = f"collectives of {self.name}"
         threading.Thread(target=_serve, args=(self._jobs,), name=title, daemon=True).start()
 
     def __del__(self) -> None:
@@ -115,30 +120,27 @@ class Lane:
 
     def all_gather(self, out: Tensor, mine: Tensor, what: str, now: bool = False) -> Job:
         """out [n · a] = every rank's mine [a]."""
-        flat_out, flat_mine = _flat(out), _flat(mine)
 
         def work(ring: _Ring) -> None:
-            parts = list(flat_out.chunk(ring.size))
-            if parts[ring.index].data_ptr() != flat_mine.data_ptr():
-                parts[ring.index].copy_(flat_mine)
+            parts = out.view(-1).chunk(ring.size)
+            if parts[ring.index].data_ptr() != mine.data_ptr():
+                parts[ring.index].copy_(mine.view(-1))
             ring.gather(parts)
 
         return self._start(work, what, now)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, what: str, now: bool = False) -> Job:
         """out [a] = this rank's part of the sum of whole [n · a]."""
-        flat_out, flat_whole = _flat(out), _flat(whole)
-        return self._start(lambda ring: ring.scatter(list(flat_whole.chunk(ring.size)), flat_out), what, now)
+        return self._start(lambda ring: ring.scatter(whole.view(-1).chunk(ring.size), out.view(-1)), what, now)
 
     def all_reduce(self, x: Tensor, what: str, now: bool = False) -> Job:
         """x = the sum of x."""
-        flat = _flat(x)
 
         def work(ring: _Ring) -> None:
             if ring.size == 2:  # the same bytes in one step
-                ring.swap_sum(flat)
+                ring.swap_sum(x.view(-1))
             else:
-                parts = list(flat.tensor_split(ring.size))
+                parts = x.view(-1).tensor_split(ring.size)
                 ring.scatter(parts, parts[ring.index])
                 ring.gather(parts)
 
@@ -146,28 +148,24 @@ class Lane:
 
     def broadcast(self, x: Tensor, source: int, what: str, now: bool = False) -> Job:
         """x = that of rank `source` of the group."""
-        flat = _flat(x)
-        return self._start(lambda ring: ring.pass_on(flat, source), what, now)
+        return self._start(lambda ring: ring.pass_on(x.view(-1), source), what, now)
 
     def reduce(self, x: Tensor, target: int, what: str, now: bool = False) -> Job:
         """x = the sum of x, on rank `target` of the group; elsewhere x is spoilt."""
-        flat = _flat(x)
-        return self._start(lambda ring: ring.sum_up(flat, target), what, now)
+        return self._start(lambda ring: ring.sum_up(x.view(-1), target), what, now)
 
     def exchange(self, out: Tensor, x: Tensor, what: str, now: bool = False) -> Job:
         """Part r of x goes to rank r."""
-        flat_out, flat = _flat(out), _flat(x)
         return self._start(
-            lambda ring: ring.exchange(list(flat_out.chunk(ring.size)), list(flat.chunk(ring.size))), what, now
+            lambda ring: ring.exchange(out.view(-1).chunk(ring.size), x.view(-1).chunk(ring.size)), what, now
         )
 
     def _start(self, work: Callable[[_Ring], None], what: str, now: bool) -> Job:
         group, jobs = self._group(), self._jobs
         assert group is not None
         with jobs.lock:  # the number is the place in the line
-            ring = _Ring(group, TAGS + self._started % TAGS)
+            job = Job(work, _Ring(group, TAGS + self._started % TAGS, self.size, self.index), what)
             self._started += 1
-            job = Job(lambda: work(ring), what)
             if now and not jobs.waiting:
                 jobs.run(job)
             else:
@@ -198,19 +196,15 @@ def _serve(jobs: _Jobs) -> None:
         del job
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.detach().view(-1)
-
-
 class _Ring:
     """One collective's messages: tags of its own, this rank's neighbours."""
 
-    def __init__(self, group: dist.ProcessGroup, tag: int):
-        self.group, self.tag = group, tag
-        self.size, self.index = group.size(), group.rank()
+    def __init__(self, group: dist.ProcessGroup, tag: int, size: int, index: int):
+        self.group, self.tag, self.size, self.index = group, tag, size, index
         self._sent: list[tuple[Any, int]] = []
+        self._doing, self._offset = "", 0
 
-    def gather(self, parts: list[Tensor]) -> None:
+    def gather(self, parts: Sequence[Tensor]) -> None:
         """Step t: part (index - t) goes to the next rank, part (index - t - 1) comes from the one before."""
         steps = range(self.size - 1)
         coming = [self._receive(parts[self.index - t - 1], -1) for t in steps]
@@ -219,11 +213,11 @@ class _Ring:
             self._arrive(coming[t], -1)
         self._leave()
 
-    def scatter(self, parts: list[Tensor], out: Tensor) -> None:
+    def scatter(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Step t: the sum so far of part (index - t - 1) goes on, that of part (index - t - 2) comes; the last is ours."""
-        steps = self.size - 1
-        ahead = min(steps, max(3, ROOM // max(1, parts[0].nbytes)))
-        buffers = [torch.empty_like(parts[0]) for _ in range(ahead)]  # part 0 is the longest
+        steps, longest = self.size - 1, parts[0]
+        ahead = min(steps, max(3, ROOM // max(1, longest.nbytes)))
+        buffers = longest.new_empty(ahead, longest.numel()).unbind()
 
         def post(t: int) -> tuple[Tensor, Any]:
             buffer = buffers[t % ahead][: parts[self.index - t - 2].numel()]
@@ -275,7 +269,7 @@ class _Ring:
                 self._send(chunk, 1)
         self._leave()
 
-    def exchange(self, out: list[Tensor], x: list[Tensor]) -> None:
+    def exchange(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> None:
         steps = range(1, self.size)
         coming = {t: self._receive(out[self.index - t], -t) for t in steps}
         out[self.index].copy_(x[self.index])
@@ -284,34 +278,37 @@ class _Ring:
             self._arrive(coming[t], -t)
         self._leave()
 
-    def _chunks(self, x: Tensor) -> list[Tensor]:
+    def _chunks(self, x: Tensor) -> Sequence[Tensor]:
         """Two ranks have nothing to gain from them."""
-        return [x] if self.size == 2 else list(x.split(max(1, CHUNK // x.element_size())))
+        return [x] if self.size == 2 else x.split(max(1, CHUNK // x.element_size()))
 
     # ---- messages to and from the rank `offset` further ----
 
     def _receive(self, x: Tensor, offset: int) -> Any:
-        return self._try(lambda: self.group.recv([x], self._peer(offset), self.tag), offset, "nothing comes from")
+        self._doing, self._offset = "nothing comes from", offset
+        return self.group.recv([x], (self.index + offset) % self.size, self.tag)
 
     def _arrive(self, work: Any, offset: int) -> None:
-        self._try(work.wait, offset, "nothing came from")
+        self._doing, self._offset = "nothing came from", offset
+        work.wait()
+        self._doing = ""
 
     def _send(self, x: Tensor, offset: int) -> None:
-        work = self._try(lambda: self.group.send([x], self._peer(offset), self.tag), offset, "nothing goes to")
-        self._sent.append((work, offset))
+        self._doing, self._offset = "nothing goes to", offset
+        self._sent.append((self.group.send([x], (self.index + offset) % self.size, self.tag), offset))
 
     def _leave(self) -> None:
         """What was sent may be overwritten."""
+        self._doing = "nothing went to"
         for work, offset in self._sent:
-            self._try(work.wait, offset, "nothing went to")
+            self._offset = offset
+            work.wait()
         self._sent = []
 
-    def _peer(self, offset: int) -> int:
-        return (self.index + offset) % self.size
-
-    def _try(self, call: Callable[[], Any], offset: int, failure: str) -> Any:
-        try:
-            return call()
-        except RuntimeError as e:
-            rank = dist.get_process_group_ranks(self.group)[self._peer(offset)]
-            raise RuntimeError(f"{failure} rank {rank}: {e}") from e
+    @property
+    def failed(self) -> str:
+        """What did not happen, where a message failed."""
+        if not self._doing:
+            return ""
+        rank = dist.get_process_group_ranks(self.group)[(self.index + self._offset) % self.size]
+        return f"{self._doing} rank {rank}: "

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -81,6 +82,9 @@ def _rank(
     pipe: Connection,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # gloo's thread spins while another holds a connection's lock: on few cores it must not take that one's core
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         if prepare is not None:
             prepare(rank)
