@@ -265,6 +265,11 @@ class Cluster:
         bandwidth, hops, factor = self._path(2, distance, "message", size)
         return factor * (hops + size / bandwidth)
 
+    def link(self, members: int, stride: int = 1) -> int:
+        """The level whose links a group's collectives keep busy, by its number: the outermost that it crosses."""
+        crossed = self._crossed(members, stride)[2]
+        return self.level.index(crossed[-1]) if crossed else -1
+
     def _path(self, members: int, stride: int, kind: str, size: float) -> tuple[float, float, float]:
         """(bandwidth, latency of a ring's hops, factor) of a group."""
         bandwidth, latency, crossed = self._crossed(members, stride)

@@ -5,7 +5,8 @@ As the program and the units do it (program/lowering.py, shard/sharing.py):
 - Units compute one after another. The gather of the next one starts when one begins, so at most one is ahead.
 - A unit's reduction starts when its gradients are there. Of sharded units one at most is under way while the next is made: when
   a second starts, computing waits until the first has ended. What is summed across groups is waited for besides.
-- Gathers run in their order, and so do reductions. A gather, a reduction and what is waited for share the link evenly.
+- Gathers run in their order, and so do reductions. A gather, a reduction and what the grid moves share the link evenly. What the
+  grid moves is spread over the unit: in PARTS parts, each computes, and then waits for its share.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import NamedTuple
 
 __all__ = ["Lanes", "Step"]
 
+PARTS = 4
+
 
 class Step(NamedTuple):
     """One unit's part of an op, in seconds."""
 
     compute: float
-    """Its collectives on the grid, `moves`, left out."""
+    """Its collectives on the grid left out."""
     gather: float = 0.0
     """Of its parameters, where they are not there yet."""
     reduce: float = 0.0
@@ -31,7 +34,11 @@ class Step(NamedTuple):
     holds: bool = True
     """Whether its reduction must have ended before the one after the next is made: it is sharded."""
     moves: float = 0.0
-    """Of collectives inside it that are waited for."""
+    """Of collectives inside it that are waited for, on the link of gathers and reductions."""
+    beside: float = 0.0
+    """Of those on that link that are not waited for, were it theirs alone."""
+    apart: float = 0.0
+    """Of those that are waited for on other links."""
 
 
 class Lanes:
@@ -56,11 +63,28 @@ class Lanes:
             self.gather(ahead)
             if step.gather:
                 self._wait(self._gathers, 1 if ahead else 0)
-            self.communicated += step.moves
-            self._pass(step.compute)
-            self._move(step.moves)
+            self._work(step)
             if step.reduce:
                 self.reduce(step)
+
+    def _work(self, step: Step) -> None:
+        """Compute, and wait for the grid."""
+        self.communicated += step.moves + step.apart
+        self.exposed += step.moves + step.apart
+        shown, computing = self.exposed, step.compute + step.apart
+        if not (self._gathers or self._reductions):  # the link is free
+            self.now += computing + step.moves
+            return
+        if not (step.moves or step.beside):
+            self._pass(computing)
+            return
+        for _ in range(PARTS):
+            if step.beside:
+                self._waited.append(step.beside / PARTS)
+            self._pass(computing / PARTS)
+            self._wait(self._waited, 0)
+            self._move(step.moves / PARTS)
+        self.exposed = shown
 
     def gather(self, seconds: float) -> None:
         """Start a gather."""

@@ -26,10 +26,11 @@ __all__ = [
     "chosen_flows",
     "flow_of",
     "flow_report",
-    "grid_seconds",
+    "grid_moves",
     "ladder",
     "links_of",
     "loss_sums",
+    "operator_seconds",
     "product_seconds",
     "vector_sums",
 ]
@@ -99,18 +100,36 @@ def flow_of(setting: Setting, o: Operator, tokens: int, row: int, col: int, tens
     )
 
 
-def grid_seconds(
+def operator_seconds(
+    setting: Setting, o: Operator, tokens: int, row: int, col: int, split: int
+) -> tuple[float, float, float]:
+    """Seconds that an operator of a micro-batch computes: forward, gradients of its input and of its weight."""
+    cluster, width = setting.cluster, setting.compute
+    if o.kind == "product":
+        f, i, w = product_seconds(setting, o, tokens, col, split)
+        added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
+        return f, i, w + cluster.memory_bound(added, fused=True)
+    if o.kind == "attention":
+        time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
+        return time, time * cluster.device.attention_backward * o.backward / 2.5, 0.0
+    size = (o.moved * width + o.wide * max(4, width)) * tokens / col
+    time = cluster.memory_bound(size, fused=setting.precision.compile)
+    return time, time * o.backward, 0.0
+
+
+def grid_moves(
     setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int
-) -> dict[str, tuple[float, float]]:
-    """By op (F, I, W): seconds of an operator's collectives in a micro-batch that nothing hides, and those that may hide."""
+) -> list[tuple[Move, float]]:
+    """An operator's collectives in a micro-batch, and the seconds of each, alone on its line."""
     links, config = links_of(setting, row, col), setting.spec.config
     if o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
-        found = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
-        return seconds(found, links, setting.compute, setting.reduce)
-    flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
-    every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
-    return seconds(every, links, setting.compute, setting.reduce, micro_batches)
+        every = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
+    else:
+        flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
+        every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
+    width = {"gradients": setting.reduce}
+    return [(m, links.seconds(m, width.get(m.what, setting.compute)) / (micro_batches if m.once else 1)) for m in every]
 
 
 def loss_sums(cluster: Cluster, tokens: int, col: int) -> float:

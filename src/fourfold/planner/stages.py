@@ -97,7 +97,7 @@ class _Running:
             lanes = self.lanes
             began, shown, moved = lanes.now, lanes.exposed, lanes.communicated
             lanes.run(chains[i], ready=i > 0, following=following)
-            computing = sum(step.compute + step.moves for step in chains[i])
+            computing = sum(step.compute + step.moves + step.apart for step in chains[i])
             out.append(lanes.now - began + self._kept_from_hiding(shown, moved) + self._offload(units, op, computing))
         return out
 
@@ -112,22 +112,24 @@ class _Running:
         return (1 - self.cluster.overlap) * max(0.0, hidden)
 
     def _steps(self, units: Sequence[PlannedUnit], op: _Op) -> list[Step]:
-        out = []
+        out: list[Step] = []
         for u in units if op.kind == "F" else units[::-1]:
             c = u.cost.compute
             seconds = {"F": c.forward, "B": c.input_grad + c.again + c.weight_grad, "I": c.input_grad + c.again}
             gather = u.cost.gather if self._gathers(u, op) and u.spec.name != self._before else 0.0
             reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
             parts = u.cost.slices
-            back = c.grid - c.forward_grid
-            moves = {"F": c.forward_grid, "B": back, "I": back - c.weight_grid}.get(op.kind, c.weight_grid)
+            shown, every = u.cost.crossing(op.kind)
+            moves = c.shown(op.kind)
             step = Step(
                 (seconds.get(op.kind, c.weight_grad) - moves) / parts,
                 gather / parts,
                 u.cost.reduce / parts if reduces else 0.0,
                 u.cost.across / parts if reduces else 0.0,
                 u.choice.mode != "replicate",
-                (moves + (u.cost.vectors if reduces else 0.0)) / parts,
+                (shown + (u.cost.vectors if reduces else 0.0)) / parts,
+                (every - shown) / parts,
+                (moves - shown + (c.cold(op.kind) if gather or not out else 0.0)) / parts,
             )
             out += [step] * parts
             self._before = u.spec.name  # what was used last is still there
