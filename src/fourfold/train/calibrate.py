@@ -61,7 +61,7 @@ class _Sizes:
     tries: int
 
 
-CPU = _Sizes((128, 256, 384), 1 << 21, (1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 20), 5)
+CPU = _Sizes((128, 256, 384), 1 << 21, (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 20), 5)
 GPU = _Sizes((2048, 4096, 8192), 1 << 28, (1 << 12, 1 << 16, 1 << 20, 1 << 26), 9)
 
 
@@ -263,7 +263,10 @@ class _Calibration:
         return out
 
     def _messages(self, groups: list[list[int]]) -> list[float]:
-        """Seconds of a message of all sizes to the next rank of a group: half of the way there and back."""
+        """Seconds of a message of all sizes to the next rank of a group: half of the way there and back.
+
+        As the rank sees it that gets its own message back: the other one is done when its last is on the way.
+        """
         pairs = [(g[i], g[i + 1]) for g in groups for i in range(0, len(g) - 1, 2)]
         edges = [edge for a, b in pairs for edge in ((a, b), (b, a))]
         port: Port = HostPort(self.device)
@@ -294,7 +297,7 @@ class _Calibration:
                     transport.send(peer, name, x)
                 transport.finish()
 
-            out.append(self._time(there_and_back, collective=True) / 2)
+            out.append(self._time(there_and_back, collective=True, longest=True) / 2)
         transport.close()
         return out
 
@@ -324,8 +327,8 @@ class _Calibration:
 
     # ---- the clock ----
 
-    def _time(self, work: Callable[[], Any], *, collective: bool = False) -> float:
-        """Median seconds of a few tries, all ranks starting together; the mean over them.
+    def _time(self, work: Callable[[], Any], *, collective: bool = False, longest: bool = False) -> float:
+        """Median seconds of a few tries, all ranks starting together; the mean over them, or the longest.
 
         A collective that is over soon is repeated within a try: ranks leave a barrier at different times. On a CPU it comes
         after a product, as in a step: threads sleep then, and ranks are not quite together.
@@ -351,15 +354,15 @@ class _Calibration:
                 found.append(took / times)
             elif collective:
                 times = min(REPEATS, max(1, round(self._mean(ENOUGH / max(took, 1e-6)))))
-        return max(1e-9, self._mean(median(found)))
+        return max(1e-9, self._mean(median(found), longest))
 
-    def _mean(self, value: float) -> float:
+    def _mean(self, value: float, longest: bool = False) -> float:
         """Over all ranks."""
         if self.place.ranks == 1:
             return value
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(mine)
-        return float(mine.item()) / self.place.ranks
+        dist.all_reduce(mine, dist.ReduceOp.MAX if longest else dist.ReduceOp.SUM)
+        return float(mine.item()) / (1 if longest else self.place.ranks)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
