@@ -135,6 +135,8 @@ class Cluster:
     """Networks, the innermost first; the last joins everything."""
     overlap: float = 0.9
     """Share of gathers, reductions and messages that can hide behind computing."""
+    queue: float = 0.0
+    """Seconds that a collective waits at most, on a link that others use, for what they have on the way there."""
     source: str = ""
     """Where the numbers are from."""
 
@@ -379,6 +381,8 @@ def _check(c: Cluster) -> None:
     positive("device.memory_rate", c.device.memory_rate)
     positive("device.eager", c.device.eager)
     positive("host.link", c.host.link)
+    if not (math.isfinite(c.queue) and c.queue >= 0):
+        raise ClusterError(f"queue = {c.queue:g} must be a number of seconds, 0 or more")
     if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
         raise ClusterError("device.margin and overlap are shares from 0 to 1; device.operator must not be negative")
     schema.parse_bytes(c.host.memory, "host.memory", ClusterError)

@@ -1,7 +1,7 @@
 """What the grid's collectives add to the units of a chain: products in order, and beside them what their flows move.
 
 As linears do it (tensor/flows.py, tensor/late.py). A line of ranks (row, col) runs its collectives in the order in which they
-were started; lines that cross the same link share it evenly.
+were started; lines that cross the same link share it (`link`).
 
 - Where a product takes W of all rows, the gather of the next product's is started first. An op's first one is not ahead.
 - Inputs of all columns are waited for, after W. In the backward they come for the weight gradient, while the input's is computed;
@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from fourfold.cluster import Cluster
 from fourfold.model.operators import UnitSpec
 from fourfold.plan import Tensor
 from fourfold.planner.layout import Setting
+from fourfold.planner.link import Link
 from fourfold.planner.products import grid_moves, loss_sums, operator_seconds
 from fourfold.tensor.costs import Move
 
@@ -89,9 +91,8 @@ def grid_times(setting: Setting, tokens: int, row: int, col: int, tensor: Tensor
     """By kind of unit, what its collectives take in a micro-batch of `tokens` tokens on a row."""
     chain, cluster = _chain(setting.spec.units), setting.cluster
     parts = {u.kind: _parts(setting, u, tokens, row, col, tensor, steps) for u in chain}
-    shared = cluster.link(row, col) == cluster.link(col, 1)
-    there = _Clock(shared).run([parts[u.kind][0] for u in chain])
-    back = _Clock(shared).run([parts[u.kind][1] for u in reversed(chain)])[::-1]
+    there = _Clock(cluster, row, col).chain([parts[u.kind][0] for u in chain])
+    back = _Clock(cluster, row, col).chain([parts[u.kind][1] for u in reversed(chain)])[::-1]
     out = {}
     for at in sorted(range(len(chain)), key=lambda i: -abs(2 * i + 1 - len(chain))):  # of two, the one inside
         f, b = there[at], back[at]
@@ -187,80 +188,56 @@ class _Timed:
         return row, col
 
 
-class _Clock:
-    """Computing, and two lines beside it."""
+class _Clock(Link):
+    """A chain's computing, with its two lines beside it."""
 
-    def __init__(self, shared: bool):
-        self.shared, self.now = shared, 0.0
-        self._queues: tuple[deque[float], deque[float]] = deque(), deque()
-        self._started, self._done = [0, 0], [0, 0]
+    def __init__(self, cluster: Cluster, row: int, col: int):
+        links = cluster.link(row, col), cluster.link(col, 1)
+        super().__init__((0, int(links[0] != links[1])), ((row - 1) * cluster.queue, (col - 1) * cluster.queue))
         self._unit = _Timed()
         self._sums: deque[int] = deque()
 
-    def run(self, chain: Sequence[Sequence[_Linear]]) -> list[_Timed]:
-        weights = [o.weight for unit in chain for o in unit if o.weight is not None]
+    def chain(self, units: Sequence[Sequence[_Linear]]) -> list[_Timed]:
+        weights = [o.weight for unit in units for o in unit if o.weight is not None]
         ahead, taken, out = 0, 0, []  # the number of the gather that was started for the next weight
-        for unit in chain:
+        for unit in units:
             self._unit, first = _Timed(), True
             for o in unit:
                 for line, seconds in o.before:
-                    self._wait(line, self._start(line, seconds))
-                early = self._start(*o.early) if o.early else 0
-                inputs = self._start(*o.inputs) if o.inputs else 0
+                    self._shown(line, self._moves(line, seconds))
+                early = self._moves(*o.early) if o.early else 0
+                inputs = self._moves(*o.inputs) if o.inputs else 0
                 if o.weight is not None:
-                    mine = ahead or self._start(ROW, o.weight)
+                    mine = ahead or self._moves(ROW, o.weight)
                     taken += 1
-                    ahead = self._start(ROW, weights[taken]) if taken < len(weights) else 0
-                    waited = self._wait(ROW, mine)
+                    ahead = self._moves(ROW, weights[taken]) if taken < len(weights) else 0
+                    waited = self._shown(ROW, mine)
                     if first:
                         self._unit.cold, first = max(0.0, o.weight - waited), False
                 if o.inputs:
-                    self._wait(o.inputs[0], inputs)
-                self._compute(o.compute)
-                scatter = self._start(*o.scatter) if o.scatter else 0
+                    self._shown(o.inputs[0], inputs)
+                self.run(o.compute)
+                scatter = self._moves(*o.scatter) if o.scatter else 0
                 if o.early:
-                    self._unit.weight += self._wait(o.early[0], early)
-                self._compute(o.second)
+                    self._unit.weight += self._shown(o.early[0], early)
+                self.run(o.second)
                 if o.summed is not None:
-                    self._sums.append(self._start(ROW, o.summed))
+                    self._sums.append(self._moves(ROW, o.summed))
                     if len(self._sums) > 1:
-                        self._unit.weight += self._wait(ROW, self._sums.popleft())
+                        self._unit.weight += self._shown(ROW, self._sums.popleft())
                 if o.scatter:
-                    self._wait(o.scatter[0], scatter)
+                    self._shown(o.scatter[0], scatter)
                 for line, seconds in o.after:
-                    self._wait(line, self._start(line, seconds))
+                    self._shown(line, self._moves(line, seconds))
             out.append(self._unit)
         return out
 
-    def _start(self, line: int, seconds: float) -> int:
-        self._queues[line].append(seconds)
+    def _moves(self, line: int, seconds: float) -> int:
         self._unit.every[line] += seconds
-        self._started[line] += 1
-        return self._started[line]
+        return self.start(line, seconds)
 
-    def _wait(self, line: int, number: int) -> float:
-        """Until the collective of that number has ended."""
-        began = self.now
-        while self._done[line] < number:
-            self._pass(min(q[0] for q in self._queues if q) * self._share())
-        self._unit.shown[line] += self.now - began
-        return self.now - began
-
-    def _share(self) -> float:
-        return 2.0 if self.shared and self._queues[0] and self._queues[1] else 1.0
-
-    def _compute(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self.now < end and (self._queues[0] or self._queues[1]):
-            self._pass(min(end - self.now, min(q[0] for q in self._queues if q) * self._share()))
-        self.now = end
-
-    def _pass(self, seconds: float) -> None:
-        progress = seconds / self._share()
-        for line, q in enumerate(self._queues):
-            if q:
-                q[0] -= progress
-                if q[0] <= 1e-12:
-                    q.popleft()
-                    self._done[line] += 1
-        self.now += seconds
+    def _shown(self, line: int, number: int) -> float:
+        """Wait for a collective."""
+        waited = self.wait(line, number)
+        self._unit.shown[line] += waited
+        return waited

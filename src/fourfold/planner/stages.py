@@ -85,7 +85,7 @@ class _Running:
 
     def __init__(self, setting: Setting, steady: bool, split: bool):
         self.cluster, self.steady, self.split = setting.cluster, steady, split
-        self.lanes, self.seconds = Lanes(), 0.0
+        self.lanes, self.seconds = Lanes(self.cluster.queue), 0.0
         self._before = ""
 
     def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]]) -> list[float]:

@@ -34,6 +34,7 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
 from fourfold.planner.predict import predict
+from fourfold.ring import SMALLEST
 from fourfold.runtime.transport import Name, Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.train.device_rates import gpu_device, steady
@@ -48,6 +49,8 @@ COLLECTIVES: dict[str, Start] = {
 }
 ENOUGH, REPEATS = 0.03, 16
 """Seconds that a try of a collective should take, and how often it is repeated for that at most."""
+TURNS = 4
+"""Small gathers while a large one is on its way."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -61,7 +64,9 @@ class _Sizes:
     tries: int
 
 
-CPU = _Sizes((128, 256, 384), 1 << 21, (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 20), 5)
+RING = SMALLEST // 4
+"""Elements from which on rings serve."""
+CPU = _Sizes((128, 256, 384), 1 << 21, (1 << 8, 1 << 10, 1 << 12, 1 << 14, RING - 64, RING, 1 << 17, 1 << 20), 5)
 GPU = _Sizes((2048, 4096, 8192), 1 << 28, (1 << 12, 1 << 16, 1 << 20, 1 << 26), 9)
 
 
@@ -90,7 +95,7 @@ class _Calibration:
             made = replace(made, device=replace(made.device, operator=self._operator_of_a_step(made)))
         else:
             made = replace(made, device=replace(made.device, eager=self._eager_share(made)))
-        return replace(made, overlap=self._overlap()) if self.place.ranks > 1 else made
+        return replace(made, overlap=self._overlap(), queue=self._queue()) if self.place.ranks > 1 else made
 
     # ---- one device ----
 
@@ -324,6 +329,40 @@ class _Calibration:
         together = self._time(both)
         hidden = (gather + times * one - together) / min(gather, times * one)
         return round(min(1.0, max(0.0, hidden)), 3)
+
+    def _queue(self) -> float:
+        """How much later a small gather of two ranks ends while a large one of all is on its way. Not of GPUs."""
+        ranks, stride = self.place.ranks, max(1, self.place.local_ranks) if self.nodes > 1 else 1
+        if self.device.type == "cuda":
+            return 0.0
+        lines = [list(range(i, ranks, stride)) for i in range(stride)]
+        made = [
+            (pair, dist.new_group(pair))
+            for line in lines
+            for i in range(0, len(line) - 1, 2)
+            for pair in [line[i : i + 2]]
+        ]
+        pair = next((group for members, group in made if self.place.rank in members), None)
+        everyone = dist.new_group(list(range(ranks)))
+        small, part = torch.ones(2 * self.sizes.buffers[0]), torch.ones(self.sizes.buffers[0])
+        large = torch.ones(self.sizes.buffers[-1] // ranks * ranks)
+        mine = torch.ones(len(large) // ranks)
+
+        def gather() -> None:
+            if pair is not None:
+                all_gather(small, part, pair, "a calibration").wait()
+
+        alone, found = self._time(gather, collective=True), []
+        for _ in range(self.sizes.tries):
+            dist.barrier()
+            pending = all_gather(large, mine, everyone, "a calibration")
+            time.sleep(ENOUGH)
+            began = time.perf_counter()
+            for _ in range(TURNS):
+                gather()
+            found.append((time.perf_counter() - began) / TURNS)
+            pending.wait()
+        return max(0.0, self._mean(median(found)) - alone)
 
     # ---- the clock ----
 
