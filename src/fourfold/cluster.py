@@ -135,6 +135,8 @@ class Cluster:
     """Networks, the innermost first; the last joins everything."""
     overlap: float = 0.9
     """Share of gathers, reductions and messages that can hide behind computing."""
+    call: float = 0.0
+    """Seconds of computing that a collective takes even where it hides."""
     queue: float = 0.0
     """Seconds that a collective waits at most, on a link that others use, for what they have on the way there."""
     source: str = ""
@@ -381,8 +383,9 @@ def _check(c: Cluster) -> None:
     positive("device.memory_rate", c.device.memory_rate)
     positive("device.eager", c.device.eager)
     positive("host.link", c.host.link)
-    if not (math.isfinite(c.queue) and c.queue >= 0):
-        raise ClusterError(f"queue = {c.queue:g} must be a number of seconds, 0 or more")
+    for name, value in (("queue", c.queue), ("call", c.call)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ClusterError(f"{name} = {value:g} must be a number of seconds, 0 or more")
     if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
         raise ClusterError("device.margin and overlap are shares from 0 to 1; device.operator must not be negative")
     schema.parse_bytes(c.host.memory, "host.memory", ClusterError)

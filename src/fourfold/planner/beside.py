@@ -194,7 +194,7 @@ class _Clock(Link):
     def __init__(self, cluster: Cluster, row: int, col: int):
         links = cluster.link(row, col), cluster.link(col, 1)
         super().__init__((0, int(links[0] != links[1])), ((row - 1) * cluster.queue, (col - 1) * cluster.queue))
-        self._unit = _Timed()
+        self._unit, self._call = _Timed(), cluster.call
         self._sums: deque[int] = deque()
 
     def chain(self, units: Sequence[Sequence[_Linear]]) -> list[_Timed]:
@@ -205,24 +205,24 @@ class _Clock(Link):
             for o in unit:
                 for line, seconds in o.before:
                     self._shown(line, self._moves(line, seconds))
-                early = self._moves(*o.early) if o.early else 0
+                early = self._hides(*o.early) if o.early else 0
                 inputs = self._moves(*o.inputs) if o.inputs else 0
                 if o.weight is not None:
                     mine = ahead or self._moves(ROW, o.weight)
                     taken += 1
-                    ahead = self._moves(ROW, weights[taken]) if taken < len(weights) else 0
+                    ahead = self._hides(ROW, weights[taken]) if taken < len(weights) else 0
                     waited = self._shown(ROW, mine)
                     if first:
                         self._unit.cold, first = max(0.0, o.weight - waited), False
                 if o.inputs:
                     self._shown(o.inputs[0], inputs)
                 self.run(o.compute)
-                scatter = self._moves(*o.scatter) if o.scatter else 0
+                scatter = self._hides(*o.scatter) if o.scatter else 0
                 if o.early:
                     self._unit.weight += self._shown(o.early[0], early)
                 self.run(o.second)
                 if o.summed is not None:
-                    self._sums.append(self._moves(ROW, o.summed))
+                    self._sums.append(self._hides(ROW, o.summed))
                     if len(self._sums) > 1:
                         self._unit.weight += self._shown(ROW, self._sums.popleft())
                 if o.scatter:
@@ -235,6 +235,13 @@ class _Clock(Link):
     def _moves(self, line: int, seconds: float) -> int:
         self._unit.every[line] += seconds
         return self.start(line, seconds)
+
+    def _hides(self, line: int, seconds: float) -> int:
+        """Start a collective that computing goes on beside."""
+        if self._call:
+            self._unit.shown[line] += self._call
+            self.run(self._call)
+        return self._moves(line, seconds)
 
     def _shown(self, line: int, number: int) -> float:
         """Wait for a collective."""

@@ -137,17 +137,19 @@ def loss_sums(cluster: Cluster, tokens: int, col: int) -> float:
     return cluster.collective("all_reduce", 4 * tokens, col) + cluster.collective("all_reduce", 8 * tokens, col)
 
 
-def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> float:
-    """Seconds to sum gradients of norms and biases, which are copies over the plane or over rows, before a reduction."""
+def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> tuple[float, int]:
+    """Seconds and number of sums of the gradients of norms and biases, which are copies over the plane or over rows."""
     if row * col == 1:
-        return 0.0
+        return 0.0, 0
     vectors = {name: math.prod(shape) for name, shape in unit.shapes.items() if len(shape) == 1}
     own = {name for name in vectors if name.startswith(("qkv", "up", "q.", "k.", "v."))}  # a part for each column
     everywhere = 4.0 * sum(size for name, size in vectors.items() if name not in own)
     of_column = 4.0 * sum(vectors[name] for name in own) / col
-    return cluster.collective("all_reduce", everywhere, row * col) + cluster.collective(
-        "all_reduce", of_column, row, col
+    both = (
+        cluster.collective("all_reduce", everywhere, row * col),
+        cluster.collective("all_reduce", of_column, row, col),
     )
+    return max(both), sum(seconds > 0 for seconds in both)
 
 
 def ladder(mesh: Mesh, micro_batches: int, tensor: Tensor, wish: str | None = None) -> list[Tensor]:

@@ -86,7 +86,7 @@ class _Running:
     def __init__(self, setting: Setting, steady: bool, split: bool):
         self.cluster, self.steady, self.split = setting.cluster, steady, split
         self.lanes, self.seconds = Lanes(self.cluster.queue), 0.0
-        self._before = ""
+        self._before, self._behind = "", 0.0
 
     def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]]) -> list[float]:
         """Seconds of every op, those of the first unit's gather where it is waited for included."""
@@ -105,7 +105,7 @@ class _Running:
         """Seconds until all reductions have ended."""
         began, shown, moved = self.lanes.now, self.lanes.exposed, self.lanes.communicated
         self.lanes.finish()
-        return self.lanes.now - began + self._kept_from_hiding(shown, moved)
+        return self.lanes.now - began + self._kept_from_hiding(shown, moved) + self._behind
 
     def _kept_from_hiding(self, shown: float, moved: float) -> float:
         hidden = (self.lanes.communicated - moved) - (self.lanes.exposed - shown)
@@ -132,6 +132,7 @@ class _Running:
                 (moves - shown + (c.cold(op.kind) if gather or not out else 0.0)) / parts,
             )
             out += [step] * parts
+            self._behind = u.cost.behind if reduces else 0.0
             self._before = u.spec.name  # what was used last is still there
         return out
 

@@ -85,7 +85,9 @@ class UnitCost:
     across: float
     """Seconds of the sum across groups that follows."""
     vectors: float
-    """Seconds of sums over the grid that come before a reduction."""
+    """Seconds that sums over the grid take before a reduction; without one, to start them."""
+    behind: float
+    """Seconds of those that nothing waits for before the step's end."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -192,6 +194,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     else:
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
+    behind, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
+    vectors = calls * cluster.call
+    if replicas > 1 and behind:
+        vectors, behind = behind, 0.0
     lent = _lent(setting, unit, mesh)
     whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
     if mesh.row > 1 and unit.flops:
@@ -210,7 +216,8 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         gather=gather,
         reduce=reduce,
         across=across,
-        vectors=vector_sums(cluster, unit, mesh.row, mesh.col),
+        vectors=vectors,
+        behind=behind,
         whole=n * e,
         parameters=n * e / shards + whole_rows,
         gradients=n * r,

@@ -47,8 +47,8 @@ COLLECTIVES: dict[str, Start] = {
     "reduce_scatter": lambda whole, part, group: reduce_scatter(part, whole, group, "a calibration").wait(),
     "all_reduce": lambda whole, part, group: all_reduce(whole, group, "a calibration").wait(),
 }
-ENOUGH, REPEATS = 0.03, 16
-"""Seconds that a try of a collective should take, and how often it is repeated for that at most."""
+ENOUGH, REPEATS, LONG = 0.03, 16, 0.3
+"""Seconds that a try of a collective should take; how often it is repeated for that at most; and seconds of all tries."""
 TURNS = 4
 """Small gathers while a large one is on its way."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -95,7 +95,9 @@ class _Calibration:
             made = replace(made, device=replace(made.device, operator=self._operator_of_a_step(made)))
         else:
             made = replace(made, device=replace(made.device, eager=self._eager_share(made)))
-        return replace(made, overlap=self._overlap(), queue=self._queue()) if self.place.ranks > 1 else made
+        if self.place.ranks > 1:
+            made = replace(made, overlap=self._overlap(), queue=self._queue(), call=self._call())
+        return made
 
     # ---- one device ----
 
@@ -330,6 +332,23 @@ class _Calibration:
         hidden = (gather + times * one - together) / min(gather, times * one)
         return round(min(1.0, max(0.0, hidden)), 3)
 
+    def _call(self) -> float:
+        """What a gather that hides takes all the same: the host's time to start it and to take its result."""
+        if self.device.type == "cuda":  # its host is ahead
+            return 0.0
+        group = dist.group.WORLD
+        assert group is not None
+        n, size = self.place.ranks, self.sizes.products[-1]
+        mine = torch.ones(self.sizes.buffers[0])
+        whole, a = torch.empty(n * len(mine)), torch.ones(size, size)
+
+        def both() -> None:
+            pending = all_gather(whole, mine, group, "a calibration")
+            a @ a
+            pending.wait()
+
+        return max(0.0, self._time(both) - self._time(lambda: a @ a))
+
     def _queue(self) -> float:
         """How much later a small gather of two ranks ends while a large one of all is on its way. Not of GPUs."""
         ranks, stride = self.place.ranks, max(1, self.place.local_ranks) if self.nodes > 1 else 1
@@ -373,10 +392,10 @@ class _Calibration:
         after a product, as in a step: threads sleep then, and ranks are not quite together.
         """
         found: list[float] = []
-        times = 1
+        times, tries, warm = 1, self.sizes.tries, False
         pauses = collective and self.device.type != "cuda"
         a = torch.ones(self.sizes.products[0], self.sizes.products[0]) if pauses else torch.empty(0)
-        for attempt in range(self.sizes.tries + 1):
+        while len(found) < tries:
             if self.place.ranks > 1:
                 dist.barrier()
             self._wait()
@@ -389,10 +408,12 @@ class _Calibration:
                 work()
             self._wait()
             took = time.perf_counter() - began - paused
-            if attempt:  # the first is warm-up
+            if warm:
                 found.append(took / times)
-            elif collective:
-                times = min(REPEATS, max(1, round(self._mean(ENOUGH / max(took, 1e-6)))))
+                continue
+            warm, often = True, self._mean(ENOUGH / max(took, 1e-6))  # the same on all ranks
+            times = min(REPEATS, max(1, round(often))) if collective else 1
+            tries = min(3 * tries, max(tries, round(LONG / ENOUGH * often / times)))
         return max(1e-9, self._mean(median(found), longest))
 
     def _mean(self, value: float, longest: bool = False) -> float:
