@@ -137,6 +137,8 @@ class Cluster:
     """Share of gathers, reductions and messages that can hide behind computing."""
     call: float = 0.0
     """Seconds of computing that a collective takes even where it hides."""
+    small: float = 0.0
+    """Bytes; collectives of fewer run beside the others of their group, not after those that were started before."""
     queue: float = 0.0
     """Seconds that a collective waits at most, on a link that others use, for what they have on the way there."""
     source: str = ""
@@ -383,9 +385,9 @@ def _check(c: Cluster) -> None:
     positive("device.memory_rate", c.device.memory_rate)
     positive("device.eager", c.device.eager)
     positive("host.link", c.host.link)
-    for name, value in (("queue", c.queue), ("call", c.call)):
+    for name, value in (("queue", c.queue), ("call", c.call), ("small", c.small)):
         if not (math.isfinite(value) and value >= 0):
-            raise ClusterError(f"{name} = {value:g} must be a number of seconds, 0 or more")
+            raise ClusterError(f"{name} = {value:g} must be a finite number, 0 or more")
     if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
         raise ClusterError("device.margin and overlap are shares from 0 to 1; device.operator must not be negative")
     schema.parse_bytes(c.host.memory, "host.memory", ClusterError)

@@ -1,7 +1,7 @@
 """What the grid's collectives add to the units of a chain: products in order, and beside them what their flows move.
 
 As linears do it (tensor/flows.py, tensor/late.py). A line of ranks (row, col) runs its collectives in the order in which they
-were started; lines that cross the same link share it (`link`).
+were started; where a cluster says so (`small`), small ones run beside the others. Lines that cross one link share it (`link`).
 
 - Where a product takes W of all rows, the gather of the next product's is started first. An op's first one is not ahead.
 - Inputs of all columns are waited for, after W. In the backward they come for the weight gradient, while the input's is computed;
@@ -29,7 +29,10 @@ from fourfold.tensor.costs import Move
 
 __all__ = ["NO_GRID", "Crossing", "OnGrid", "grid_times"]
 
-ROW, COL = 0, 1
+ROW, COL, BESIDE = 0, 1, 2
+"""Lines; and those of small collectives, where they run beside the others: BESIDE + ROW, BESIDE + COL."""
+Moved = tuple[int, float]
+"""A line, and seconds."""
 
 
 class Crossing(NamedTuple):
@@ -66,24 +69,24 @@ NO_GRID = OnGrid((Crossing(), Crossing()), (Crossing(), Crossing()), 0.0, 0.0, 0
 
 
 class _Linear(NamedTuple):
-    """An operator's part of an op: seconds of collectives by line where it starts them, and its computing."""
+    """An operator's part of an op: collectives where it starts them, and its computing."""
 
-    before: tuple[tuple[int, float], ...] = ()
+    before: Sequence[Moved] = ()
     """Waited for, one after another."""
-    early: tuple[int, float] | None = None
+    early: Moved | None = None
     """Started first, waited for before `second`."""
-    weight: float | None = None
-    """Over row: taken, and the next one's started."""
-    inputs: tuple[int, float] | None = None
+    weight: Moved | None = None
+    """Taken, and the next one's started."""
+    inputs: Moved | None = None
     """Started before the weight is taken, waited for after."""
     compute: float = 0.0
-    scatter: tuple[int, float] | None = None
+    scatter: Moved | None = None
     """Started then, waited for at the end."""
     second: float = 0.0
     """Computing of the weight gradient."""
-    summed: float | None = None
-    """Over row: its sum."""
-    after: tuple[tuple[int, float], ...] = ()
+    summed: Moved | None = None
+    """Its sum."""
+    after: Sequence[Moved] = ()
 
 
 @lru_cache(maxsize=50_000)
@@ -122,51 +125,54 @@ def _parts(setting: Setting, unit: UnitSpec, tokens: int, row: int, col: int, te
     there, back = [], []
     for o in unit.operators:
         f, i, w = operator_seconds(setting, o, tokens, row, col, 1)
-        timed = grid_moves(setting, o, tokens, row, col, tensor, steps)
+        moved = grid_moves(setting, o, tokens, row, col, tensor, steps)
+        timed = [(m, (_line(setting, m, size), seconds)) for m, seconds, size in moved]
         there.append(_forward(timed, f, tensor.overlap))
         back.append(_backward(timed, i, w, tensor.overlap))
     if unit.layer == setting.spec.layers - 1:
-        there.append(_Linear(before=((COL, loss_sums(setting.cluster, tokens, col)),)))
+        there.append(_Linear(before=[(COL, loss_sums(setting.cluster, tokens, col))]))
     return there, back[::-1]
 
 
-def _forward(timed: Sequence[tuple[Move, float]], compute: float, overlap: bool) -> _Linear:
-    before: list[tuple[int, float]] = []
-    after: list[tuple[int, float]] = []
+def _line(setting: Setting, m: Move, size: float) -> int:
+    return (ROW if m.axis == "row" else COL) + (BESIDE if size < setting.cluster.small else 0)
+
+
+def _forward(timed: Sequence[tuple[Move, Moved]], compute: float, overlap: bool) -> _Linear:
+    before: list[Moved] = []
+    after: list[Moved] = []
     weight = inputs = None
-    for m, seconds in timed:
-        line = ROW if m.axis == "row" else COL
+    for m, moved in timed:
         if m.op != "F":
             continue
         if m.what == "weights" and m.hides and overlap:
-            weight = seconds
+            weight = moved
         elif m.kind == "all_gather" and overlap:
-            inputs = line, seconds
+            inputs = moved
         else:
-            (after if m.kind == "reduce_scatter" else before).append((line, seconds))
-    return _Linear(tuple(before), None, weight, inputs, compute, after=tuple(after))
+            (after if m.kind == "reduce_scatter" else before).append(moved)
+    return _Linear(before, None, weight, inputs, compute, after=after)
 
 
-def _backward(timed: Sequence[tuple[Move, float]], first: float, second: float, overlap: bool) -> _Linear:
-    before: list[tuple[int, float]] = []
+def _backward(timed: Sequence[tuple[Move, Moved]], first: float, second: float, overlap: bool) -> _Linear:
+    before: list[Moved] = []
     early = weight = inputs = scatter = summed = None
-    for m, seconds in timed:
-        line = ROW if m.axis == "row" else COL
+    for m, moved in timed:
         if m.op == "F":
             continue
         if not (overlap and (m.hides or (m.op == "I" and m.kind == "all_gather"))):
-            before.append((line, seconds))
+            before.append(moved)
         elif m.what == "gradients":
-            summed = seconds
+            summed = moved
         elif m.what == "weights":
-            weight = seconds
+            weight = moved
         elif m.op == "W":
-            early = line, seconds
+            early = moved
         elif m.kind == "reduce_scatter":
-            scatter = line, seconds
+            scatter = moved
         else:
-            inputs = line, seconds
-    return _Linear(tuple(before), early, weight, inputs, first, scatter, second, summed)
+            inputs = moved
+    return _Linear(before, early, weight, inputs, first, scatter, second, summed)
 
 
 # ---- when each ends ----
@@ -176,26 +182,26 @@ class _Timed:
     """A unit of a chain: seconds waited and seconds of all collectives, by line."""
 
     def __init__(self) -> None:
-        self.shown, self.every = [0.0, 0.0], [0.0, 0.0]
+        self.shown, self.every = [0.0] * 4, [0.0] * 4
         self.weight = self.cold = 0.0
 
     def lines(self, overlap: float) -> tuple[Crossing, Crossing]:
         """Of what could hide, some does not."""
-        row, col = (
-            Crossing(shown + (1 - overlap) * max(0.0, every - shown), every)
-            for shown, every in zip(self.shown, self.every, strict=True)
-        )
-        return row, col
+        return self._of(ROW, overlap), self._of(COL, overlap)
+
+    def _of(self, line: int, overlap: float) -> Crossing:
+        shown, every = self.shown[line] + self.shown[line + BESIDE], self.every[line] + self.every[line + BESIDE]
+        return Crossing(shown + (1 - overlap) * max(0.0, every - shown), every)
 
 
 class _Clock(Link):
     """A chain's computing, with its two lines beside it."""
 
     def __init__(self, cluster: Cluster, row: int, col: int):
-        links = cluster.link(row, col), cluster.link(col, 1)
-        super().__init__((0, int(links[0] != links[1])), ((row - 1) * cluster.queue, (col - 1) * cluster.queue))
+        apart = int(cluster.link(row, col) != cluster.link(col, 1))
+        super().__init__((0, apart) * 2, ((row - 1) * cluster.queue, (col - 1) * cluster.queue) * 2)
         self._unit, self._call = _Timed(), cluster.call
-        self._sums: deque[int] = deque()
+        self._sums: deque[tuple[int, int]] = deque()
 
     def chain(self, units: Sequence[Sequence[_Linear]]) -> list[_Timed]:
         weights = [o.weight for unit in units for o in unit if o.weight is not None]
@@ -203,32 +209,33 @@ class _Clock(Link):
         for unit in units:
             self._unit, first = _Timed(), True
             for o in unit:
-                for line, seconds in o.before:
-                    self._shown(line, self._moves(line, seconds))
+                for moved in o.before:
+                    self._shown(moved, self._moves(*moved))
                 early = self._hides(*o.early) if o.early else 0
                 inputs = self._moves(*o.inputs) if o.inputs else 0
                 if o.weight is not None:
-                    mine = ahead or self._moves(ROW, o.weight)
+                    mine = ahead or self._moves(*o.weight)
                     taken += 1
-                    ahead = self._hides(ROW, weights[taken]) if taken < len(weights) else 0
-                    waited = self._shown(ROW, mine)
+                    ahead = self._hides(*weights[taken]) if taken < len(weights) else 0
+                    waited = self._shown(o.weight, mine)
                     if first:
-                        self._unit.cold, first = max(0.0, o.weight - waited), False
+                        self._unit.cold, first = max(0.0, o.weight[1] - waited), False
                 if o.inputs:
-                    self._shown(o.inputs[0], inputs)
+                    self._shown(o.inputs, inputs)
                 self.run(o.compute)
                 scatter = self._hides(*o.scatter) if o.scatter else 0
                 if o.early:
-                    self._unit.weight += self._shown(o.early[0], early)
+                    self._unit.weight += self._shown(o.early, early)
                 self.run(o.second)
                 if o.summed is not None:
-                    self._sums.append(self._hides(ROW, o.summed))
+                    self._sums.append((o.summed[0], self._hides(*o.summed)))
                     if len(self._sums) > 1:
-                        self._unit.weight += self._shown(ROW, self._sums.popleft())
+                        line, number = self._sums.popleft()
+                        self._unit.weight += self._shown((line, 0.0), number)
                 if o.scatter:
-                    self._shown(o.scatter[0], scatter)
-                for line, seconds in o.after:
-                    self._shown(line, self._moves(line, seconds))
+                    self._shown(o.scatter, scatter)
+                for moved in o.after:
+                    self._shown(moved, self._moves(*moved))
             out.append(self._unit)
         return out
 
@@ -243,8 +250,9 @@ class _Clock(Link):
             self.run(self._call)
         return self._moves(line, seconds)
 
-    def _shown(self, line: int, number: int) -> float:
+    def _shown(self, moved: Moved, number: int) -> float:
         """Wait for a collective."""
+        line = moved[0]
         waited = self.wait(line, number)
         self._unit.shown[line] += waited
         return waited

@@ -62,8 +62,12 @@ class ClusterLinks:
     def seconds(self, m: Move, width: int) -> float:
         members, stride = self.lines[m.axis]
         kind: Literal["all_gather", "reduce_scatter"] = "reduce_scatter" if "reduce" in m.kind else "all_gather"
-        whole = passed(m) * width / m.calls * members / (members - 1)
-        return m.calls * self.cluster.collective(kind, whole, members, stride)
+        return m.calls * self.cluster.collective(kind, self.size(m, width), members, stride)
+
+    def size(self, m: Move, width: int) -> float:
+        """Bytes of a call's whole buffer."""
+        members = self.lines[m.axis][0]
+        return passed(m) * width / m.calls * members / (members - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -119,8 +123,8 @@ def operator_seconds(
 
 def grid_moves(
     setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int
-) -> list[tuple[Move, float]]:
-    """An operator's collectives in a micro-batch, and the seconds of each, alone on its line."""
+) -> list[tuple[Move, float, float]]:
+    """An operator's collectives in a micro-batch, the seconds of each, alone on its line, and the bytes of a call."""
     links, config = links_of(setting, row, col), setting.spec.config
     if o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
@@ -128,8 +132,11 @@ def grid_moves(
     else:
         flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
         every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
-    width = {"gradients": setting.reduce}
-    return [(m, links.seconds(m, width.get(m.what, setting.compute)) / (micro_batches if m.once else 1)) for m in every]
+    out = []
+    for m in every:
+        width = setting.reduce if m.what == "gradients" else setting.compute
+        out.append((m, links.seconds(m, width) / (micro_batches if m.once else 1), links.size(m, width)))
+    return out
 
 
 def loss_sums(cluster: Cluster, tokens: int, col: int) -> float:

@@ -66,7 +66,9 @@ class _Sizes:
 
 RING = SMALLEST // 4
 """Elements from which on rings serve."""
-CPU = _Sizes((128, 256, 384), 1 << 21, (1 << 8, 1 << 10, 1 << 12, 1 << 14, RING - 64, RING, 1 << 17, 1 << 20), 5)
+CPU = _Sizes(
+    (128, 256, 384), 1 << 21, tuple(sorted({1 << 8, 1 << 10, RING - 64, RING, 1 << 14, 1 << 16, 1 << 17, 1 << 20})), 5
+)
 GPU = _Sizes((2048, 4096, 8192), 1 << 28, (1 << 12, 1 << 16, 1 << 20, 1 << 26), 9)
 
 
@@ -97,6 +99,7 @@ class _Calibration:
             made = replace(made, device=replace(made.device, eager=self._eager_share(made)))
         if self.place.ranks > 1:
             made = replace(made, overlap=self._overlap(), queue=self._queue(), call=self._call())
+            made = replace(made, small=0.0 if self.device.type == "cuda" else float(SMALLEST))  # gloo, beside rings
         return made
 
     # ---- one device ----
