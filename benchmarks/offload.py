@@ -386,54 +386,62 @@ def largest_rows(quick: bool) -> Iterator[Row]:
     }
     if quick:
         cases = {"small": (SMALL, "device"), "small, auto": (SMALL, "auto")}
-    found: dict[str, float] = {}
+    found: dict[str, dict[int, float]] = {}
     for name, (shape, where) in cases.items():
         try:
-            found[name] = train_large(name, shape, where, quick)
+            found[name] = train_large(name, shape, where)
         except (HostMemoryError, torch.OutOfMemoryError) as e:
             log(f"{name}: {type(e).__name__}: {e}")
-    (small, a), *others = found.items()
-    for large, b in others:
-        yield Row(large, small, "TFLOP/s of 6 N T", b / 1e12, a / 1e12, b / a)
+    (small, those), *others = found.items()
+    for large, these in others:
+        for count, b in these.items():
+            a, k = those[count], count * SEQUENCES * SHAPE.seq_len // 1024
+            yield Row(f"{large}, {k} k tokens", small, "TFLOP/s of 6 N T", b / 1e12, a / 1e12, b / a)
 
 
-def train_large(name: str, shape: ModelConfig, placement: Any, quick: bool) -> float:
-    """FLOP/s of 6 N T; the device holds as much state as a step without it leaves free."""
-    clean()
-    model, ids, losses = Model(shape), tokens(shape), []
-    room = left_free(model, ids)
-    log(
-        f"{name}: {model.size / 1e9:.2f} B, state {10 * model.size / GIB:.0f} GiB, {room / GIB:.0f} GiB of room on the device"
-    )
-    ours = Ours(model, lr=1e-5, clip=1.0, guard=True, placement=placement, device_bytes=room, ring=8)
-    log(f"made; {ours.optimizer.streamer.host_bytes / GIB:.1f} GiB on the host")
-
-    def run() -> None:
-        loss = model(ids)
-        with ours.optimizer.last_backward():
-            loss.backward()
-        losses.append(loss.detach())
-        ours.optimizer.step()
-        ours.optimizer.zero_grad()
-
-    seconds = timed(run, 3, 2)
-    ours.close()
-    rate, most = 6 * model.size * ids.numel() / seconds, peak() / GIB
-    log(f"{name}: {seconds:.2f} s a step, {rate / 1e12:.0f} TFLOP/s, peak {most:.1f} GiB")
-    log(f"losses {[round(float(x), 3) for x in losses]}")
-    return rate
+def train_large(name: str, shape: ModelConfig, placement: Any) -> dict[int, float]:
+    """FLOP/s of 6 N T with two micro-batches and with one; the device holds as much state as a step without it leaves free."""
+    rates = {}
+    for count in (2, 1):
+        clean()
+        model, ids, losses = Model(shape), tokens(shape), []
+        room = left_free(model, ids, count)
+        ours = Ours(model, lr=1e-5, clip=1.0, guard=True, placement=placement, device_bytes=room, ring=8)
+        there = ours.optimizer.streamer.host_bytes / GIB
+        log(f"{name}: {model.size / 1e9:.2f} B, state {10 * model.size / GIB:.0f} GiB, {there:.1f} of it on the host")
+        seconds = timed(partial(train_once, ours, ids, count, losses), 2, 2)
+        ours.close()
+        rates[count] = 6 * model.size * ids.numel() * count / seconds
+        log(
+            f"{name}: {seconds:.2f} s for {count} x 16 k tokens, {rates[count] / 1e12:.0f} TFLOP/s, peak {peak() / GIB:.1f} GiB, "
+            f"losses {[round(float(x), 3) for x in losses]}"
+        )
+        del model, ours
+    return rates
 
 
-def left_free(model: Model, ids: Tensor) -> int:
-    """Bytes that a forward and backward leave free at their peak, less the optimizer's ring of eight buckets and 2 GiB."""
+def train_once(ours: Ours, ids: Tensor, count: int, losses: list[Tensor]) -> None:
+    for i in range(count):
+        loss = ours.model(ids)
+        with ours.optimizer.last_backward() if i == count - 1 else nullcontext():
+            (loss / count).backward()
+    losses.append(loss.detach())
+    ours.optimizer.step()
+    ours.optimizer.zero_grad()
+
+
+def left_free(model: Model, ids: Tensor, count: int) -> int:
+    """Bytes that a step leaves free at its peak before the update, less the optimizer's ring of eight buckets and 2 GiB."""
     if DEVICE.type == "cpu":
         return 2 * GIB
-    model(ids).backward()
-    rises = peak() - allocated()
+    before = allocated()
+    for _ in range(count):
+        model(ids).backward()
+    rises = peak() - before
     for p in model.parameters():
         p.grad = None
     clean()
-    return torch.cuda.mem_get_info()[0] - rises - 2 * model.size - (8 * 10 + 16) * (1 << 24) - 2 * GIB
+    return torch.cuda.mem_get_info()[0] - rises - 8 * 10 * (1 << 24) - 2 * GIB
 
 
 # ---- activations ----

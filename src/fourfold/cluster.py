@@ -135,6 +135,12 @@ class Cluster:
     """Networks, the innermost first; the last joins everything."""
     overlap: float = 0.9
     """Share of gathers, reductions and messages that can hide behind computing."""
+    call: float = 0.0
+    """Seconds of computing that a collective takes even where it hides."""
+    small: float = 0.0
+    """Bytes; collectives of fewer run beside the others of their group, not after those that were started before."""
+    queue: float = 0.0
+    """Seconds that a collective waits at most, on a link that others use, for what they have on the way there."""
     source: str = ""
     """Where the numbers are from."""
 
@@ -265,6 +271,11 @@ class Cluster:
         bandwidth, hops, factor = self._path(2, distance, "message", size)
         return factor * (hops + size / bandwidth)
 
+    def link(self, members: int, stride: int = 1) -> int:
+        """The level whose links a group's collectives keep busy, by its number: the outermost that it crosses."""
+        crossed = self._crossed(members, stride)[2]
+        return self.level.index(crossed[-1]) if crossed else -1
+
     def _path(self, members: int, stride: int, kind: str, size: float) -> tuple[float, float, float]:
         """(bandwidth, latency of a ring's hops, factor) of a group."""
         bandwidth, latency, crossed = self._crossed(members, stride)
@@ -374,6 +385,9 @@ def _check(c: Cluster) -> None:
     positive("device.memory_rate", c.device.memory_rate)
     positive("device.eager", c.device.eager)
     positive("host.link", c.host.link)
+    for name, value in (("queue", c.queue), ("call", c.call), ("small", c.small)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ClusterError(f"{name} = {value:g} must be a finite number, 0 or more")
     if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
         raise ClusterError("device.margin and overlap are shares from 0 to 1; device.operator must not be negative")
     schema.parse_bytes(c.host.memory, "host.memory", ClusterError)

@@ -37,7 +37,7 @@ from fourfold.errors import CommunicationError
 
 __all__ = ["Job", "Lane", "lane_for", "plain"]
 
-SMALLEST = 256 << 10
+SMALLEST = 32 << 10
 CHUNK = 64 << 10
 ROOM = 4 << 20
 TAGS = 1 << 30  # and up: far from those of anyone who sends messages on the same group

@@ -16,7 +16,7 @@ def test_megatron() -> None:
     found = errors(megatron())
     assert len(found) == 8
     assert sum(found) / 8 < 0.03
-    assert max(found) < 0.06
+    assert max(found) < 0.07
 
 
 def test_axonn_and_hanayo() -> None:

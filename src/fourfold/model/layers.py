@@ -19,8 +19,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import ModelConfig, RopeScaling
+from fourfold.model.fused import gated_silu, rotate, turn
 
-__all__ = ["IGNORE", "MLP", "Attention", "Block", "Embedding", "Head", "Positions", "Rotary", "TokenLoss", "make_norm"]
+__all__ = [
+    "IGNORE",
+    "MLP",
+    "Attention",
+    "Block",
+    "Embedding",
+    "Head",
+    "Positions",
+    "Rotary",
+    "TokenLoss",
+    "activation",
+    "make_norm",
+]
 
 IGNORE = -100
 """Target of a token that is not predicted."""
@@ -50,10 +63,11 @@ class Rotary(nn.Module):
         self.sin = (angle.sin() * scale).to(device, table)
 
     def forward(self, x_bhte: Tensor) -> Tensor:
-        tokens = x_bhte.shape[-2]
-        low, high = x_bhte.chunk(2, dim=-1)
-        turned = torch.cat((-high, low), dim=-1)
-        return (x_bhte * self.cos[:tokens] + turned * self.sin[:tokens]).to(x_bhte.dtype)
+        return rotate(x_bhte, *self.tables(x_bhte.shape[-2]))
+
+    def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The rows of cos and sin for this many tokens."""
+        return self.cos[:tokens], self.sin[:tokens]
 
 
 def _frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
@@ -153,22 +167,34 @@ class Attention(_Part):
         return self.out
 
     def inner(self, x_btd: Tensor) -> Tensor:
-        parts = self.qkv(x_btd).split(self.widths, dim=-1)
-        q_bthe, k_bthe, v_bthe = (p.unflatten(-1, (-1, self.head_dim)) for p in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_bthe, k_bthe = self.q_norm(q_bthe), self.k_norm(k_bthe)
-        q, k, v = (t.transpose(1, 2) for t in (q_bthe, k_bthe, v_bthe))
-        if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
+        q, k, v = self.heads(self.qkv(x_btd))
         dropout = self.dropout if self.training else 0.0
         o_bhte = F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=self.grouped
         )
         return o_bhte.transpose(1, 2).flatten(-2)
 
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, H or K, T, E], normed and turned where the model does that."""
+        if self.rotary is not None and self.q_norm is None:
+            return turn(qkv, self.widths, *self.rotary.tables(qkv.shape[1]))
+        parts = qkv.split(self.widths, dim=-1)
+        q_bthe, k_bthe, v_bthe = (p.unflatten(-1, (-1, self.head_dim)) for p in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_bthe, k_bthe = self.q_norm(q_bthe), self.k_norm(k_bthe)
+        q, k, v = (t.transpose(1, 2) for t in (q_bthe, k_bthe, v_bthe))
+        return (q, k, v) if self.rotary is None else (self.rotary(q), self.rotary(k), v)
+
+
+def activation(family: str, h: Tensor) -> Tensor:
+    """GELU (gpt: tanh form, bert: exact) or the gated SiLU of llama."""
+    if family == "llama":
+        return gated_silu(h)
+    return F.gelu(h, approximate="tanh" if family == "gpt" else "none")
+
 
 class MLP(_Part):
-    """GELU (gpt: tanh form, bert: exact) or the gated SiLU of llama."""
+    """Up to the width of the MLP, activation, and down again."""
 
     def __init__(self, m: ModelConfig):
         super().__init__(m)
@@ -182,11 +208,7 @@ class MLP(_Part):
         return self.down
 
     def inner(self, x_btd: Tensor) -> Tensor:
-        h = self.up(x_btd)
-        if self.family == "llama":
-            gate, up = h.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        return F.gelu(h, approximate="tanh" if self.family == "gpt" else "none")
+        return activation(self.family, self.up(x_btd))
 
 
 class Block(nn.Module):

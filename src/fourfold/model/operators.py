@@ -319,18 +319,21 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         _product("out", q, d),
         Operator("residual", "memory", moved=3.0 * d, backward=0.7),
     ]
-    turned = 0.0
+    turned = again = 0.0  # queries and keys in memory of their own, beside qkv (without a norm of theirs: in its place)
     if llama:
-        turned = q + kv
-        operators.insert(2, Operator("rotary", "memory", moved=6.0 * (q + kv), wide=6.0 * (q + kv), backward=1.0))
+        turned = float(q + kv) if m.qk_norm else 0.0
+        again = turned or float(qkv)
+        operators.insert(2, Operator("rotary", "memory", moved=2.0 * qkv, backward=1.0))
     if m.qk_norm:
         operators.insert(2, Operator("norm", "memory", moved=2.0 * (q + kv), backward=2.0))
     stats = 1.0 if llama else 2.0
     late = d * q / (d * qkv + d * q)
 
     def rotary(others: float) -> tuple[Moment, ...]:
-        """Turning the queries: three products as wide as they are, and their halves swapped."""
-        return (Moment(Held(others + q - q, 3.0 * q)),) if llama else ()
+        """Turning the queries: two products, each half as wide as they are; behind a norm, three as wide as they are."""
+        if not llama:
+            return ()
+        return (Moment(Held(others - kv, 3.0 * q) if m.qk_norm else Held(others + qkv, q)),)
 
     return UnitSpec(
         name,
@@ -344,13 +347,14 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "full": Held(d),
         },
         forward={
-            "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late), *rotary(-q - kv)),
-            "selective": (Moment(Held(d + turned), full=d, weights=late), *rotary(0)),
-            "full": (Moment(Held(2 * d + qkv + turned + q), full=d, weights=late), *rotary(d + qkv + q)),
+            "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late), *rotary(-q)),
+            "selective": (Moment(Held(d + again), full=d, weights=late), *rotary(-q)),
+            "full": (Moment(Held(2 * d + qkv + turned + q), full=d, weights=late), *rotary(d + qkv)),
         },
         backward=(
             Moment(Held(d + q), grads=late, full=d, weights=late),
             Moment(Held(d + q + qkv), grads=late),
+            *((Moment(Held(d + qkv - q, q), grads=late),) if llama and not m.qk_norm else ()),
             Moment(Held(2 * d - q), grads=1.0, full=2 * d, weights=1 - late),
         ),
         split=(Moment(Held(d + q + qkv)), Moment(Held(2 * d), full=d)),
@@ -364,12 +368,12 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
 
 def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     d, f, llama = m.hidden, m.ffn, m.family == "llama"
-    wide, gate = (2 * f, f) if llama else (f, 0)
+    wide = 2 * f if llama else f
     late = f / (f + wide)
     operators = (
         _norm_operator(d),
         _product("up", d, wide),
-        Operator("activation", "memory", moved=float(wide + f + 2 * gate), backward=2.6 if llama else 1.5),
+        Operator("activation", "memory", moved=float(wide + f), backward=1.7 if llama else 1.5),
         _product("down", f, d),
         Operator("residual", "memory", moved=3.0 * d, backward=0.7),
     )
@@ -380,25 +384,22 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         unit_shapes(m, name),
         operators,
         {
-            "none": Held(2 * d + (4 * f if llama else 2 * f + 2), 1 if llama else 0),
+            "none": Held(2 * d + (3 * f if llama else 2 * f + 2), 1 if llama else 0),
             "selective": Held(2 * d + wide),
             "full": Held(d),
             "per-slice": Held(2 * d),
         },
         forward={
             "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late)),
-            "selective": (Moment(Held(d), Held(f), full=d, weights=late), Moment(inner=Held(wide + f - wide + gate))),
-            "full": (
-                Moment(Held(2 * d), Held(wide + f), full=d, weights=late),
-                Moment(Held(d), Held(wide + f + gate)),
-            ),
+            "selective": (Moment(Held(d), Held(f), full=d, weights=late),),
+            "full": (Moment(Held(2 * d), Held(wide + f), full=d, weights=late),),
         },
         backward=(
             Moment(Held(d), Held(f), late, full=d, weights=late),
-            Moment(Held(d), Held(f + gate), late),
-            Moment(Held(2 * d), Held(-f - gate), 1.0, full=2 * d, weights=1 - late),
+            Moment(Held(d), Held(wide), late),
+            Moment(Held(2 * d), Held(-f), 1.0, full=2 * d, weights=1 - late),
         ),
-        split=(Moment(Held(d), Held(2 * f + gate)), Moment(Held(2 * d), full=d)),
+        split=(Moment(Held(d), Held(wide + f)), Moment(Held(2 * d), full=d)),
         closing=3.0 * d,
         for_weight_grad=Held(2 * d + f + wide),
         unfused=float(d) if llama else 0.0,

@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from fourfold.kernels import have_kernels
+
 __all__ = ["join", "round_half_up", "scale", "split", "square_sum"]
 
 
@@ -71,10 +73,8 @@ def square_sum(x: Tensor) -> Tensor:
 
 def _kernels(tensor: Tensor):  # type: ignore[no-untyped-def]
     """Kernels that do each of these in one pass; None: use torch's operators."""
-    if tensor.device.type != "cuda":
+    if not have_kernels(tensor):
         return None
-    try:
-        from fourfold.offload import kernels
-    except ImportError:
-        return None
-    return kernels
+    from fourfold.kernels import adamw
+
+    return adamw

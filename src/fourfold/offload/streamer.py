@@ -11,25 +11,33 @@ and as much as the ring holds is there when the norm is known. Staging is nothin
 the host or allocates on the device. A caller that computes with a bucket's weights calls `wait` first.
 
 Device bytes, for n elements in a bucket and r slots: r · (state of n) + scratch of n · (4 for gradients, + 4 for bf16 weights,
-+ 8 for bf16 moments).
++ 8 for bf16 moments); no scratch where a kernel does it all (bf16 weights on CUDA).
+
+[Note: updates in the backward]
+Where no update waits for the norm, each starts when its gradient is there, the last layer's first. A link that is a little too
+slow for that falls behind, and ends with the first layers, which the next forward needs at once. So some of the later
+layers' buckets are put off: they are updated when the backward is over, in the order of the forward, which gets to them later.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fourfold.kernels import have_kernels
 from fourfold.offload.buckets import ALIGN, Block, Bucket, Cut, allocate, cut_region, place
 from fourfold.offload.host import check_available
 from fourfold.offload.lanes import Lane, Lanes, make_lanes
 from fourfold.offload.split import join, scale, split
 
 __all__ = ["Streamer"]
+
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
 class Streamer:
@@ -90,6 +98,8 @@ class Streamer:
         """Fp32 (or wider) room for what the kernel reads and writes and is stored narrower."""
         names: dict[str, int] = {}
         for region in self.regions:
+            if self._in_one_pass(region.kinds):
+                continue
             size = min(self.size, region.elements) * region.master.itemsize
             wanted = ["grad"]
             wanted += ["master"] if "low" in region.kinds else []
@@ -98,6 +108,10 @@ class Streamer:
                 names[name] = max(names.get(name, 0), size)
         self._scratch = {n: torch.empty(size, dtype=torch.uint8, device=self.device) for n, size in names.items()}
         self.scratch_bytes = sum(names.values())
+
+    def _in_one_pass(self, kinds: Container[str]) -> bool:
+        """Whether a kernel makes the whole update of a bucket with these kinds of state."""
+        return "low" in kinds and have_kernels(self.blocks[0].value)
 
     @property
     def device_bytes(self) -> int:
@@ -142,7 +156,7 @@ class Streamer:
         while self._todo:
             self._update(self._todo.popleft())
         if self._seen:
-            self._order = [*self._seen, *(b for b in self._order if b not in self._seen)]
+            self._order = _put_off([*self._seen, *(b for b in self._order if b not in self._seen)])
         for block in self.blocks:
             block.grad = None
         self._queue = deque(b for b in self._order if b.streamed and b.slot is None)
@@ -260,6 +274,9 @@ class Streamer:
             if skip is not None:
                 torch._foreach_sub_(steps, [skip] * len(steps))
         cuts = [cut for cut in bucket.cuts if cut.block in grads]
+        if self._in_one_pass(state):
+            self._update_in_one_pass(cuts, state, grads, settings, factor, skip)
+            return
         master = self._master(bucket, state, cuts)
         moments = [self._wide(bucket, kind, state[kind]) for kind in ("exp_avg", "exp_avg_sq")]
         by_settings: dict[int, list[int]] = {}
@@ -292,6 +309,30 @@ class Streamer:
             if wide.dtype != state[kind].dtype:
                 state[kind].copy_(wide)
 
+    def _update_in_one_pass(
+        self,
+        cuts: list[Cut],
+        state: dict[str, Tensor],
+        grads: dict[Block, Tensor],
+        settings: dict[int, dict[str, Any]],
+        factor: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        from fourfold.kernels.adamw import bias_corrections, update
+
+        corrections: dict[tuple[float, float], tuple[Tensor, Tensor]] = {}
+        counts = torch.stack([cut.block.step for cut in cuts])
+        for i, cut in enumerate(cuts):
+            chosen = {k: v for k, v in settings[id(cut.settings)].items() if k in _SETTINGS}
+            betas = chosen["betas"]
+            if betas not in corrections:
+                corrections[betas] = bias_corrections(counts, betas)
+            here, there = slice(cut.start, cut.stop), slice(cut.at, cut.at + cut.stop - cut.start)
+            low, first, second = (state[kind][there] for kind in ("low", "exp_avg", "exp_avg_sq"))
+            held = cut.block.value[here], low, first, second, grads[cut.block][here]
+            mine = corrections[betas][0][i], corrections[betas][1][i]
+            update(*held, mine, factor, skip, **chosen)
+
     def _master(self, bucket: Bucket, state: dict[str, Tensor], cuts: list[Cut]) -> list[Tensor]:
         """What the kernel updates, a tensor for every cut: the weights, or their masters in scratch."""
         weights = [cut.block.value[cut.start : cut.stop] for cut in cuts]
@@ -317,6 +358,13 @@ class Streamer:
         out = self._scratch["grad"].view(bucket.region.master)[cut.at : cut.at + grad.numel()]
         scale(grad, factor, out)
         return out
+
+
+def _put_off(order: list[Bucket]) -> list[Bucket]:
+    """Buckets in the order of a backward, but every fourth of those of the last three quarters of the layers at the end."""
+    streamed = [b for b in order if b.streamed]
+    late = dict.fromkeys(streamed[1 : len(streamed) * 3 // 4 : 4][::-1])
+    return [*(b for b in order if b not in late), *late]
 
 
 @dataclass(frozen=True)

@@ -299,8 +299,12 @@ class _Judge:
     def _update(self, local: float) -> float:
         """Seconds of the update of `local` parameters: as fast as memory, or as the host's link for what is there."""
         s, cluster = self.setting, self.setting.cluster
-        # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master
-        moved = 2 * s.state + 5 * s.reduce + (45 if s.compute < 4 else 2 * s.compute)
+        # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master:
+        # in one pass by a GPU's kernel
+        if s.compute < 4 and cluster.device.kind != "cpu":
+            moved = 2 * s.state + 3 * s.reduce + s.compute
+        else:
+            moved = 2 * s.state + 5 * s.reduce + (45 if s.compute < 4 else 2 * s.compute)
         on_device = local * moved / cluster.device.memory_rate
         away = local * (1 - self.share) * s.streamed / cluster.host.link
         return max(on_device * self.share, away) if self.share < 1 else on_device
@@ -365,6 +369,8 @@ class _Judge:
         bucket = min(BUCKET, local)
         slots = min(RING, -(-local * (1 - self.share) // BUCKET))
         scratch = max(4, s.compute) * (1 + (s.compute < 4) + 2 * (s.moments == "bf16"))
+        if s.compute < 4 and s.cluster.device.kind != "cpu":
+            scratch = 0  # one kernel does it all
         return bucket * (slots * s.streamed + scratch)
 
 

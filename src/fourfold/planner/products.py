@@ -26,10 +26,11 @@ __all__ = [
     "chosen_flows",
     "flow_of",
     "flow_report",
-    "grid_seconds",
+    "grid_moves",
     "ladder",
     "links_of",
     "loss_sums",
+    "operator_seconds",
     "product_seconds",
     "vector_sums",
 ]
@@ -61,8 +62,12 @@ class ClusterLinks:
     def seconds(self, m: Move, width: int) -> float:
         members, stride = self.lines[m.axis]
         kind: Literal["all_gather", "reduce_scatter"] = "reduce_scatter" if "reduce" in m.kind else "all_gather"
-        whole = passed(m) * width / m.calls * members / (members - 1)
-        return m.calls * self.cluster.collective(kind, whole, members, stride)
+        return m.calls * self.cluster.collective(kind, self.size(m, width), members, stride)
+
+    def size(self, m: Move, width: int) -> float:
+        """Bytes of a call's whole buffer."""
+        members = self.lines[m.axis][0]
+        return passed(m) * width / m.calls * members / (members - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -99,18 +104,39 @@ def flow_of(setting: Setting, o: Operator, tokens: int, row: int, col: int, tens
     )
 
 
-def grid_seconds(
+def operator_seconds(
+    setting: Setting, o: Operator, tokens: int, row: int, col: int, split: int
+) -> tuple[float, float, float]:
+    """Seconds that an operator of a micro-batch computes: forward, gradients of its input and of its weight."""
+    cluster, width = setting.cluster, setting.compute
+    if o.kind == "product":
+        f, i, w = product_seconds(setting, o, tokens, col, split)
+        added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
+        return f, i, w + cluster.memory_bound(added, fused=True)
+    if o.kind == "attention":
+        time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
+        return time, time * cluster.device.attention_backward * o.backward / 2.5, 0.0
+    size = (o.moved * width + o.wide * max(4, width)) * tokens / col
+    time = cluster.memory_bound(size, fused=setting.precision.compile)
+    return time, time * o.backward, 0.0
+
+
+def grid_moves(
     setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int
-) -> dict[str, tuple[float, float]]:
-    """By op (F, I, W): seconds of an operator's collectives in a micro-batch that nothing hides, and those that may hide."""
+) -> list[tuple[Move, float, float]]:
+    """An operator's collectives in a micro-batch, the seconds of each, alone on its line, and the bytes of a call."""
     links, config = links_of(setting, row, col), setting.spec.config
     if o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
-        found = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
-        return seconds(found, links, setting.compute, setting.reduce)
-    flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
-    every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
-    return seconds(every, links, setting.compute, setting.reduce, micro_batches)
+        every = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
+    else:
+        flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
+        every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
+    out = []
+    for m in every:
+        width = setting.reduce if m.what == "gradients" else setting.compute
+        out.append((m, links.seconds(m, width) / (micro_batches if m.once else 1), links.size(m, width)))
+    return out
 
 
 def loss_sums(cluster: Cluster, tokens: int, col: int) -> float:
@@ -118,17 +144,19 @@ def loss_sums(cluster: Cluster, tokens: int, col: int) -> float:
     return cluster.collective("all_reduce", 4 * tokens, col) + cluster.collective("all_reduce", 8 * tokens, col)
 
 
-def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> float:
-    """Seconds to sum gradients of norms and biases, which are copies over the plane or over rows, before a reduction."""
+def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> tuple[float, int]:
+    """Seconds and number of sums of the gradients of norms and biases, which are copies over the plane or over rows."""
     if row * col == 1:
-        return 0.0
+        return 0.0, 0
     vectors = {name: math.prod(shape) for name, shape in unit.shapes.items() if len(shape) == 1}
     own = {name for name in vectors if name.startswith(("qkv", "up", "q.", "k.", "v."))}  # a part for each column
     everywhere = 4.0 * sum(size for name, size in vectors.items() if name not in own)
     of_column = 4.0 * sum(vectors[name] for name in own) / col
-    return cluster.collective("all_reduce", everywhere, row * col) + cluster.collective(
-        "all_reduce", of_column, row, col
+    both = (
+        cluster.collective("all_reduce", everywhere, row * col),
+        cluster.collective("all_reduce", of_column, row, col),
     )
+    return max(both), sum(seconds > 0 for seconds in both)
 
 
 def ladder(mesh: Mesh, micro_batches: int, tensor: Tensor, wish: str | None = None) -> list[Tensor]:

@@ -85,8 +85,8 @@ class _Running:
 
     def __init__(self, setting: Setting, steady: bool, split: bool):
         self.cluster, self.steady, self.split = setting.cluster, steady, split
-        self.lanes, self.seconds = Lanes(), 0.0
-        self._before = ""
+        self.lanes, self.seconds = Lanes(self.cluster.queue), 0.0
+        self._before, self._behind = "", 0.0
 
     def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]]) -> list[float]:
         """Seconds of every op, those of the first unit's gather where it is waited for included."""
@@ -97,7 +97,7 @@ class _Running:
             lanes = self.lanes
             began, shown, moved = lanes.now, lanes.exposed, lanes.communicated
             lanes.run(chains[i], ready=i > 0, following=following)
-            computing = sum(step.compute + step.moves for step in chains[i])
+            computing = sum(step.compute + step.moves + step.apart for step in chains[i])
             out.append(lanes.now - began + self._kept_from_hiding(shown, moved) + self._offload(units, op, computing))
         return out
 
@@ -105,31 +105,34 @@ class _Running:
         """Seconds until all reductions have ended."""
         began, shown, moved = self.lanes.now, self.lanes.exposed, self.lanes.communicated
         self.lanes.finish()
-        return self.lanes.now - began + self._kept_from_hiding(shown, moved)
+        return self.lanes.now - began + self._kept_from_hiding(shown, moved) + self._behind
 
     def _kept_from_hiding(self, shown: float, moved: float) -> float:
         hidden = (self.lanes.communicated - moved) - (self.lanes.exposed - shown)
         return (1 - self.cluster.overlap) * max(0.0, hidden)
 
     def _steps(self, units: Sequence[PlannedUnit], op: _Op) -> list[Step]:
-        out = []
+        out: list[Step] = []
         for u in units if op.kind == "F" else units[::-1]:
             c = u.cost.compute
             seconds = {"F": c.forward, "B": c.input_grad + c.again + c.weight_grad, "I": c.input_grad + c.again}
             gather = u.cost.gather if self._gathers(u, op) and u.spec.name != self._before else 0.0
             reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
             parts = u.cost.slices
-            back = c.grid - c.forward_grid
-            moves = {"F": c.forward_grid, "B": back, "I": back - c.weight_grid}.get(op.kind, c.weight_grid)
+            shown, every = u.cost.crossing(op.kind)
+            moves = c.shown(op.kind)
             step = Step(
                 (seconds.get(op.kind, c.weight_grad) - moves) / parts,
                 gather / parts,
                 u.cost.reduce / parts if reduces else 0.0,
                 u.cost.across / parts if reduces else 0.0,
                 u.choice.mode != "replicate",
-                (moves + (u.cost.vectors if reduces else 0.0)) / parts,
+                (shown + (u.cost.vectors if reduces else 0.0)) / parts,
+                (every - shown) / parts,
+                (moves - shown + (c.cold(op.kind) if gather or not out else 0.0)) / parts,
             )
             out += [step] * parts
+            self._behind = u.cost.behind if reduces else 0.0
             self._before = u.spec.name  # what was used last is still there
         return out
 

@@ -25,10 +25,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from fourfold.cluster import Cluster
 from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.plan import Mesh, Tensor
+from fourfold.planner.beside import NO_GRID, OnGrid, grid_times
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.products import flow_of, grid_seconds, loss_sums, product_seconds, vector_sums
+from fourfold.planner.products import flow_of, operator_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
 
 __all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
@@ -58,10 +60,17 @@ class Compute(NamedTuple):
     """What recomputation adds to the backward."""
     grid: float
     """Of forward and backward, what the grid's collectives take."""
-    forward_grid: float = 0.0
-    """Of the forward alone."""
-    weight_grid: float = 0.0
-    """Of the weights' gradients alone."""
+    lines: OnGrid = NO_GRID
+    """The same, line by line."""
+
+    def shown(self, op: str) -> float:
+        """Seconds of an op (F, B, I, W) in which the grid's collectives are waited for."""
+        lines = self.lines.of(op)
+        return lines[0].shown + lines[1].shown
+
+    def cold(self, op: str) -> float:
+        """Seconds more of an op that begins with this unit: its first weight is not gathered ahead."""
+        return self.lines.cold_forward if op == "F" else self.lines.cold_backward if op != "W" else 0.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,9 @@ class UnitCost:
     across: float
     """Seconds of the sum across groups that follows."""
     vectors: float
-    """Seconds of sums over the grid that come before a reduction."""
+    """Seconds that sums over the grid take before a reduction; without one, to start them."""
+    behind: float
+    """Seconds of those that nothing waits for before the step's end."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -113,6 +124,13 @@ class UnitCost:
     """Bytes of that unit's parameters, gathered with this one's; 0 where they stay."""
     offloaded: float = 0.0
     """Bytes of activations that move to the host and back."""
+    lines: tuple[bool, bool] = (False, False)
+    """Whether the grid's row and its col cross the link on which it is gathered and reduced."""
+
+    def crossing(self, op: str) -> tuple[float, float]:
+        """Seconds of an op's collectives on the grid that cross that link: those that are waited for, and all."""
+        found = [line for line, crosses in zip(self.compute.lines.of(op), self.lines, strict=True) if crosses]
+        return sum(line.shown for line in found), sum(line.every for line in found)
 
 
 @lru_cache(maxsize=200_000)
@@ -120,38 +138,21 @@ def compute_times(
     setting: Setting, kind: str, tokens: int, row: int, col: int, tensor: Tensor, steps: int, split: int, recompute: str
 ) -> Compute:
     """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them."""
-    unit, cluster, width = setting.spec.kinds[kind], setting.cluster, setting.compute
+    unit = setting.spec.kinds[kind]
     forward = input_grad = weight_grad = cheap = unread = 0.0
-    shown, hidden = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
     for o in unit.operators:
+        f, i, w = operator_seconds(setting, o, tokens, row, col, split)
+        forward, input_grad, weight_grad = forward + f, input_grad + i, weight_grad + w
         if o.kind == "product":
-            f, i, w = product_seconds(setting, o, tokens, col, split)
-            added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
-            forward, input_grad = forward + f, input_grad + i
             unread += f if o.name == unit.unread and row * col == split == 1 and not setting.precision.compile else 0.0
-            weight_grad += w + cluster.memory_bound(added, fused=True)
-        elif o.kind == "attention":
-            time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
-            backward = time * cluster.device.attention_backward * o.backward / 2.5
-            forward, input_grad = forward + time, input_grad + backward
-            cheap += time if o.name in unit.again else 0.0
-        else:
-            size = (o.moved * width + o.wide * max(4, width)) * tokens / col
-            time = cluster.memory_bound(size, fused=setting.precision.compile)
-            forward, input_grad = forward + time, input_grad + time * o.backward
-            cheap += time if not unit.again or o.name in unit.again else 0.0
-        if row * col > 1:
-            moved = grid_seconds(setting, o, tokens, row, col, tensor, steps)
-            for op, part in enumerate(moved.values()):
-                shown[op] += part[0]
-                hidden[op] += part[1]
-    if unit.layer == setting.spec.layers - 1:
-        shown[0] += loss_sums(cluster, tokens, col)
-    overlap = cluster.overlap if tensor.overlap else 0.0
-    times = (forward, input_grad, weight_grad)
-    late = [shown[op] + hidden[op] - overlap * min(hidden[op], times[op]) for op in range(3)]
-    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + late[0] - unread)
-    return Compute(forward + late[0], input_grad + late[1], weight_grad + late[2], again, sum(late), late[0], late[2])
+        elif o.name in unit.again or (o.kind == "memory" and not unit.again):
+            cheap += f
+    grid = grid_times(setting, tokens, row, col, tensor, steps)[kind] if row * col > 1 else NO_GRID
+    there, back = (sum(line.shown for line in op) for op in (grid.forward, grid.backward))
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + there - unread)
+    return Compute(
+        forward + there, input_grad + back - grid.weight, weight_grad + grid.weight, again, there + back, grid
+    )
 
 
 def _elements(unit: UnitSpec, mesh: Mesh) -> float:
@@ -193,6 +194,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     else:
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
+    behind, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
+    vectors = calls * cluster.call
+    if replicas > 1 and behind:
+        vectors, behind = behind, 0.0
     lent = _lent(setting, unit, mesh)
     whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
     if mesh.row > 1 and unit.flops:
@@ -211,7 +216,8 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         gather=gather,
         reduce=reduce,
         across=across,
-        vectors=vector_sums(cluster, unit, mesh.row, mesh.col),
+        vectors=vectors,
+        behind=behind,
         whole=n * e,
         parameters=n * e / shards + whole_rows,
         gradients=n * r,
@@ -230,7 +236,14 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
         offloaded=kept if offloads else 0.0,
+        lines=_crossed(layout, cluster),
     )
+
+
+def _crossed(layout: Layout, cluster: Cluster) -> tuple[bool, bool]:
+    mesh = layout.mesh
+    mine = cluster.link(layout.replicas, layout.replica_stride) if layout.replicas > 1 else 0
+    return cluster.link(mesh.row, mesh.col) == mine, cluster.link(mesh.col, 1) == mine
 
 
 def _lent(setting: Setting, unit: UnitSpec, mesh: Mesh) -> float:

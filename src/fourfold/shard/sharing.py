@@ -12,7 +12,7 @@ many whole gradients wait for their reduction.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -54,9 +54,17 @@ ALONE = Sharing()
 
 
 class Reduction:
-    """One reduction under way: `done` is given this rank's part of the sum."""
+    """One reduction under way: `done` is given this rank's part of the sum. `before`: collectives on `grad` itself."""
 
-    def __init__(self, grad: Tensor, sharing: Sharing, what: str, done: Callable[[Tensor], None]):
+    def __init__(
+        self,
+        grad: Tensor,
+        sharing: Sharing,
+        what: str,
+        done: Callable[[Tensor], None],
+        before: Sequence[Pending] = (),
+    ):
+        self._before = before
         self._sharing, self._what, self._done, self._work = sharing, what, done, Pending(None, what)
         self._held: tuple[Tensor, Tensor] | None = (grad, grad)  # until the collective has read it; and the sum
         if sharing.reductions is not None:
@@ -70,6 +78,8 @@ class Reduction:
         """Wait for it and hand over the sum."""
         if self._held is None:
             return
+        for pending in self._before:
+            pending.wait()
         self._work.wait()
         out, self._held = self._held[1], None
         if self._sharing.reductions is not None and self._sharing.across is not None:
@@ -88,11 +98,18 @@ class Reductions:
         self.in_flight = in_flight
         self._under_way: deque[Reduction] = deque()
 
-    def start(self, grad: Tensor, sharing: Sharing, what: str, done: Callable[[Tensor], None]) -> Reduction:
+    def start(
+        self,
+        grad: Tensor,
+        sharing: Sharing,
+        what: str,
+        done: Callable[[Tensor], None],
+        before: Sequence[Pending] = (),
+    ) -> Reduction:
         """Start a reduction; where too many are under way, the oldest ones are waited for first."""
+        started = Reduction(grad, sharing, what, done, before)
         if sharing.reductions is None:  # the gradient stays whole: nothing would be freed
-            return Reduction(grad, sharing, what, done)
-        started = Reduction(grad, sharing, what, done)
+            return started
         self._under_way.append(started)
         self.settle(self.in_flight)
         return started

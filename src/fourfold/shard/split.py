@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.model.layers import IGNORE, MLP, Head
+from fourfold.model.layers import IGNORE, MLP, Head, activation
 from fourfold.piece import Piece
 
 __all__ = ["Cutter", "Serial", "Slice", "slices_of", "splittable"]
@@ -181,7 +181,7 @@ class MlpSlice(nn.Module):
         if self.up is not None:
             if self.norm is not None and not self.post:
                 h_btd = self.norm(x_btd)
-            a_btf = self._activation(self.up(h_btd))
+            a_btf = activation(self.family, self.up(h_btd))
         if self.down is None:
             return (h_btd, x_btd, a_btf) if self.first else a_btf
         y_btd = F.dropout(self.down(a_btf), self.dropout, self.training)
@@ -191,12 +191,6 @@ class MlpSlice(nn.Module):
             assert self.norm is not None
             return self.norm(values[1] + y_btd)
         return y_btd
-
-    def _activation(self, a: Tensor) -> Tensor:
-        if self.family == "llama":
-            gate, up = a.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        return F.gelu(a, approximate="tanh" if self.family == "gpt" else "none")
 
 
 def _mlp(name: str, mlp: MLP, cutter: Cutter, index: int, count: int, parts: tuple[str, ...]) -> Slice:

@@ -29,7 +29,7 @@ its own. So the order of the sum does not depend on the order in which micro-bat
 [Note: gradients summed over more ranks]
 On a grid, norms and biases are copies over more ranks than matrices are. `sum_over` names such parameters with the group
 that holds the other copies; they are laid out last, and one small all-reduce for each group comes before the reduction. So
-layers need no collective for them.
+layers need no collective for them. Without a reduction, nothing waits for them before the step's end.
 
 [Note: slices]
 Layers are cut into slices for the sake of memory, so a slice is frugal: its gradient is made when no other waits for its
@@ -352,9 +352,11 @@ class Unit:
             self.main_grad(name)
         self.grad, self._grads = None, {n: g for n, g in self._grads.items() if n in self._rows}
         what = f"the sum of {self.name}'s gradients"
-        for start, stop, group in self.sums:
-            all_reduce(grad[start:stop], group, f"{what} over their copies").wait()
-        self._reducing.append(self.reductions.start(grad, self.sharing, what, self._reduced))
+        sums = [all_reduce(grad[start:stop], group, f"{what} over their copies") for start, stop, group in self.sums]
+        if self.sharing.copies * self.sharing.shards > 1:  # the reduction reads them
+            for pending in sums:
+                pending.wait()
+        self._reducing.append(self.reductions.start(grad, self.sharing, what, self._reduced, sums))
 
     @torch.no_grad()
     def _reduced(self, part: Tensor) -> None:

@@ -34,6 +34,7 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
 from fourfold.planner.predict import predict
+from fourfold.ring import SMALLEST
 from fourfold.runtime.transport import Name, Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.train.device_rates import gpu_device, steady
@@ -46,8 +47,10 @@ COLLECTIVES: dict[str, Start] = {
     "reduce_scatter": lambda whole, part, group: reduce_scatter(part, whole, group, "a calibration").wait(),
     "all_reduce": lambda whole, part, group: all_reduce(whole, group, "a calibration").wait(),
 }
-ENOUGH, REPEATS = 0.03, 16
-"""Seconds that a try of a collective should take, and how often it is repeated for that at most."""
+ENOUGH, REPEATS, LONG = 0.03, 16, 0.3
+"""Seconds that a try of a collective should take; how often it is repeated for that at most; and seconds of all tries."""
+TURNS = 4
+"""Small gathers while a large one is on its way."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -61,7 +64,11 @@ class _Sizes:
     tries: int
 
 
-CPU = _Sizes((128, 256, 384), 1 << 21, (1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 20), 5)
+RING = SMALLEST // 4
+"""Elements from which on rings serve."""
+CPU = _Sizes(
+    (128, 256, 384), 1 << 21, tuple(sorted({1 << 8, 1 << 10, RING - 64, RING, 1 << 14, 1 << 16, 1 << 17, 1 << 20})), 5
+)
 GPU = _Sizes((2048, 4096, 8192), 1 << 28, (1 << 12, 1 << 16, 1 << 20, 1 << 26), 9)
 
 
@@ -90,7 +97,10 @@ class _Calibration:
             made = replace(made, device=replace(made.device, operator=self._operator_of_a_step(made)))
         else:
             made = replace(made, device=replace(made.device, eager=self._eager_share(made)))
-        return replace(made, overlap=self._overlap()) if self.place.ranks > 1 else made
+        if self.place.ranks > 1:
+            made = replace(made, overlap=self._overlap(), queue=self._queue(), call=self._call())
+            made = replace(made, small=0.0 if self.device.type == "cuda" else float(SMALLEST))  # gloo, beside rings
+        return made
 
     # ---- one device ----
 
@@ -263,7 +273,10 @@ class _Calibration:
         return out
 
     def _messages(self, groups: list[list[int]]) -> list[float]:
-        """Seconds of a message of all sizes to the next rank of a group: half of the way there and back."""
+        """Seconds of a message of all sizes to the next rank of a group: half of the way there and back.
+
+        As the rank sees it that gets its own message back: the other one is done when its last is on the way.
+        """
         pairs = [(g[i], g[i + 1]) for g in groups for i in range(0, len(g) - 1, 2)]
         edges = [edge for a, b in pairs for edge in ((a, b), (b, a))]
         port: Port = HostPort(self.device)
@@ -294,7 +307,7 @@ class _Calibration:
                     transport.send(peer, name, x)
                 transport.finish()
 
-            out.append(self._time(there_and_back, collective=True) / 2)
+            out.append(self._time(there_and_back, collective=True, longest=True) / 2)
         transport.close()
         return out
 
@@ -322,19 +335,70 @@ class _Calibration:
         hidden = (gather + times * one - together) / min(gather, times * one)
         return round(min(1.0, max(0.0, hidden)), 3)
 
+    def _call(self) -> float:
+        """What a gather that hides takes all the same: the host's time to start it and to take its result."""
+        if self.device.type == "cuda":  # its host is ahead
+            return 0.0
+        group = dist.group.WORLD
+        assert group is not None
+        n, size = self.place.ranks, self.sizes.products[-1]
+        mine = torch.ones(self.sizes.buffers[0])
+        whole, a = torch.empty(n * len(mine)), torch.ones(size, size)
+
+        def both() -> None:
+            pending = all_gather(whole, mine, group, "a calibration")
+            a @ a
+            pending.wait()
+
+        return max(0.0, self._time(both) - self._time(lambda: a @ a))
+
+    def _queue(self) -> float:
+        """How much later a small gather of two ranks ends while a large one of all is on its way. Not of GPUs."""
+        ranks, stride = self.place.ranks, max(1, self.place.local_ranks) if self.nodes > 1 else 1
+        if self.device.type == "cuda":
+            return 0.0
+        lines = [list(range(i, ranks, stride)) for i in range(stride)]
+        made = [
+            (pair, dist.new_group(pair))
+            for line in lines
+            for i in range(0, len(line) - 1, 2)
+            for pair in [line[i : i + 2]]
+        ]
+        pair = next((group for members, group in made if self.place.rank in members), None)
+        everyone = dist.new_group(list(range(ranks)))
+        small, part = torch.ones(2 * self.sizes.buffers[0]), torch.ones(self.sizes.buffers[0])
+        large = torch.ones(self.sizes.buffers[-1] // ranks * ranks)
+        mine = torch.ones(len(large) // ranks)
+
+        def gather() -> None:
+            if pair is not None:
+                all_gather(small, part, pair, "a calibration").wait()
+
+        alone, found = self._time(gather, collective=True), []
+        for _ in range(self.sizes.tries):
+            dist.barrier()
+            pending = all_gather(large, mine, everyone, "a calibration")
+            time.sleep(ENOUGH)
+            began = time.perf_counter()
+            for _ in range(TURNS):
+                gather()
+            found.append((time.perf_counter() - began) / TURNS)
+            pending.wait()
+        return max(0.0, self._mean(median(found)) - alone)
+
     # ---- the clock ----
 
-    def _time(self, work: Callable[[], Any], *, collective: bool = False) -> float:
-        """Median seconds of a few tries, all ranks starting together; the mean over them.
+    def _time(self, work: Callable[[], Any], *, collective: bool = False, longest: bool = False) -> float:
+        """Median seconds of a few tries, all ranks starting together; the mean over them, or the longest.
 
         A collective that is over soon is repeated within a try: ranks leave a barrier at different times. On a CPU it comes
         after a product, as in a step: threads sleep then, and ranks are not quite together.
         """
         found: list[float] = []
-        times = 1
+        times, tries, warm = 1, self.sizes.tries, False
         pauses = collective and self.device.type != "cuda"
         a = torch.ones(self.sizes.products[0], self.sizes.products[0]) if pauses else torch.empty(0)
-        for attempt in range(self.sizes.tries + 1):
+        while len(found) < tries:
             if self.place.ranks > 1:
                 dist.barrier()
             self._wait()
@@ -347,19 +411,21 @@ class _Calibration:
                 work()
             self._wait()
             took = time.perf_counter() - began - paused
-            if attempt:  # the first is warm-up
+            if warm:
                 found.append(took / times)
-            elif collective:
-                times = min(REPEATS, max(1, round(self._mean(ENOUGH / max(took, 1e-6)))))
-        return max(1e-9, self._mean(median(found)))
+                continue
+            warm, often = True, self._mean(ENOUGH / max(took, 1e-6))  # the same on all ranks
+            times = min(REPEATS, max(1, round(often))) if collective else 1
+            tries = min(3 * tries, max(tries, round(LONG / ENOUGH * often / times)))
+        return max(1e-9, self._mean(median(found), longest))
 
-    def _mean(self, value: float) -> float:
+    def _mean(self, value: float, longest: bool = False) -> float:
         """Over all ranks."""
         if self.place.ranks == 1:
             return value
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(mine)
-        return float(mine.item()) / self.place.ranks
+        dist.all_reduce(mine, dist.ReduceOp.MAX if longest else dist.ReduceOp.SUM)
+        return float(mine.item()) / (1 if longest else self.place.ranks)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

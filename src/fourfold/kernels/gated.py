@@ -1,0 +1,71 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The gated SiLU, `silu(gate) · up` with [gate | up] in the last dim, and its gradient: computed in fp32, rounded once.
+
+Operators of torch's library, so that torch.compile takes them as they are (what it generates for the gradient itself, two
+halves written under masks, runs at half the rate of memory).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["gated_silu", "gated_silu_backward"]
+
+
+@torch.library.custom_op("fourfold::gated_silu", mutates_args=(), device_types="cuda")
+def gated_silu(h: Tensor) -> Tensor:
+    h = h.contiguous()
+    width = h.shape[-1] // 2
+    out = h.new_empty(*h.shape[:-1], width)
+    block = _block(width)
+    _forward[(out.numel() // width, triton.cdiv(width, block))](h, out, width, block, num_warps=8)
+    return out
+
+
+@gated_silu.register_fake
+def _(h: Tensor) -> Tensor:
+    return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
+
+
+@torch.library.custom_op("fourfold::gated_silu_backward", mutates_args=(), device_types="cuda")
+def gated_silu_backward(h: Tensor, grad: Tensor) -> Tensor:
+    h, grad = h.contiguous(), grad.contiguous()
+    width = grad.shape[-1]
+    out = torch.empty_like(h)
+    block = _block(width)
+    _backward[(grad.numel() // width, triton.cdiv(width, block))](h, grad, out, width, block, num_warps=8)
+    return out
+
+
+@gated_silu_backward.register_fake
+def _(h: Tensor, grad: Tensor) -> Tensor:
+    return h.new_empty(h.shape)
+
+
+def _block(width: int) -> int:
+    return min(4096, triton.next_power_of_2(width))
+
+
+@triton.jit
+def _forward(h, out, width, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    gate = tl.load(h + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def _backward(h, grad, out, width, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    gate = tl.load(h + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(h + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    sigma = tl.sigmoid(gate)
+    silu = gate * sigma
+    tl.store(out + row * 2 * width + at, g * up * (sigma + silu * (1 - sigma)), mask=inside)
+    tl.store(out + row * 2 * width + width + at, g * silu, mask=inside)
