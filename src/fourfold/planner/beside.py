@@ -90,12 +90,17 @@ class _Linear(NamedTuple):
 
 
 @lru_cache(maxsize=50_000)
-def grid_times(setting: Setting, tokens: int, row: int, col: int, tensor: Tensor, steps: int) -> dict[str, OnGrid]:
-    """By kind of unit, what its collectives take in a micro-batch of `tokens` tokens on a row."""
+def grid_times(
+    setting: Setting, tokens: int, row: int, col: int, tensor: Tensor, steps: int, apart: bool = False
+) -> dict[str, OnGrid]:
+    """By kind of unit, what its collectives take in a micro-batch of `tokens` tokens on a row.
+
+    `apart`: weight gradients are computed in an op of their own, so that nothing of the other one is beside them.
+    """
     chain, cluster = _chain(setting.spec.units), setting.cluster
     parts = {u.kind: _parts(setting, u, tokens, row, col, tensor, steps) for u in chain}
     there = _Clock(cluster, row, col).chain([parts[u.kind][0] for u in chain])
-    back = _Clock(cluster, row, col).chain([parts[u.kind][1] for u in reversed(chain)])[::-1]
+    back = _Clock(cluster, row, col, apart).chain([parts[u.kind][1] for u in reversed(chain)])[::-1]
     out = {}
     for at in sorted(range(len(chain)), key=lambda i: -abs(2 * i + 1 - len(chain))):  # of two, the one inside
         f, b = there[at], back[at]
@@ -197,10 +202,10 @@ class _Timed:
 class _Clock(Link):
     """A chain's computing, with its two lines beside it."""
 
-    def __init__(self, cluster: Cluster, row: int, col: int):
-        apart = int(cluster.link(row, col) != cluster.link(col, 1))
-        super().__init__((0, apart) * 2, ((row - 1) * cluster.queue, (col - 1) * cluster.queue) * 2)
-        self._unit, self._call = _Timed(), cluster.call
+    def __init__(self, cluster: Cluster, row: int, col: int, apart: bool = False):
+        other = int(cluster.link(row, col) != cluster.link(col, 1))
+        super().__init__((0, other) * 2, ((row - 1) * cluster.queue, (col - 1) * cluster.queue) * 2)
+        self._unit, self._call, self._apart = _Timed(), cluster.call, apart
         self._sums: deque[tuple[int, int]] = deque()
 
     def chain(self, units: Sequence[Sequence[_Linear]]) -> list[_Timed]:
@@ -211,7 +216,7 @@ class _Clock(Link):
             for o in unit:
                 for moved in o.before:
                     self._shown(moved, self._moves(*moved))
-                early = self._hides(*o.early) if o.early else 0
+                early = self._hides(*o.early) if o.early and not self._apart else 0
                 inputs = self._moves(*o.inputs) if o.inputs else 0
                 if o.weight is not None:
                     mine = ahead or self._moves(*o.weight)
@@ -224,6 +229,10 @@ class _Clock(Link):
                     self._shown(o.inputs, inputs)
                 self.run(o.compute)
                 scatter = self._hides(*o.scatter) if o.scatter else 0
+                if self._apart:
+                    if o.scatter:
+                        self._shown(o.scatter, scatter)
+                    early = self._moves(*o.early) if o.early else 0
                 if o.early:
                     self._unit.weight += self._shown(o.early, early)
                 self.run(o.second)

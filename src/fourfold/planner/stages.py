@@ -120,9 +120,9 @@ class _Running:
             reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
             parts = u.cost.slices
             shown, every = u.cost.crossing(op.kind)
-            moves = c.shown(op.kind)
+            moves, calls = c.shown(op.kind), self.cluster.call * ((gather > 0) + reduces * (u.cost.reduce > 0))
             step = Step(
-                (seconds.get(op.kind, c.weight_grad) - moves) / parts,
+                (seconds.get(op.kind, c.weight_grad) - moves) / parts + calls,
                 gather / parts,
                 u.cost.reduce / parts if reduces else 0.0,
                 u.cost.across / parts if reduces else 0.0,

@@ -135,9 +135,21 @@ class UnitCost:
 
 @lru_cache(maxsize=200_000)
 def compute_times(
-    setting: Setting, kind: str, tokens: int, row: int, col: int, tensor: Tensor, steps: int, split: int, recompute: str
+    setting: Setting,
+    kind: str,
+    tokens: int,
+    row: int,
+    col: int,
+    tensor: Tensor,
+    steps: int,
+    split: int,
+    recompute: str,
+    apart: bool = False,
 ) -> Compute:
-    """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them."""
+    """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them.
+
+    `apart`: weight gradients have an op of their own.
+    """
     unit = setting.spec.kinds[kind]
     forward = input_grad = weight_grad = cheap = unread = 0.0
     for o in unit.operators:
@@ -147,7 +159,7 @@ def compute_times(
             unread += f if o.name == unit.unread and row * col == split == 1 and not setting.precision.compile else 0.0
         elif o.name in unit.again or (o.kind == "memory" and not unit.again):
             cheap += f
-    grid = grid_times(setting, tokens, row, col, tensor, steps)[kind] if row * col > 1 else NO_GRID
+    grid = grid_times(setting, tokens, row, col, tensor, steps, apart)[kind] if row * col > 1 else NO_GRID
     there, back = (sum(line.shown for line in op) for op in (grid.forward, grid.backward))
     again = {"none": 0.0, "selective": cheap}.get(recompute, forward + there - unread)
     return Compute(
@@ -179,7 +191,10 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     tensor, steps = layout.tensor, layout.steps
     if choice.mode == "zero3" and "weights" in tensor.keep:  # released between F and B
         tensor = replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
-    compute = compute_times(setting, kind, tokens, mesh.row, mesh.col, tensor, steps, choice.split, choice.recompute)
+    apart = mesh.pipe > 1 and layout.schedule.startswith("zb")
+    compute = compute_times(
+        setting, kind, tokens, mesh.row, mesh.col, tensor, steps, choice.split, choice.recompute, apart
+    )
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
     mode = choice.mode if group > 1 else "replicate"
