@@ -71,8 +71,24 @@ def test_an_all_reduce_takes_bytes_over_rate(hosts: int, rate: str) -> None:
 def test_another_rate_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: give the links twice the rate, and it does."""
     honest = network._shape
-    monkeypatch.setattr(network, "_shape", lambda device, rate: honest(device, "200mbit"))
+    monkeypatch.setattr(network, "_shape", lambda device, rate, segment: honest(device, "200mbit", segment))
     assert slowness(2, "100mbit", tries=1) < 0.9
+
+
+def small_message(rank: int, ranks: int) -> float:
+    """The least time that 64 KiB take from host 0 to host 1 after a pause."""
+    x, seconds = torch.ones((64 << 10) // 4), []
+    for _ in range(8):
+        time.sleep(0.01)
+        seconds.append(measure(lambda: dist.recv(x, 0) if rank else dist.send(x, 1)).seconds)
+    return min(seconds)
+
+
+@shaped
+def test_a_link_at_rest_is_not_faster_afterwards() -> None:
+    with Network(hosts=2, rate="50mbit") as net:
+        seconds = net.run_ranks(small_message)[0]
+    assert seconds > 0.75 * (64 << 10) / parse_rate("50mbit")
 
 
 def pairs(rank: int, ranks: int, senders: dict[int, int]) -> tuple[float, int, int]:

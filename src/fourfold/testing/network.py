@@ -16,15 +16,18 @@ Linux, root, and `ip` and `tc` of iproute2 are needed: `missing()` says what is 
 Leaving the context ends every process in the hosts and removes them; those of an earlier process that was killed are
 removed by the next Network.
 
-What it measures: bytes over a rate, with gloo's own traffic. An all-reduce takes 0.98 to 1.05 times bytes / rate (2 to 16 hosts,
-50 to 200 Mbit/s, 1 to 4 MiB). Two cores carry about 1.6 Gbit/s over all links; ask for more and the processor is what you
-measure (look at `Measured.busy`). Latency is not shaped. gloo is not NCCL: some of its collectives take longer than they must
-(reduce-scatter twice, broadcast 2.4 times with 4 ranks and 8.6 with 16), so compare algorithms on the same collectives,
+What it measures: bytes over a rate, with gloo's own traffic. Gathers and scatters (2 to 16 hosts, 80 to 200 Mbit/s) take 1.00 to
+1.08 times bytes / rate with 4 MiB and 1.00 to 1.15 with 1 MiB; on 2 and 4 hosts 0.99 to 1.16 with 256 KiB, 0.95 to 2.1 with 64.
+What is above 1 is latency, some 0.7 ms a step: it is not shaped. Two cores carry about 1.6 Gbit/s over all links; ask for more
+and the processor is what you measure (look at `Measured.busy`). gloo is not NCCL: some of its collectives take longer than they
+must (reduce-scatter twice, broadcast 2.4 times with 4 ranks and 8.6 with 16), so compare algorithms on the same collectives,
 and quote no ratio of gloo's as NCCL's.
 
 [Note: settings that matter]
-TCP reno (nearest to bytes over rate; cubic and bbr add up to 15 %), no slow start after idling, 1 MiB of send buffer. Segments of
-at most 32 KiB with a bucket of 40 kB: a larger one is free traffic after each pause. IPv6 is off, its chatter is counted too.
+TCP reno (nearest to bytes over rate; cubic and bbr add up to 15 %), no slow start after idling, 1 MiB of send buffer. IPv6 is
+off, its chatter is counted too. A packet is a segment, as small as two cores bear: 9000 bytes with 4 hosts of 100 Mbit/s, 32 KiB
+with 16. A bucket that has filled in a pause gives its content away, which made gathers of 64 KiB on 2 and 4 hosts twice as fast
+as their links; so it empties at 1.1 times the rate at most (`peakrate`), which makes up for timers that are up to 2 ms late.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ __all__ = ["Measured", "Network", "Traffic", "measure", "missing", "parse_rate",
 
 _PREFIX = "fflab"
 _INTERFACE = "eth0"
-_MTU, _SEGMENT, _BURST, _QUEUE = 9000, 32 << 10, 40_000, 8 << 20  # bytes
+_SEGMENTS, _SEGMENT = 6000, (9000, 32 << 10)  # a second, over all links; bytes of one: least, most
+_HEADER, _QUEUE = 14, 8 << 20  # bytes
+_LATE, _PEAK = (1e-4, 2e-3), 1.1  # seconds; of the rate
 _SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_slow_start_after_idle": "0",
@@ -206,24 +211,25 @@ class Network:
         _batch(["ip"], [f"netns add {name}" for name in (switch, *hosts)])
         for name in (switch, *hosts):
             _configure(name)
-        size = f"mtu {_MTU} gso_max_size {_SEGMENT} gro_max_size {_SEGMENT}"
-        links, shapes = ["link add core type bridge", f"link set core mtu {_MTU} up"], []
+        segment = min(max(_SEGMENT[0], int(self.hosts * self.bytes_per_second / _SEGMENTS)), _SEGMENT[1])
+        size = f"mtu {segment} gso_max_size {segment} gro_max_size {segment}"
+        links, shapes = ["link add core type bridge", f"link set core mtu {segment} up"], []
         for rack in range(self.racks if self.uplink else 0):
-            links += [f"link add rack{rack} type bridge", f"link set rack{rack} mtu {_MTU} up"]
+            links += [f"link add rack{rack} type bridge", f"link set rack{rack} mtu {segment} up"]
             links += [f"link add up{rack} {size} type veth peer name down{rack} {size}"]
             links += [f"link set up{rack} master rack{rack} up", f"link set down{rack} master core up"]
-            shapes += [(f"up{rack}", self.uplink), (f"down{rack}", self.uplink)]
+            shapes += [(f"up{rack}", str(self.uplink)), (f"down{rack}", str(self.uplink))]
         for host, name in enumerate(hosts):
             above = f"rack{host * self.racks // self.hosts}" if self.uplink else "core"
             links += [f"link add port{host} {size} type veth peer name {_INTERFACE} {size} netns {name}"]
             links += [f"link set port{host} master {above} up"]
             shapes += [(f"port{host}", self.rate)]
         _batch(["ip", "-n", switch], links)
-        _batch(["tc", "-n", switch], [_shape(*shape) for shape in shapes])
+        _batch(["tc", "-n", switch], [_shape(*shape, segment) for shape in shapes])
         for host, name in enumerate(hosts):
             address = f"addr add {self.address(host)}/16 dev {_INTERFACE}"
             _batch(["ip", "-n", name], [address, f"link set {_INTERFACE} up", "link set lo up"])
-            _batch(["tc", "-n", name], [_shape(_INTERFACE, self.rate)])
+            _batch(["tc", "-n", name], [_shape(_INTERFACE, self.rate, segment)])
 
     def _host(self, host: int) -> str:
         if not self._name:
@@ -330,8 +336,11 @@ def _configure(namespace: str) -> None:
     _run("ip", "netns", "exec", namespace, "sh", "-ec", "\n".join(lines))
 
 
-def _shape(device: str, rate: str | None) -> str:
-    return f"qdisc add dev {device} root tbf rate {rate} burst {_BURST} limit {_QUEUE}"
+def _shape(device: str, rate: str, segment: int) -> str:
+    speed = parse_rate(rate)
+    at_once, in_all = (int(segment + _HEADER + late * speed) for late in _LATE)
+    peak = f"peakrate {int(8 * _PEAK * speed)}bit mtu {at_once}"
+    return f"qdisc add dev {device} root tbf rate {rate} burst {in_all} {peak} limit {_QUEUE}"
 
 
 def _enter_namespace(name: str) -> None:
