@@ -4,8 +4,8 @@ Every call names what it is for. A peer that died or hangs ends the wait with `C
 at the latest), whose message has that name; torch's own would only say that some connection closed. `now`: the caller
 waits at once, which saves waking another thread.
 
-NCCL serves GPUs. On CPUs gloo serves small tensors, and larger ones go by rings over gloo's messages (ring.py): ranks decide
-by the size, so all alike. A ring is an op, `fourfold::collective`: those who watch ops see it, and not the messages within.
+NCCL serves GPUs. CPU tensors go by rings over gloo's messages (ring.py), but for some of fewer elements than ranks. A ring is an
+op, `fourfold::collective`: those who watch ops see it, and not the messages within.
 
 (2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; nothing else here depends on the version.)
 

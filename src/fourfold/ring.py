@@ -4,7 +4,8 @@ gloo's own reduce-scatter moves what an all-reduce does, its broadcast sends log
 that gather from each other do so one after the other. Here each link carries, of S bytes on n ranks (s = S / n one rank's part):
 
     all_gather, reduce_scatter   n - 1 steps of s to the next rank of the ring
-    all_reduce                   the one, then the other: 2 (n - 1) s; two ranks swap their S
+    all_reduce                   the one, then the other: 2 (n - 1) s; two ranks swap their S, and so do 4, 8, 16 … ranks
+                                 pair by pair in log2 n steps while S is at most SHORT: messages then are what takes time
     broadcast, reduce            S down a chain that starts or ends at the root, CHUNK bytes at a time
     exchange (all-to-all)        n - 1 steps of s; in step t with the ranks t before and t after
 
@@ -16,7 +17,8 @@ caller's where it waits anyway and nothing is before them; those of different gr
 an order that depends on ranks and sizes alone: the same bits in every run, and for an all-reduce on every rank. A failure
 names the rank that was waited for, and fails what follows on the lane.
 
-FOURFOLD_COLLECTIVES in the environment says who serves: `auto` (rings from SMALLEST bytes up), `ring` or `gloo`.
+FOURFOLD_COLLECTIVES=gloo in the environment leaves all of it to gloo, whose own rings send each part in halves: of small
+tensors on eight ranks they take twice as long.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from fourfold.errors import CommunicationError
 
 __all__ = ["Job", "Lane", "lane_for", "plain"]
 
-SMALLEST = 256 << 10
+SHORT = 32 << 10
 CHUNK = 64 << 10
 ROOM = 4 << 20
 TAGS = 1 << 30  # and up: far from those of anyone who sends messages on the same group
@@ -45,10 +47,9 @@ TAGS = 1 << 30  # and up: far from those of anyone who sends messages on the sam
 
 def lane_for(group: dist.ProcessGroup, x: Tensor) -> Lane | None:
     """The lane that serves a collective on `x` (its whole payload) in a group; None: the backend's own collectives do."""
-    wish = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
-    if wish == "gloo" or x.device.type != "cpu" or (wish != "ring" and x.nbytes < SMALLEST):
+    if x.device.type != "cpu" or os.environ.get("FOURFOLD_COLLECTIVES") == "gloo":
         return None
-    if x.numel() < group.size():  # empty parts
+    if x.numel() < (1 if _few_steps(x, group.size()) else group.size()):  # empty parts
         return None
     if group not in _lanes:
         _lanes[group] = Lane(group) if group.size() > 1 and "gloo" in _backend(group) else None
@@ -57,6 +58,11 @@ def lane_for(group: dist.ProcessGroup, x: Tensor) -> Lane | None:
 
 # A group's lane lives as long as the group, and torch's groups take no attributes.
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane | None] = weakref.WeakKeyDictionary()
+
+
+def _few_steps(x: Tensor, ranks: int) -> bool:
+    """Whether ranks sum x pair by pair."""
+    return x.nbytes <= SHORT and ranks & (ranks - 1) == 0
 
 
 def _backend(group: dist.ProcessGroup) -> str:
@@ -135,8 +141,8 @@ class Lane:
         flat = _flat(x)
 
         def work(ring: _Ring) -> None:
-            if ring.size == 2:  # the same bytes in one step
-                ring.swap_sum(flat)
+            if ring.size == 2 or _few_steps(flat, ring.size):
+                ring.swap_sums(flat)
             else:
                 parts = list(flat.tensor_split(ring.size))
                 ring.scatter(parts, parts[ring.index])
@@ -241,13 +247,16 @@ class _Ring:
             torch.add(going, parts[self.index - t - 2], out=going if t < steps - 1 else out)
         self._leave()
 
-    def swap_sum(self, x: Tensor) -> None:
-        theirs = torch.empty_like(x)
-        coming = self._receive(theirs, 1)
-        self._send(x, 1)
-        self._arrive(coming, 1)
-        self._leave()
-        x.add_(theirs)
+    def swap_sums(self, x: Tensor) -> None:
+        """Step k: x goes to the rank whose number differs in bit k, and its own comes and is added; a + b is b + a on both."""
+        offsets = [(self.index ^ 1 << bit) - self.index for bit in range(self.size.bit_length() - 1)]
+        theirs = [torch.empty_like(x) for _ in offsets]
+        coming = [self._receive(t, offset) for t, offset in zip(theirs, offsets, strict=True)]
+        for t, work, offset in zip(theirs, coming, offsets, strict=True):
+            self._send(x, offset)
+            self._arrive(work, offset)
+            self._leave()
+            x.add_(t)
 
     def pass_on(self, x: Tensor, source: int) -> None:
         """The chain starts at `source` and ends before it."""
