@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from fourfold.plan import Mesh
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import Choice, UnitCost, unit_cost
+from fourfold.planner.units import Choice, UnitCost, joins, unit_cost
+from fourfold.shard.layout import JOIN
 
 __all__ = ["Option", "RankLoad", "Solver", "sharding_options"]
 
@@ -129,7 +130,11 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
         seconds += m * (late(cost.gather, forward) + late(cost.gather, backward))
     elif sharded:
         seconds += late(cost.gather, forward)
-    seconds += (m if choice.reduce == "micro-batch" else 1) * (late(cost.reduce, backward) + cost.across)
+    reduce = cost.reduce
+    if joins(cost, choice) and layout.optimizer == "device" and 0 < cost.gradients < JOIN:  # its share of a sum
+        reduce = setting.cluster.collective("all_reduce", JOIN, alike.replicas, alike.replica_stride)
+        reduce = min(cost.reduce, cost.gradients / JOIN * reduce)
+    seconds += (m if choice.reduce == "micro-batch" else 1) * (late(reduce, backward) + cost.across)
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
         seconds += m * (_work(cost) - _work(unit_cost(setting, alike, kind, Choice())))
     state = setting.state if layout.optimizer == "device" else 0.0

@@ -7,15 +7,16 @@ computing, the cluster's `overlap` says how much does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
 from fourfold.model.operators import ModelSpec, UnitSpec
 from fourfold.planner.lanes import Lanes, Step
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import Choice, UnitCost, unit_cost
+from fourfold.planner.units import Choice, UnitCost, joins, unit_cost
 from fourfold.program.costs import Costs
+from fourfold.shard.layout import joined
 
 __all__ = [
     "PlannedUnit",
@@ -63,9 +64,39 @@ def plan_units(
 ) -> list[list[PlannedUnit]]:
     """The stages' units with their costs; `choices` by unit name."""
     return [
-        [PlannedUnit(u, choices[u.name], unit_cost(setting, layout, u.kind, choices[u.name])) for u in units]
+        _join(
+            setting,
+            layout,
+            [PlannedUnit(u, choices[u.name], unit_cost(setting, layout, u.kind, choices[u.name])) for u in units],
+        )
         for units in stages
     ]
+
+
+def _join(setting: Setting, layout: Layout, units: list[PlannedUnit]) -> list[PlannedUnit]:
+    """A stage's units, of which whole gradients are summed together (shard/joined.py).
+
+    In the backward, the first of such a group takes the buffer for all, and the last one's sum is that of all.
+    """
+    if layout.optimizer != "device" or layout.replicas == 1:
+        return units
+    tied = (0, setting.spec.layers - 1) if setting.spec.tied else ()
+    order = [
+        i
+        for i, u in reversed(list(enumerate(units)))
+        if joins(u.cost, u.choice) and u.cost.gradients and u.spec.layer not in tied
+    ]
+    out = list(units)
+    for group in joined([units[i].cost.gradients for i in order]):
+        if len(group) == 1:
+            continue
+        size = sum(units[order[k]].cost.gradients for k in group)
+        together = setting.cluster.collective("all_reduce", size, layout.replicas, layout.replica_stride)
+        for k in group:
+            held, seconds = (size if k == group[0] else 0.0), (together if k == group[-1] else 0.0)
+            u = units[order[k]]
+            out[order[k]] = replace(u, cost=replace(u.cost, gradients=held, reduced=held, reduce=seconds))
+    return out
 
 
 # ---- ops with their collectives ----

@@ -31,7 +31,7 @@ from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.products import flow_of, grid_seconds, loss_sums, product_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
 
-__all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
+__all__ = ["Choice", "Compute", "UnitCost", "compute_times", "joins", "unit_cost"]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
 LEAST, PAGE = 1 << 20, 1 << 16
@@ -231,6 +231,11 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
         offloaded=kept if offloads else 0.0,
     )
+
+
+def joins(cost: UnitCost, choice: Choice) -> bool:
+    """Whether a unit's gradient may be summed together with those of others: it stays whole, and is reduced once a step."""
+    return cost.reduced >= cost.gradients and cost.slices == 1 and choice.reduce == "step"
 
 
 def _lent(setting: Setting, unit: UnitSpec, mesh: Mesh) -> float:

@@ -33,6 +33,7 @@ from fourfold.piece import whole
 from fourfold.plan import Plan, UnitRule
 from fourfold.runtime.stage import keep_products
 from fourfold.shard.hooks import HookDriver, Hooked
+from fourfold.shard.joined import join
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import LinearSlice, slices_of
 from fourfold.shard.split_linear import SplitLinear
@@ -77,6 +78,7 @@ class Parallel:
             if name != REST:
                 _wrap(part, rule, compiled=plan.precision.compile)
             parts.append(Hooked(unit, part, mode, rule.reduce))
+        join([p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names])
         self.driver = HookDriver(parts, plan.memory.prefetch)
         self.units = [part.unit for part in parts]
         self._flat = {
