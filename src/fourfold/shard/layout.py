@@ -12,7 +12,7 @@ ALIGN = 64
 """Elements. A parameter starts on a multiple of this, and so does every rank's shard: vectorised kernels then see the same
 main loop and tail wherever a parameter lies, so an update has the same bits under every plan, and matrix operands are
 aligned."""
-JOIN = 4 << 20
+JOIN = 2 << 20
 """Bytes. Whole gradients are summed together until they are as much: smaller sums take longer than their bytes do."""
 
 

@@ -319,7 +319,7 @@ class Unit:
         """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""
         for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
-                self.add_grad(name, grad)
+                self._add(name, grad)
 
     @torch.no_grad()
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None:
@@ -340,6 +340,9 @@ class Unit:
     @torch.no_grad()
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Add a gradient that was computed by itself."""
+        self._add(name, grad)
+
+    def _add(self, name: str, grad: Tensor) -> None:
         into = self._accumulator(name)
         _ = into.copy_(grad) if name in self._fresh else into.add_(grad)
         self._fresh.discard(name)
