@@ -52,7 +52,7 @@ class Solver:
         """Modes, by seconds and bytes of a step; `hopeful`: as if every unit recomputed, so that more is hidden."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size)
-        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, hopeful)
+        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, layout.prefetch, hopeful)
         if key not in self._sharding:
             options = sharding_options(self.setting, layout, kind, piped, hopeful)
             self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
@@ -119,6 +119,8 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
     forward, backward = other.compute.forward, other.compute.input_grad + other.compute.weight_grad
     if hopeful:
         forward, backward = 2 * forward, backward + 2 * forward
+    if not layout.prefetch:  # nothing is under way while something computes
+        forward = backward = 0.0
 
     def late(takes: float, window: float) -> float:
         shown = max(0.0, takes - window)
@@ -143,7 +145,7 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
         memory += cost.whole
     at_once = sharded and (choice.reduce == "micro-batch" or (m == 1 and not piped))
     memory += cost.reduced if at_once else cost.gradients
-    transient = 2 * cost.transient + (cost.gradients if at_once else 0.0)
+    transient = (1 + layout.prefetch) * cost.transient + (cost.gradients if at_once else 0.0)
     return Option(choice, seconds, memory, transient)
 
 

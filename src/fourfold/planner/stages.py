@@ -114,8 +114,8 @@ class _Op:
 class _Running:
     """Ops of stages on one rank, one after another, with their gathers and reductions beside them."""
 
-    def __init__(self, setting: Setting, steady: bool, split: bool):
-        self.cluster, self.steady, self.split = setting.cluster, steady, split
+    def __init__(self, setting: Setting, steady: bool, split: bool, prefetch: int):
+        self.cluster, self.steady, self.split, self.prefetch = setting.cluster, steady, split, prefetch
         self.lanes, self.seconds = Lanes(), 0.0
         self._before = ""
 
@@ -152,14 +152,15 @@ class _Running:
             parts = u.cost.slices
             back = c.grid - c.forward_grid
             moves = {"F": c.forward_grid, "B": back, "I": back - c.weight_grid}.get(op.kind, c.weight_grid)
-            step = Step(
-                (seconds.get(op.kind, c.weight_grad) - moves) / parts,
-                gather / parts,
-                u.cost.reduce / parts if reduces else 0.0,
-                u.cost.across / parts if reduces else 0.0,
-                u.choice.mode != "replicate",
-                (moves + (u.cost.vectors if reduces else 0.0)) / parts,
-            )
+            computing = seconds.get(op.kind, c.weight_grad) - moves
+            reduce, across, vectors = (u.cost.reduce, u.cost.across, u.cost.vectors) if reduces else (0.0, 0.0, 0.0)
+            moves += vectors
+            holds = u.choice.mode != "replicate"
+            if not self.prefetch:  # what could be under way meanwhile is waited for
+                moves, gather = moves + gather, 0.0
+                if holds:
+                    moves, reduce, across = moves + reduce + across, 0.0, 0.0
+            step = Step(computing / parts, gather / parts, reduce / parts, across / parts, holds, moves / parts)
             out += [step] * parts
             self._before = u.spec.name  # what was used last is still there
         return out
@@ -187,17 +188,15 @@ def _backward(split: bool, last: bool = False) -> tuple[_Op, ...]:
 
 
 def stage_times(
-    setting: Setting, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool
+    setting: Setting, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool, prefetch: int
 ) -> StageTimes:
     """Seconds of a stage's ops in the middle of a step, some micro-batches after its first.
 
     `steady`: some micro-batch is always in flight, so zero2 gathers once a step. `alone`: the rank has no other stage, so that
     what an op used last is there for the next.
     """
-    run = _Running(setting, steady, split)
+    run = (_Running if alone else _Apart)(setting, steady, split, prefetch)
     ops = [(units, op) for first in (True, False, False) for op in (_Op("F", first=first), *_backward(split))]
-    if not alone:
-        run = _Apart(setting, steady, split)
     found = run.run(ops)
     middle = found[-3:] if split else found[-2:]
     forward, backward = middle[0], sum(middle[1:])
@@ -213,9 +212,9 @@ class _Apart(_Running):
         return super()._steps(units, op)
 
 
-def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int) -> float:
+def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int, prefetch: int) -> float:
     """Seconds of a step of one rank without a pipeline, the update left out: exact but for a middle that repeats."""
-    run = _Running(setting, steady=False, split=False)
+    run = _Running(setting, steady=False, split=False, prefetch=prefetch)
     simulated = min(micro_batches, 3)
     ops = [(units, op) for m in range(simulated) for op in (_Op("F", first=m == 0), _Op("B", last=m == simulated - 1))]
     found = run.run(ops)
@@ -223,11 +222,11 @@ def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: in
     return sum(found) + run.finish() + (micro_batches - simulated) * middle
 
 
-def tail(setting: Setting, stages: Sequence[Sequence[PlannedUnit]], *, split: bool) -> float:
+def tail(setting: Setting, stages: Sequence[Sequence[PlannedUnit]], *, split: bool, prefetch: int) -> float:
     """Seconds by which the step's reductions lengthen the last backwards of a rank's stages, in their order."""
 
     def takes(last: bool) -> float:
-        run = _Running(setting, True, split) if len(stages) == 1 else _Apart(setting, True, split)
+        run = (_Running if len(stages) == 1 else _Apart)(setting, True, split, prefetch)
         found = run.run([(units, op) for units in stages for op in _backward(split, last)])
         return sum(found) + (run.finish() if last else 0.0)
 

@@ -104,7 +104,7 @@ class UnitCost:
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
     at_once: bool = False
-    """Weight gradients are added up as they are made (on a grid), not at the end of the unit's backward."""
+    """Weight gradients are added up as they are made, not at the end of the unit's backward."""
     slices: int = 1
     """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
     borrowed: float = 0.0
@@ -225,12 +225,17 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
         transient=n * e / slices if mode == "zero3" else 0.0,
-        at_once=mesh.row * mesh.col > 1,
+        at_once=_at_once(setting, mesh),
         slices=slices,
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
         offloaded=kept if offloads else 0.0,
     )
+
+
+def _at_once(setting: Setting, mesh: Mesh) -> bool:
+    """Whether each weight's gradient is added when it is made: on a grid, and by the hooks of any module."""
+    return mesh.row * mesh.col > 1 or setting.spec.config is None
 
 
 def joins(cost: UnitCost, choice: Choice) -> bool:
@@ -256,6 +261,7 @@ class _Heights:
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
+        self.at_once = _at_once(setting, mesh)
         sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
         self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
         self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
@@ -293,7 +299,7 @@ class _Heights:
     def _bytes(self, m: Moment) -> float:
         e, mesh = self.width, self.mesh
         size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
-        size += m.grads * self.grads if mesh.row * mesh.col == 1 else min(m.grads, self.largest) * self.grads
+        size += min(m.grads, self.largest if self.at_once else 1.0) * self.grads
         if mesh.col > 1:
             size += m.full * self.tokens * e
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
@@ -340,8 +346,7 @@ class _Heights:
         """With all of what is kept in it, but where slices keep it for each other."""
         if self.slices > 1:
             return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
-        alone = self.mesh.row * self.mesh.col == 1  # on a grid, each weight's gradient is added when it is made
-        return self.unit.closing * self.width * self.scale + (self.grads if alone else 0.0)
+        return self.unit.closing * self.width * self.scale + (0.0 if self.at_once else self.grads)
 
     @property
     def _first_slice(self) -> float:
