@@ -1,6 +1,6 @@
 """Sharded data parallelism under a memory budget, on a shaped network: DDP, FSDP2, OSDP as published, and ours. One run.
 
-    python -m benchmarks.sharding [--quick] [--only 4x1 4x4 8x1 8x4 hosts batch] [--json PATH]
+    python -m benchmarks.sharding [--quick] [--only 4x1 4x4 8x1 8x4 hosts batch] [--models narrow wide mixed] [--json PATH]
     python -m benchmarks.sharding --check
 
 - **4x1, 4x4, 8x1, 8x4**: ranks × micro-batches. A host for each rank, 200 Mbit/s. GPTs: narrow and deep, wide and shallow, of
@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,6 +151,7 @@ SHORT = [
     Model("mixed width, 4 of 128 or 224", (128, 224, 128, 224)),
 ]
 """For several micro-batches: ZeRO-3 moves them that many times."""
+KINDS = ("narrow", "wide", "mixed")
 
 
 @dataclass(frozen=True)
@@ -453,8 +455,13 @@ def race(task: Task, lab: Lab, cluster: Cluster, rounds: int) -> list[Row]:
 
     name = f"{task.model.name}; {task.ranks} ranks, {task.micro_batches} micro-batch{'es' if several else ''}"
     print(f"\n{name}")
+    setting = Setting(task.model.spec(), cluster, task.batch, Precision())
+
+    def expected(entry: Entry) -> str:
+        return f" (predicted {1e3 * predict(entry, setting).seconds:.0f})" if isinstance(entry, Plan) else ""
+
     for peer, entry in single.items():
-        print(f"  {peer:14} {ms(entry):7.0f} ms  {bytes_of[peer] / MIB:6.1f} MiB")
+        print(f"  {peer:14} {ms(entry):7.0f} ms  {bytes_of[peer] / MIB:6.1f} MiB{expected(entry)}")
     rows = []
     for level, budget in budgets.items():
         ours, osdp = chosen["ours", level], chosen["OSDP", level]
@@ -475,7 +482,7 @@ def race(task: Task, lab: Lab, cluster: Cluster, rounds: int) -> list[Row]:
         modes = ", ".join(f"{n} {mode}" for mode, n in counts.items() if n)
         told = f"OSDP {ms(osdp):.0f} ms; " if osdp is not None else "OSDP has no plan; "
         print(
-            f"  {level:7} {budget / MIB:6.1f} MiB: ours {ms(ours):.0f} ms, {held / MIB:.1f} MiB, {modes}; {told}"
+            f"  {level:7} {budget / MIB:6.1f} MiB: ours {ms(ours):.0f} ms{expected(ours)}, {held / MIB:.1f} MiB, {modes}; {told}"
             f"best single that fits: {best} {fitting[best]:.0f}; {fitting['FSDP2 ZeRO-3'] / ms(ours):.2f} × FSDP2 ZeRO-3"
         )
     return rows
@@ -592,12 +599,12 @@ def check(models: Sequence[Model] = TINY, ranks: int = 2) -> Iterator[tuple[str,
 # ---- the sections ----
 
 
-def tables(ranks: int, micro_batches: int, quick: bool, hosts: int = 0) -> list[Row]:
+def tables(ranks: int, micro_batches: int, wished: Sequence[str], quick: bool, hosts: int = 0) -> list[Row]:
     lab = Lab(hosts or ranks, ranks // hosts if hosts else 1)
     cluster = lab.calibrated()
     models = SHORT if micro_batches > 1 or ranks > 4 else LONG
     rows: list[Row] = []
-    for model in models[1:2] if quick else models:
+    for model in [m for m in models if m.name.split()[0] in wished]:
         rows += race(Task(model, ranks, micro_batches), lab, cluster, 1 if quick else 3)
     verdict(rows, micro_batches)
     return rows
@@ -615,18 +622,19 @@ def verdict(rows: Sequence[Row], micro_batches: int) -> None:
     print(f"goal {goal} × FSDP2 ZeRO-3: met in {len(met)} of {sum(r.peer == 'FSDP2 ZeRO-3' for r in rows)} cases")
 
 
-SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
-    "4x1": lambda quick: tables(4, 1, quick),
-    "4x4": lambda quick: tables(4, 4, quick),
-    "8x1": lambda quick: tables(8, 1, quick),
-    "8x4": lambda quick: tables(8, 4, quick),
-    "hosts": lambda quick: tables(8, 4, quick, hosts=2),
-    "batch": batch_rows,
+SECTIONS: dict[str, Callable[[Sequence[str], bool], list[Row]]] = {
+    "4x1": partial(tables, 4, 1),
+    "4x4": partial(tables, 4, 4),
+    "8x1": partial(tables, 8, 1),
+    "8x4": partial(tables, 8, 4),
+    "hosts": partial(tables, 8, 4, hosts=2),
+    "batch": lambda _, quick: batch_rows(quick),
 }
 
 
 def main() -> None:
     parser = parser_of(__doc__ or "", tuple(SECTIONS))
+    parser.add_argument("--models", nargs="+", default=None, choices=KINDS, help="default: all; --quick: wide")
     parser.add_argument("--check", action="store_true", help="compare gradients with real products, and nothing else")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -638,7 +646,7 @@ def main() -> None:
         sys.exit(why)
     rows: list[Row] = []
     for name in args.only:
-        found = SECTIONS[name](args.quick)
+        found = SECTIONS[name](args.models or (["wide"] if args.quick else KINDS), args.quick)
         show(f"\nsharding, {name}", found)
         rows += found
     finish("sharding", rows, args.json)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fourfold.collectives import all_gather
 from fourfold.errors import ReleasedError
 from fourfold.model.build import serial_model
 from fourfold.plan import Plan
+from fourfold.shard.layout import joined
 from fourfold.testing.budget import Budget
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.one_rank import OneRank
@@ -51,6 +53,8 @@ def _counted(rank: int, ranks: int, folder: Path, model: str, plan: dict[str, An
         ("llama", {"data": 2}, everything("zero2", split=2)),
         ("untied", {"data": 4}, everything("keep", within=2, reduce="micro-batch")),
         ("gpt", {"data": 3}, MIX),
+        ("gpt", {"data": 2}, everything("replicate")),
+        ("untied", {"pipe": 2, "data": 2}, everything("replicate")),
         ("untied", {"pipe": 2, "data": 2}, MIX),
         ("untied", {"data": 2, "depth": 2}, everything("zero3", within=2, split=4, recompute="per-slice")),
     ],
@@ -63,6 +67,36 @@ def test_collectives_are_those_of_the_program(
     for issued, said in found:
         assert sorted(issued) == sorted(said)
         assert [e for e in issued if e[0] == "all_gather"] == [c for c in said if c[0] == "all_gather"]
+
+
+def _joined(rank: int, ranks: int, folder: Path, size: int) -> tuple[list[tuple[str, int]], int, bool]:
+    """The sums of a step, elements of all units, and whether a second step has the same gradients."""
+    with patch("fourfold.shard.layout.JOIN", size):
+        made = make_rank(folder, MODEL["untied"], {"mesh": {"data": ranks}, "batch": {"micro_batches": 2}}, rank)
+    made.step()
+    first = [unit.shard_grad.clone() for unit in made.units]
+    made.zero_grad()
+    with Ledger() as ledger:
+        made.step()
+    again = [unit.shard_grad for unit in made.units]
+    same = all(map(torch.equal, first, again))
+    return [(e.kind, e.payload) for e in ledger.entries], sum(u.layout.total for u in made.units), same
+
+
+def test_replicated_units_are_summed_together(tmp_path: Path) -> None:
+    for issued, elements, same in run_ranks(_joined, 2, tmp_path, 1 << 30):
+        assert issued == [("all_reduce", 4 * elements)]
+        assert same
+    for issued, elements, same in run_ranks(_joined, 2, tmp_path, 1):
+        assert len(issued) > 4, "every unit on its own"
+        assert sum(size for _, size in issued) == 4 * elements
+        assert same
+
+
+def test_sums_are_joined_until_they_are_large_enough() -> None:
+    with patch("fourfold.shard.layout.JOIN", 100):
+        assert joined([40, 40, 40, 10, 200, 5]) == [[0, 1, 2], [3, 4], [5]]
+        assert joined([]) == []
 
 
 @pytest.mark.parametrize(("compute", "gather", "reduce"), [("fp32", 4, 4), ("bf16", 2, 4)])

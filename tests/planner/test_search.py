@@ -41,6 +41,26 @@ def setting(
     return Setting(spec or llama(), c, batch, Precision(compute="bf16"))
 
 
+def test_with_hardly_enough_memory_nothing_is_gathered_ahead() -> None:
+    s = setting(spec=llama(4), batch=8)
+    wishes = parse_fixes(["data=8", "recompute=none", "optimizer=device", "activations=device"])
+    rules = {"mesh": {"data": 8}, "unit": [{"match": "*", "mode": "zero3"}], "precision": {"compute": "bf16"}}
+    peaks = [
+        predict(Plan.from_dict(rules | {"memory": {"prefetch": ahead}}), s).peak.peak / (1 - s.cluster.device.margin)
+        for ahead in (0, 1)
+    ]
+    assert peaks[0] < 0.98 * peaks[1]
+    reserve = s.cluster.memory - s.cluster.usable / (1 - s.cluster.device.margin)
+
+    def best(peak: float) -> Plan:
+        return find_plan(setting(str(int(peak + reserve)), spec=llama(4), batch=8), wishes).best.plan
+
+    assert best(1.01 * peaks[0]).memory.prefetch == 0
+    assert best(1.3 * peaks[1]).memory.prefetch == 1
+    with pytest.raises(PlanError, match="no plan fits"):
+        best(0.9 * peaks[0])
+
+
 def test_the_plan_fits_and_is_a_plan() -> None:
     s = setting()
     found = find_plan(s, parse_fixes([]))

@@ -8,13 +8,14 @@ off the budget.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from fourfold.planner.choice import Chosen, Group, choose
 from fourfold.planner.layout import Layout
 from fourfold.planner.options import Option, RankLoad, Solver
 from fourfold.planner.units import Choice
 
-__all__ = ["Solved", "least_bytes", "rank_bound", "solve_rank"]
+__all__ = ["Solved", "frugal_bytes", "least_bytes", "rank_bound", "solve_rank"]
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,34 @@ class Solved:
         return []
 
 
-def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, exact: bool = False) -> Solved | None:
-    """The fastest choices within the budget, or None."""
-    piped = layout.mesh.pipe > 1
-    m = layout.micro_batches
+def frugal_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
+    """The least budget in which `solve_rank` finds something."""
+    table = _table(solver, layout, load)
+    heights = {o.transient for _, _, options in table[0::2] for o in options}
+    works = {o.transient for _, _, options in table[1::2] for o in options}
+
+    def least(rows: list[tuple[str, int, list[Option]]], limit: float) -> float:
+        return sum(n * min((o.memory for o in options if o.transient <= limit), default=inf) for _, n, options in rows)
+
+    return min(h + least(table[0::2], h) for h in heights) + min(w + least(table[1::2], w) for w in works)
+
+
+def _table(solver: Solver, layout: Layout, load: RankLoad) -> list[tuple[str, int, list[Option]]]:
+    """For every kind of unit, how many there are and how they can be sharded; then what they can recompute."""
     table: list[tuple[str, int, list[Option]]] = []
     for kind, count in load.units:
-        table.append((kind, count, solver.sharding(layout, kind, piped)))
+        table.append((kind, count, solver.sharding(layout, kind, layout.mesh.pipe > 1)))
         again = [
-            o._replace(seconds=m * o.seconds, memory=load.in_flight * o.memory) for o in solver.recompute(layout, kind)
+            o._replace(seconds=layout.micro_batches * o.seconds, memory=load.in_flight * o.memory)
+            for o in solver.recompute(layout, kind)
         ]
         table.append((kind, count, again))
+    return table
+
+
+def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, exact: bool = False) -> Solved | None:
+    """The fastest choices within the budget, or None."""
+    table = _table(solver, layout, load)
     ideal = sum(count * min(o.seconds for o in options) for _, count, options in table)
     best: tuple[Chosen, list[list[Option]]] | None = None
     bound = None

@@ -65,6 +65,7 @@ class Layout:
     optimizer: Literal["device", "host", "auto"] = "device"
     activations: Literal["device", "host"] = "device"
     tensor: Tensor = field(default_factory=Tensor)
+    prefetch: int = 1
 
     @property
     def replicas(self) -> int:
@@ -110,7 +111,11 @@ class Layout:
             tensor=replace(self.tensor, flows=flows or self.tensor.flows),
             unit=rules,
             memory=Memory(
-                optimizer=self.optimizer, moments=setting.moments, staging=staging, activations=self.activations
+                optimizer=self.optimizer,
+                moments=setting.moments,
+                staging=staging,
+                activations=self.activations,
+                prefetch=self.prefetch,
             ),
             precision=setting.precision,
         )

@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from fourfold.plan import Mesh
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import Choice, UnitCost, unit_cost
+from fourfold.planner.units import Choice, UnitCost, joins, unit_cost
+from fourfold.shard.layout import JOIN
 
 __all__ = ["Option", "RankLoad", "Solver", "sharding_options"]
 
@@ -51,7 +52,7 @@ class Solver:
         """Modes, by seconds and bytes of a step; `hopeful`: as if every unit recomputed, so that more is hidden."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size)
-        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, hopeful)
+        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, layout.prefetch, hopeful)
         if key not in self._sharding:
             options = sharding_options(self.setting, layout, kind, piped, hopeful)
             self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
@@ -118,6 +119,8 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
     forward, backward = other.compute.forward, other.compute.input_grad + other.compute.weight_grad
     if hopeful:
         forward, backward = 2 * forward, backward + 2 * forward
+    if not layout.prefetch:  # nothing is under way while something computes
+        forward = backward = 0.0
 
     def late(takes: float, window: float) -> float:
         shown = max(0.0, takes - window)
@@ -129,7 +132,11 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
         seconds += m * (late(cost.gather, forward) + late(cost.gather, backward))
     elif sharded:
         seconds += late(cost.gather, forward)
-    seconds += (m if choice.reduce == "micro-batch" else 1) * (late(cost.reduce, backward) + cost.across)
+    reduce = cost.reduce
+    if joins(cost, choice) and layout.optimizer == "device" and 0 < cost.gradients < JOIN:  # its share of a sum
+        reduce = setting.cluster.collective("all_reduce", JOIN, alike.replicas, alike.replica_stride)
+        reduce = min(cost.reduce, cost.gradients / JOIN * reduce)
+    seconds += (m if choice.reduce == "micro-batch" else 1) * (late(reduce, backward) + cost.across)
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
         seconds += m * (_work(cost) - _work(unit_cost(setting, alike, kind, Choice())))
     state = setting.state if layout.optimizer == "device" else 0.0
@@ -138,7 +145,7 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
         memory += cost.whole
     at_once = sharded and (choice.reduce == "micro-batch" or (m == 1 and not piped))
     memory += cost.reduced if at_once else cost.gradients
-    transient = 2 * cost.transient + (cost.gradients if at_once else 0.0)
+    transient = (1 + layout.prefetch) * cost.transient + (cost.gradients if at_once else 0.0)
     return Option(choice, seconds, memory, transient)
 
 

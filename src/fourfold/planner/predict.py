@@ -115,6 +115,7 @@ def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
         plan.memory.optimizer,
         plan.memory.activations,
         plan.tensor,
+        plan.memory.prefetch,
     )
 
 
@@ -208,7 +209,7 @@ class _Judge:
     def prediction(self) -> Prediction:
         setting, layout, schedule = self.setting, self.layout, self.schedule
         if schedule.ranks == 1:
-            step = whole_step(setting, self.stages[0], layout.micro_batches)
+            step = whole_step(setting, self.stages[0], layout.micro_batches, self.prefetch)
             update = self._update(sum(u.cost.local for u in self.stages[0]))
             return self._summed(step + update, 0, step, update)
         times = [self._stage_times(s) for s in range(schedule.stages)]
@@ -275,7 +276,9 @@ class _Judge:
         key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
         if key not in self._times:
             split = self.schedule.split
-            self._times[key] = stage_times(self.setting, units, steady=steady, split=split, alone=alone)
+            self._times[key] = stage_times(
+                self.setting, units, steady=steady, split=split, alone=alone, prefetch=self.prefetch
+            )
         return self._times[key]
 
     def _tail(self, rank: int) -> float:
@@ -285,7 +288,7 @@ class _Judge:
         stages = [self.stages[s] for s in sorted(last, key=lambda s: last[s])]
         key = tuple((i, u.spec.kind, u.choice) for i, units in enumerate(stages) for u in units)
         if key not in self._tails:
-            self._tails[key] = tail(self.setting, stages, split=schedule.split)
+            self._tails[key] = tail(self.setting, stages, split=schedule.split, prefetch=self.prefetch)
         late = self._tails[key]
         if self.tied_copy and rank in (schedule.placement[0], schedule.placement[-1]):
             size = self.tied_elements * self.setting.reduce

@@ -273,7 +273,11 @@ def _reduced(
     now[GRADIENTS] += sums - sum(flying)
     if each and place.kind == "W" and not place.last:  # the next micro-batch has begun one of its own
         now[GRADIENTS] += whole
-    return whole, sums if each and not place.first else 0.0
+    added = sums if each and not place.first else 0.0
+    if not extra.prefetch:  # it is waited for
+        now[GRADIENTS] -= whole + added
+        return 0.0, 0.0
+    return whole, added
 
 
 def _size(u: PlannedUnit) -> float:

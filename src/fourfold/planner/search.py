@@ -5,6 +5,8 @@
 3. The best estimates are built out: real stages, every rank's own choice, the schedule simulated, memory replayed; where the
    replay disagrees with the budget, the budget is moved and the rank chosen again, until it fits.
 4. When the next bound is above the best simulated time, nothing that is left can win: done.
+5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
+   above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
 
 The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`.
 """
@@ -21,7 +23,7 @@ from typing import Any
 from fourfold.errors import ScheduleError
 from fourfold.plan import Plan, Tensor, UnitRule
 from fourfold.planner.deal import deal_layers
-from fourfold.planner.inner import Solved, rank_bound, solve_rank
+from fourfold.planner.inner import Solved, frugal_bytes, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, layouts, loads, waits
 from fourfold.planner.options import RankLoad, Solver
@@ -34,6 +36,7 @@ from fourfold.program.engine import Problem, peaks
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
+STRETCH = 1.4
 SIMULATED = 48
 """Layouts that are built out at most."""
 Progress = Callable[[int, int, float | None], None]
@@ -78,6 +81,9 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     run = _Search(setting, wanted, progress, top)
     run.go()
     if not run.built:
+        run = _Search(setting, wanted, progress, top, frugal=True)
+        run.go()
+    if not run.built:
         run.explain_misfit()
     ranked = _distinct(run.built)
     best = ranked[0]
@@ -109,8 +115,10 @@ def _distinct(built: list[Candidate]) -> list[Candidate]:
 
 
 class _Search:
-    def __init__(self, setting: Setting, wanted: Constraints, progress: Progress | None, top: int):
-        self.setting, self.wanted, self.progress, self.top = setting, wanted, progress, top
+    def __init__(
+        self, setting: Setting, wanted: Constraints, progress: Progress | None, top: int, *, frugal: bool = False
+    ):
+        self.setting, self.wanted, self.progress, self.top, self.frugal = setting, wanted, progress, top, frugal
         self.solver = Solver(setting, {k: str(v) for k, v in wanted.fixed.items()})
         self.pending: list[_Estimate] = []
         self.built: list[Candidate] = []
@@ -164,6 +172,8 @@ class _Search:
         *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
         layout = replace(layout, tensor=least)
         free = self._push(layout, floor)
+        if self.frugal and layout.replicas > 1:
+            self._push(replace(layout, prefetch=0), floor)
         if free:  # there is room to keep something on the grid
             for tensor in richer:
                 if self._push(replace(layout, tensor=tensor), floor):
@@ -183,7 +193,10 @@ class _Search:
         budget = self._budget(layout)
         worst, hope, parts, free = 0.0, 0.0, (0.0, 0.0, 0.0), True
         for load, work in zip(ranks, works, strict=True):
-            solved = solve_rank(self.solver, layout, load, budget - self._tied(layout, load))
+            room = budget - self._tied(layout, load)
+            if self.frugal:
+                room = stretched(self.solver, layout, load, room)
+            solved = solve_rank(self.solver, layout, load, room)
             if solved is None:
                 self.too_large += 1
                 return False
@@ -234,7 +247,7 @@ class _Search:
             return
         self.simulated += 1
         try:
-            candidate = build_out(self.setting, self.solver, estimate.layout, 1.02 * self._cut())
+            candidate = build_out(self.setting, self.solver, estimate.layout, 1.02 * self._cut(), frugal=self.frugal)
         except ScheduleError:
             return
         if candidate is not None:
@@ -246,7 +259,15 @@ class _Search:
         explain_misfit(self.setting, self.wanted, self.solver)
 
 
-def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = float("inf")) -> Candidate | None:
+def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float:
+    """The budget, or a little more where that is the least with which there is a choice."""
+    least = frugal_bytes(solver, layout, load)
+    return least * (1 + 1e-9) if budget < least < STRETCH * budget else budget
+
+
+def build_out(
+    setting: Setting, solver: Solver, layout: Layout, cut: float = float("inf"), *, frugal: bool = False
+) -> Candidate | None:
     """The plan of a layout with every rank's own choices, simulated and replayed; None where it does not fit.
 
     Above `cut` seconds, a plan that fits is not made better.
@@ -268,13 +289,15 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, cut: float = flo
     layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(counts))
     best: Candidate | None = None
     before: float | None = None
-    for _ in range(6):
+    for turn in range(6):
         solved: list[Solved] = []
         for rank, units in enumerate(rank_units):
             kinds: dict[str, int] = {}
             for u in units:
                 kinds[u.kind] = kinds.get(u.kind, 0) + 1
             load = RankLoad(tuple(kinds.items()), flight[rank], tied and rank == schedule.placement[-1])
+            if frugal and turn == 0:
+                budgets[rank] = stretched(solver, layout, load, budgets[rank])
             answer = solve_rank(solver, layout, load, budgets[rank])
             if answer is None:
                 return best

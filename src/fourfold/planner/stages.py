@@ -7,15 +7,16 @@ computing, the cluster's `overlap` says how much does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
 from fourfold.model.operators import ModelSpec, UnitSpec
 from fourfold.planner.lanes import Lanes, Step
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import Choice, UnitCost, unit_cost
+from fourfold.planner.units import Choice, UnitCost, joins, unit_cost
 from fourfold.program.costs import Costs
+from fourfold.shard.layout import joined
 
 __all__ = [
     "PlannedUnit",
@@ -63,9 +64,39 @@ def plan_units(
 ) -> list[list[PlannedUnit]]:
     """The stages' units with their costs; `choices` by unit name."""
     return [
-        [PlannedUnit(u, choices[u.name], unit_cost(setting, layout, u.kind, choices[u.name])) for u in units]
+        _join(
+            setting,
+            layout,
+            [PlannedUnit(u, choices[u.name], unit_cost(setting, layout, u.kind, choices[u.name])) for u in units],
+        )
         for units in stages
     ]
+
+
+def _join(setting: Setting, layout: Layout, units: list[PlannedUnit]) -> list[PlannedUnit]:
+    """A stage's units, of which whole gradients are summed together (shard/joined.py).
+
+    In the backward, the first of such a group takes the buffer for all, and the last one's sum is that of all.
+    """
+    if layout.optimizer != "device" or layout.replicas == 1:
+        return units
+    tied = (0, setting.spec.layers - 1) if setting.spec.tied else ()
+    order = [
+        i
+        for i, u in reversed(list(enumerate(units)))
+        if joins(u.cost, u.choice) and u.cost.gradients and u.spec.layer not in tied
+    ]
+    out = list(units)
+    for group in joined([units[i].cost.gradients for i in order]):
+        if len(group) == 1:
+            continue
+        size = sum(units[order[k]].cost.gradients for k in group)
+        together = setting.cluster.collective("all_reduce", size, layout.replicas, layout.replica_stride)
+        for k in group:
+            held, seconds = (size if k == group[0] else 0.0), (together if k == group[-1] else 0.0)
+            u = units[order[k]]
+            out[order[k]] = replace(u, cost=replace(u.cost, gradients=held, reduced=held, reduce=seconds))
+    return out
 
 
 # ---- ops with their collectives ----
@@ -83,8 +114,8 @@ class _Op:
 class _Running:
     """Ops of stages on one rank, one after another, with their gathers and reductions beside them."""
 
-    def __init__(self, setting: Setting, steady: bool, split: bool):
-        self.cluster, self.steady, self.split = setting.cluster, steady, split
+    def __init__(self, setting: Setting, steady: bool, split: bool, prefetch: int):
+        self.cluster, self.steady, self.split, self.prefetch = setting.cluster, steady, split, prefetch
         self.lanes, self.seconds = Lanes(self.cluster.queue), 0.0
         self._before, self._behind = "", 0.0
 
@@ -121,15 +152,22 @@ class _Running:
             parts = u.cost.slices
             shown, every = u.cost.crossing(op.kind)
             moves, calls = c.shown(op.kind), self.cluster.call * ((gather > 0) + reduces * (u.cost.reduce > 0))
+            hidden = moves - shown + (c.cold(op.kind) if gather or not out else 0.0)
+            reduce, across, vectors = (u.cost.reduce, u.cost.across, u.cost.vectors) if reduces else (0.0, 0.0, 0.0)
+            waited, holds = shown + vectors, u.choice.mode != "replicate"
+            if not self.prefetch:  # what could be under way meanwhile is waited for
+                waited, gather = waited + gather, 0.0
+                if holds:
+                    waited, reduce, across = waited + reduce + across, 0.0, 0.0
             step = Step(
                 (seconds.get(op.kind, c.weight_grad) - moves) / parts + calls,
                 gather / parts,
-                u.cost.reduce / parts if reduces else 0.0,
-                u.cost.across / parts if reduces else 0.0,
-                u.choice.mode != "replicate",
-                (shown + (u.cost.vectors if reduces else 0.0)) / parts,
+                reduce / parts,
+                across / parts,
+                holds,
+                waited / parts,
                 (every - shown) / parts,
-                (moves - shown + (c.cold(op.kind) if gather or not out else 0.0)) / parts,
+                hidden / parts,
             )
             out += [step] * parts
             self._behind = u.cost.behind if reduces else 0.0
@@ -159,17 +197,15 @@ def _backward(split: bool, last: bool = False) -> tuple[_Op, ...]:
 
 
 def stage_times(
-    setting: Setting, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool
+    setting: Setting, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool, prefetch: int
 ) -> StageTimes:
     """Seconds of a stage's ops in the middle of a step, some micro-batches after its first.
 
     `steady`: some micro-batch is always in flight, so zero2 gathers once a step. `alone`: the rank has no other stage, so that
     what an op used last is there for the next.
     """
-    run = _Running(setting, steady, split)
+    run = (_Running if alone else _Apart)(setting, steady, split, prefetch)
     ops = [(units, op) for first in (True, False, False) for op in (_Op("F", first=first), *_backward(split))]
-    if not alone:
-        run = _Apart(setting, steady, split)
     found = run.run(ops)
     middle = found[-3:] if split else found[-2:]
     forward, backward = middle[0], sum(middle[1:])
@@ -185,9 +221,9 @@ class _Apart(_Running):
         return super()._steps(units, op)
 
 
-def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int) -> float:
+def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: int, prefetch: int) -> float:
     """Seconds of a step of one rank without a pipeline, the update left out: exact but for a middle that repeats."""
-    run = _Running(setting, steady=False, split=False)
+    run = _Running(setting, steady=False, split=False, prefetch=prefetch)
     simulated = min(micro_batches, 3)
     ops = [(units, op) for m in range(simulated) for op in (_Op("F", first=m == 0), _Op("B", last=m == simulated - 1))]
     found = run.run(ops)
@@ -195,11 +231,11 @@ def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: in
     return sum(found) + run.finish() + (micro_batches - simulated) * middle
 
 
-def tail(setting: Setting, stages: Sequence[Sequence[PlannedUnit]], *, split: bool) -> float:
+def tail(setting: Setting, stages: Sequence[Sequence[PlannedUnit]], *, split: bool, prefetch: int) -> float:
     """Seconds by which the step's reductions lengthen the last backwards of a rank's stages, in their order."""
 
     def takes(last: bool) -> float:
-        run = _Running(setting, True, split) if len(stages) == 1 else _Apart(setting, True, split)
+        run = (_Running if len(stages) == 1 else _Apart)(setting, True, split, prefetch)
         found = run.run([(units, op) for units in stages for op in _backward(split, last)])
         return sum(found) + (run.finish() if last else 0.0)
 

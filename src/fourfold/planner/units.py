@@ -33,7 +33,7 @@ from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.products import flow_of, operator_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
 
-__all__ = ["Choice", "Compute", "UnitCost", "compute_times", "unit_cost"]
+__all__ = ["Choice", "Compute", "UnitCost", "compute_times", "joins", "unit_cost"]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
 LEAST, PAGE = 1 << 20, 1 << 16
@@ -115,7 +115,7 @@ class UnitCost:
     transient: float
     """Bytes of parameters that are gathered while it computes, if gathered for that only."""
     at_once: bool = False
-    """Weight gradients are added up as they are made (on a grid), not at the end of the unit's backward."""
+    """Weight gradients are added up as they are made, not at the end of the unit's backward."""
     slices: int = 1
     """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
     borrowed: float = 0.0
@@ -246,7 +246,7 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
         transient=n * e / slices if mode == "zero3" else 0.0,
-        at_once=mesh.row * mesh.col > 1,
+        at_once=_at_once(setting, mesh),
         slices=slices,
         borrowed=lent * r,
         lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
@@ -259,6 +259,16 @@ def _crossed(layout: Layout, cluster: Cluster) -> tuple[bool, bool]:
     mesh = layout.mesh
     mine = cluster.link(layout.replicas, layout.replica_stride) if layout.replicas > 1 else 0
     return cluster.link(mesh.row, mesh.col) == mine, cluster.link(mesh.col, 1) == mine
+
+
+def _at_once(setting: Setting, mesh: Mesh) -> bool:
+    """Whether each weight's gradient is added when it is made: on a grid, and by the hooks of any module."""
+    return mesh.row * mesh.col > 1 or setting.spec.config is None
+
+
+def joins(cost: UnitCost, choice: Choice) -> bool:
+    """Whether a unit's gradient may be summed together with those of others: it stays whole, and is reduced once a step."""
+    return cost.reduced >= cost.gradients and cost.slices == 1 and choice.reduce == "step"
 
 
 def _lent(setting: Setting, unit: UnitSpec, mesh: Mesh) -> float:
@@ -279,6 +289,7 @@ class _Heights:
         self.setting, self.unit, self.mesh, self.slices = setting, unit, mesh, slices
         self.recompute, self.tokens, self.grads = choice.recompute, tokens, grads / slices
         self.width, self.scale = setting.compute, tokens / mesh.col
+        self.at_once = _at_once(setting, mesh)
         sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
         self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
         self.full = (_bytes(setting, unit.saved["none"], unit, "none") + self._shared_keys) * self.scale
@@ -316,7 +327,7 @@ class _Heights:
     def _bytes(self, m: Moment) -> float:
         e, mesh = self.width, self.mesh
         size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
-        size += m.grads * self.grads if mesh.row * mesh.col == 1 else min(m.grads, self.largest) * self.grads
+        size += min(m.grads, self.largest if self.at_once else 1.0) * self.grads
         if mesh.col > 1:
             size += m.full * self.tokens * e
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
@@ -363,8 +374,7 @@ class _Heights:
         """With all of what is kept in it, but where slices keep it for each other."""
         if self.slices > 1:
             return self.kept + self._first_slice + self.grads / 4  # a quarter of a product at a time
-        alone = self.mesh.row * self.mesh.col == 1  # on a grid, each weight's gradient is added when it is made
-        return self.unit.closing * self.width * self.scale + (self.grads if alone else 0.0)
+        return self.unit.closing * self.width * self.scale + (0.0 if self.at_once else self.grads)
 
     @property
     def _first_slice(self) -> float:

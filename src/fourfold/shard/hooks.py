@@ -74,8 +74,9 @@ class HookDriver:
         for part in self.parts:
             if not part.reduced:
                 part.unit.reduce()
-            part.unit.finish()
             part.reduced = False
+        for part in self.parts:
+            part.unit.finish()
 
     def made(self, part: Hooked) -> None:
         """A backward outside of the hooks has made all of a unit's gradient for this micro-batch."""

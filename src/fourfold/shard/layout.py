@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGN", "Layout", "Slot", "lay_out"]
+__all__ = ["ALIGN", "JOIN", "Layout", "Slot", "joined", "lay_out"]
 
 ALIGN = 64
 """Elements. A parameter starts on a multiple of this, and so does every rank's shard: vectorised kernels then see the same
 main loop and tail wherever a parameter lies, so an update has the same bits under every plan, and matrix operands are
 aligned."""
+JOIN = 2 << 20
+"""Bytes. Whole gradients are summed together until they are as much: smaller sums take longer than their bytes do."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,19 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], shards: int = 1) -> Layout:
         slots.append(slot)
         at = _round_up(slot.stop, ALIGN)
     return Layout(tuple(slots), _round_up(at, ALIGN * shards), shards)
+
+
+def joined(sizes: Sequence[float]) -> list[list[int]]:
+    """Which of some gradients, in the order in which they are made, are summed together; by their bytes."""
+    groups: list[list[int]] = []
+    room = 0.0
+    for i, size in enumerate(sizes):
+        if room <= 0:
+            groups.append([])
+            room = JOIN
+        groups[-1].append(i)
+        room -= size
+    return groups
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -36,6 +36,8 @@ class Footprint:
     """Elements that it borrows: it accumulates their gradient until the lender's is reduced."""
     sliced: bool = False
     """Whether its gradient is made when no reduction is under way."""
+    joined: tuple[str, ...] = ()
+    """Units, itself among them, whose gradients lie in one buffer and are summed together."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,10 @@ class _Walk:
         if name in self.whole:
             self.whole.remove(name)
             self._sum(name, unit.elements * self.reduce)
+        there = any(other in self.grads or other in self.whole for other in unit.joined)
         self.grads.add(name)
-        self.now += unit.elements * self.reduce
+        if not there:
+            self.now += sum(self.units[other].elements for other in unit.joined or (name,)) * self.reduce
 
     def _sum(self, name: str, size: int) -> None:
         """A sum is there: the unit's gradient, or added to what was there."""
@@ -214,9 +218,11 @@ class _Walk:
         self._take_over(name)
         self.grads.remove(name)
         if unit.shards == 1:
-            if unit.copies > 1:
-                self.collectives.append(Collective("all_reduce", name, payload))
             self.whole.add(name)
+            together = unit.joined or (name,)
+            if unit.copies > 1 and self.whole.issuperset(together):
+                payload = sum(self.units[other].elements for other in together) * self.reduce
+                self.collectives.append(Collective("all_reduce", name, payload))
             return
         self.collectives.append(Collective("reduce_scatter", name, payload))
         self.now += payload // unit.shards

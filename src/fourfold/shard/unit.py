@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ from fourfold.piece import Piece
 from fourfold.shard.layout import Layout, Slot, lay_out
 from fourfold.shard.sharing import ALONE, Reduction, Reductions, Sharing
 
-__all__ = ["Borrowed", "Unit"]
+__all__ = ["Borrowed", "Buffer", "Unit"]
 
 
 class Borrowed(NamedTuple):
@@ -62,6 +62,14 @@ class Borrowed(NamedTuple):
     lender: Unit
     name: str
     rows: tuple[int, int] | None = None
+
+
+class Buffer(Protocol):
+    """Where the gradients of several units lie (joined.py)."""
+
+    def part(self, unit: Unit) -> Tensor: ...
+    def reduce(self, unit: Unit) -> None: ...
+    def forget(self) -> None: ...
 
 
 class _Place(NamedTuple):
@@ -105,6 +113,7 @@ class Unit:
         self._holders: set[str] = {name}  # units that have gathered this one and not released it
         self._gathering: Pending | None = None
         self._reducing: list[Reduction] = []
+        self.joined: Buffer | None = None  # its gradient is a part of this, and summed with the others
         self._places: list[_Place] = []
 
     @classmethod
@@ -295,7 +304,10 @@ class Unit:
                 self.reductions.settle()
             if self.sharing.shards == 1:  # of the micro-batch before: long done
                 self._settle()
-            self.grad = torch.empty(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
+            if self.joined is not None:
+                self.grad = self.joined.part(self)
+            else:
+                self.grad = torch.empty(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
             self._grads |= {s.name: self.grad[s.start : s.stop].view(s.shape) for s in self.layout.slots}
             self._fresh.update(self.params)
             for start, stop in self._gaps:
@@ -307,7 +319,7 @@ class Unit:
         """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""
         for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
-                self.add_grad(name, grad)
+                self._add(name, grad)
 
     @torch.no_grad()
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None:
@@ -328,6 +340,9 @@ class Unit:
     @torch.no_grad()
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Add a gradient that was computed by itself."""
+        self._add(name, grad)
+
+    def _add(self, name: str, grad: Tensor) -> None:
         into = self._accumulator(name)
         _ = into.copy_(grad) if name in self._fresh else into.add_(grad)
         self._fresh.discard(name)
@@ -356,10 +371,18 @@ class Unit:
         if self.sharing.copies * self.sharing.shards > 1:  # the reduction reads them
             for pending in sums:
                 pending.wait()
-        self._reducing.append(self.reductions.start(grad, self.sharing, what, self._reduced, sums))
+        if self.joined is not None:
+            self.joined.reduce(self)
+        else:
+            self.follow(self.reductions.start(grad, self.sharing, what, self.reduced, sums))
+
+    def follow(self, reduction: Reduction) -> None:
+        """A sum that this unit's gradient is in has been started."""
+        self._reducing.append(reduction)
 
     @torch.no_grad()
-    def _reduced(self, part: Tensor) -> None:
+    def reduced(self, part: Tensor) -> None:
+        """This rank's part of a sum is there."""
         self.shard_grad = part if self.shard_grad is None else self.shard_grad.add_(part)
 
     def _settle(self) -> None:
@@ -384,6 +407,8 @@ class Unit:
         """Forget the gradients and free their memory."""
         assert not self._reducing, f"{self.name} is being reduced"
         self.grad, self.shard_grad, self._grads, self._fresh = None, None, {}, set()
+        if self.joined is not None:
+            self.joined.forget()
 
     # ---- what a shard holds ----
 

@@ -30,6 +30,7 @@ from fourfold.plan import Plan
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.transport import Name, Transport
+from fourfold.shard.joined import Joined
 from fourfold.shard.replay import Activations, Footprint, Replay, replay
 from fourfold.shard.unit import Unit
 from fourfold.testing._torch import fake_store
@@ -187,6 +188,7 @@ class OneRank:
                 next((lender.name for lender, *_ in unit.borrowed.values()), None),
                 sum(row.numel() for row in unit._rows.values()),
                 unit.sliced,
+                tuple(u.name for u in unit.joined.units) if isinstance(unit.joined, Joined) else (),
             )
             for unit in self.units
         }
@@ -290,6 +292,6 @@ def _passing(unit: Unit, meter: Meter) -> Iterator[list[int]]:
         yield most
     own = [unit.grad] if unit.grad is not None else []
     own += [grad for name, grad in unit._grads.items() if name in unit._rows]
-    most.append(meter.most - extra - sum(grad.nbytes for grad in own))
+    most.append(meter.most - extra - sum(grad.untyped_storage().nbytes() for grad in own))
     unit.release()
     unit.zero_grad()

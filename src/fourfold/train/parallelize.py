@@ -33,6 +33,7 @@ from fourfold.piece import whole
 from fourfold.plan import Plan, UnitRule
 from fourfold.runtime.stage import keep_products
 from fourfold.shard.hooks import HookDriver, Hooked
+from fourfold.shard.joined import join
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import LinearSlice, slices_of
 from fourfold.shard.split_linear import SplitLinear
@@ -69,14 +70,17 @@ class Parallel:
         parts: list[Hooked] = []
         for name in split:
             parts += self._split(name, sharings[shards[name]], reductions)
+        # the largest last: of the others, shards are left by then
+        order = sorted(names, key=lambda n: sum(p.numel() for p in module.get_submodule(_path(n)).parameters()))
+        made = {n: _make_unit(n, module, names, sharings[shards[n]], reductions, plan) for n in order}
         for name in names:
-            unit = _make_unit(name, module, names, sharings[shards[name]], reductions, plan)
-            rule = plan.rule_for(name)
+            unit, rule = made[name], plan.rule_for(name)
             mode = rule.mode if shards[name] > 1 else "replicate"
-            part = module if name == REST else module.get_submodule(name)
+            part = module.get_submodule(_path(name))
             if name != REST:
                 _wrap(part, rule, compiled=plan.precision.compile)
             parts.append(Hooked(unit, part, mode, rule.reduce))
+        join([p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names])
         self.driver = HookDriver(parts, plan.memory.prefetch)
         self.units = [part.unit for part in parts]
         self._flat = {
@@ -293,12 +297,17 @@ def _shards(plan: Plan, name: str, replicas: int) -> int:
     return 1 if rule.mode == "replicate" else rule.within or replicas
 
 
+def _path(name: str) -> str:
+    """A unit's module; the rest is the root's."""
+    return "" if name == REST else name
+
+
 @torch.no_grad()
 def _make_unit(
     name: str, root: nn.Module, names: list[str], sharing: Sharing, reductions: Reductions, plan: Plan
 ) -> Unit:
     """A unit of a module that has its weights."""
-    module = root if name == REST else root.get_submodule(name)
+    module = root.get_submodule(_path(name))
     others = tuple(f"{n}." for n in names if n != REST) if name == REST else ()
     values = {n: p.detach() for n, p in module.named_parameters() if not n.startswith(others)}
     prefix = "" if name == REST else f"{name}."

@@ -16,6 +16,7 @@ from fourfold.model.build import fill_initial
 from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
+from fourfold.program.choices import UnitChoice
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor, StreamVerbs, Verbs
 from fourfold.runtime.message_driven import drive
@@ -23,6 +24,7 @@ from fourfold.runtime.runner import Runner
 from fourfold.runtime.stage import Keeper, Link, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
+from fourfold.shard.joined import join
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import Serial, Slice, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
@@ -44,6 +46,9 @@ __all__ = [
     "make_units",
     "put_on_grid",
 ]
+
+TIED = ("embed", "head")
+"""Units that may share a weight."""
 
 
 @dataclass
@@ -161,7 +166,17 @@ def make_units(
         elif pair is not None and lender is not None:
             held.ties.append(TiedCopy(held.units[last], lender, pair, 0, "tokens.weight"))
             held.verbs[last] = held.ties[-1]
+    if plan.memory.optimizer == "device":  # a bucket waits for its own unit alone
+        alone = {c.names[0] for of, c in layout.choices.items() if _sums_may_wait(c) and not (tied and of in TIED)}
+        for stage, names in enumerate(layout.units):
+            if layout.schedule.placement[stage] == here:
+                join([held.units[name] for name in reversed(names) if name in alone])
     return held
+
+
+def _sums_may_wait(choice: UnitChoice) -> bool:
+    """Whether a unit's gradient may be summed together with those of others."""
+    return choice.shards == choice.slices == 1 and choice.reduce == "step"
 
 
 def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
