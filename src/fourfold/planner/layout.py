@@ -82,6 +82,11 @@ class Layout:
         return self.micro_batches if {"weights", "gradients"} & {*self.tensor.keep} else 1
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the grid's weight gradients have an op of their own."""
+        return self.mesh.row * self.mesh.col > 1 and self.mesh.pipe > 1 and self.schedule.startswith("zb")
+
+    @property
     def stages(self) -> int:
         return self.mesh.pipe * self.stages_per_rank
 

@@ -203,7 +203,9 @@ def loads(setting: Setting, layout: Layout) -> tuple[list[RankLoad], list[tuple[
     """The kinds of ranks of a pipeline: what each holds, and its F, I, W of a micro-batch."""
     mesh, zigzag = layout.mesh, layout.schedule in ("wave", "zb-v")
     size, tensor = layout.micro_batch_size, layout.tensor
-    ranks, held, works = _held(setting, mesh.pipe, zigzag, size, mesh.row, mesh.col, tensor, layout.steps)
+    ranks, held, works = _held(
+        setting, mesh.pipe, zigzag, size, mesh.row, mesh.col, tensor, layout.steps, layout.splits_backward
+    )
     copy = setting.spec.tied and not zigzag and mesh.pipe > 1
     last = mesh.pipe - 1
     return [
@@ -213,13 +215,13 @@ def loads(setting: Setting, layout: Layout) -> tuple[list[RankLoad], list[tuple[
 
 @lru_cache(maxsize=20_000)
 def _held(
-    setting: Setting, pipe: int, zigzag: bool, size: int, row: int, col: int, tensor: Tensor, steps: int
+    setting: Setting, pipe: int, zigzag: bool, size: int, row: int, col: int, tensor: Tensor, steps: int, apart: bool
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[tuple[float, float, float]]]:
     """Ranks that differ: the first, the last, and of those between the first with each number of blocks."""
     spec = setting.spec
     base = {}
     for kind in spec.kinds:
-        c = compute_times(setting, kind, size * spec.seq_len, row, col, tensor, steps, 1, "none")
+        c = compute_times(setting, kind, size * spec.seq_len, row, col, tensor, steps, 1, "none", apart)
         base[kind] = (c.forward, c.input_grad, c.weight_grad)
     inner: dict[str, int] = {}
     for unit in spec.units:

@@ -191,10 +191,8 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     tensor, steps = layout.tensor, layout.steps
     if choice.mode == "zero3" and "weights" in tensor.keep:  # released between F and B
         tensor = replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
-    apart = mesh.pipe > 1 and layout.schedule.startswith("zb")
-    compute = compute_times(
-        setting, kind, tokens, mesh.row, mesh.col, tensor, steps, choice.split, choice.recompute, apart
-    )
+    grid = mesh.row, mesh.col, tensor, steps
+    compute = compute_times(setting, kind, tokens, *grid, choice.split, choice.recompute, layout.splits_backward)
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
     mode = choice.mode if group > 1 else "replicate"
