@@ -110,6 +110,8 @@ class Level:
 
     def slower(self, kind: str, size: float, members: int) -> float:
         """The time of a collective over a ring's, for a buffer of `size` bytes."""
+        if not self.measured:
+            return self.factor.get(kind, 1.0)
         found = [(int(n), points) for name, points in self.measured.items() for k, n in [name.split()] if k == kind]
         if not found:
             return self.factor.get(kind, 1.0)

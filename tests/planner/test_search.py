@@ -18,7 +18,8 @@ from fourfold.planner.layouts import layouts, parse_fixes
 from fourfold.planner.make import find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import predict
-from fourfold.planner.search import build_out, rules_of
+from fourfold.planner.rules import rules_of
+from fourfold.planner.search import build_out
 from fourfold.planner.units import Choice
 
 
@@ -172,6 +173,20 @@ def test_rules_say_the_choices() -> None:
     for name, choice in choices.items():
         rule = plan.rule_for(name)
         assert Choice(rule.mode, rule.reduce, rule.within, rule.split, rule.recompute) == choice
+
+
+@pytest.mark.parametrize("memory", ["", "12GB", "9GB", "7GB"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_never_slower_than_one_mode_for_all(memory: str, micro_batches: int) -> None:
+    s = setting(memory, batch=32)
+    wishes = ["data=8", "optimizer=device", "activations=device", f"micro_batches={micro_batches}"]
+    best = find_plan(s, parse_fixes(wishes)).best
+    for mode in ("replicate", "zero2", "zero3", "keep"):
+        for recompute in {u.recompute for u in best.plan.unit}:
+            rules = Plan.from_dict({"unit": [{"match": "*", "mode": mode, "recompute": recompute}]}).unit
+            other = predict(replace(best.plan, unit=rules), s)
+            if other.peak.peak <= s.cluster.usable:
+                assert best.prediction.seconds <= 1.002 * other.seconds, (mode, recompute)
 
 
 def test_offload_where_memory_is_short() -> None:

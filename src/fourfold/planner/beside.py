@@ -97,10 +97,9 @@ def grid_times(
 
     `apart`: weight gradients are computed in an op of their own, so that nothing of the other one is beside them.
     """
-    chain, cluster = _chain(setting.spec.units), setting.cluster
-    parts = {u.kind: _parts(setting, u, tokens, row, col, tensor, steps) for u in chain}
-    there = _Clock(cluster, row, col).chain([parts[u.kind][0] for u in chain])
-    back = _Clock(cluster, row, col, apart).chain([parts[u.kind][1] for u in reversed(chain)])[::-1]
+    chain, cluster = _chain(setting), setting.cluster
+    there, parts = _there(setting, tokens, row, col, tensor, steps)
+    back = _Clock(cluster, row, col, apart).chain([parts[u.kind] for u in reversed(chain)])[::-1]
     out = {}
     for at in sorted(range(len(chain)), key=lambda i: -abs(2 * i + 1 - len(chain))):  # of two, the one inside
         f, b = there[at], back[at]
@@ -109,11 +108,23 @@ def grid_times(
     return out
 
 
-def _chain(units: Sequence[UnitSpec]) -> list[UnitSpec]:
+@lru_cache(maxsize=50_000)
+def _there(
+    setting: Setting, tokens: int, row: int, col: int, tensor: Tensor, steps: int
+) -> tuple[list[_Timed], dict[str, list[_Linear]]]:
+    """The forward of the chain; and by kind of unit, what the backward starts."""
+    chain = _chain(setting)
+    parts = {u.kind: _parts(setting, u, tokens, row, col, tensor, steps) for u in {u.kind: u for u in chain}.values()}
+    there = _Clock(setting.cluster, row, col).chain([parts[u.kind][0] for u in chain])
+    return there, {kind: back for kind, (_, back) in parts.items()}
+
+
+@lru_cache(maxsize=64)
+def _chain(setting: Setting) -> list[UnitSpec]:
     """The model with two units of a kind at most."""
     seen: dict[str, int] = {}
     out = []
-    for unit in units:
+    for unit in setting.spec.units:
         seen[unit.kind] = seen.get(unit.kind, 0) + 1
         if seen[unit.kind] <= 2:
             out.append(unit)

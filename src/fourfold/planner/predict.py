@@ -156,14 +156,14 @@ def predict(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = No
     except ScheduleError as e:
         raise PlanError(str(e)) from None
     if choices is None:
-        choices = {u.name: _choice(plan, u) for u in spec.units}
+        choices = {u.name: choice_of(plan, u) for u in spec.units}
     stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
     told = plan.memory.device_state
     on_device = float(schema.parse_bytes(told, "memory.device_state", PlanError)) if told else None
     return _Judge(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch).prediction()
 
 
-def _choice(plan: Plan, unit: UnitSpec) -> Choice:
+def choice_of(plan: Plan, unit: UnitSpec) -> Choice:
     rule = plan.rule_for(unit.name)
     return Choice(rule.mode, rule.reduce, rule.within, min(rule.split, unit.slices), rule.recompute)
 

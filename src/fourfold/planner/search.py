@@ -4,7 +4,8 @@
 2. For each, every rank's units are chosen by the knapsack (`inner`): an estimate of the layout's time, with its own bound.
 3. The best estimates are built out: real stages, every rank's own choice, the schedule simulated, memory replayed; where the
    replay disagrees with the budget, the budget is moved and the rank chosen again, until it fits.
-4. When the next bound is above the best simulated time, nothing that is left can win: done.
+4. When the next bound is above the best simulated time, nothing that is left can win. The winner's neighbours, with other
+   modes, are simulated too (`polish`).
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
    above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
 
@@ -21,14 +22,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.errors import ScheduleError
-from fourfold.plan import Plan, Tensor, UnitRule
+from fourfold.plan import Plan, Tensor
 from fourfold.planner.deal import deal_layers
 from fourfold.planner.inner import Solved, frugal_bytes, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, layouts, loads, waits
 from fourfold.planner.options import RankLoad, Solver
+from fourfold.planner.polish import polished
 from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, predict
 from fourfold.planner.products import chosen_flows, ladder
+from fourfold.planner.rules import rules_of
 from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice
 from fourfold.program.costs import Costs
@@ -87,6 +90,9 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
         run.explain_misfit()
     ranked = _distinct(run.built)
     best = ranked[0]
+    if "mode" not in wanted.fixed and best.layout.replicas > 1:
+        plan, prediction = polished(setting, best.plan, best.prediction)
+        best = ranked[0] = replace(best, plan=plan, prediction=prediction)
     seconds = best.prediction.seconds
     lower = min([seconds - best.choice_gap, run.unsolved, run.passed, *(e.floor for e in run.pending)])
     certificate = {
@@ -138,7 +144,8 @@ class _Search:
         for done, (floor, _, layout) in enumerate(every):
             while self.pending and self.pending[0].seconds <= floor and self.simulated < SIMULATED:
                 self._build(heapq.heappop(self.pending))
-            if floor > self._cut() or self.simulated >= SIMULATED:
+            enough = len(self.built) + len(self.pending) >= self.top  # there are others to show beside the best
+            if (floor > self._cut() and enough) or self.simulated >= SIMULATED:
                 self.unsolved = floor
                 break
             self.solved += 1
@@ -341,24 +348,3 @@ def _assigned(rank_units: list[list[Any]], solved: list[Solved]) -> dict[str, Ch
         for kind, names in by_kind.items():
             out.update(zip(names, answer.choices(kind), strict=True))
     return out
-
-
-def rules_of(choices: dict[str, Choice]) -> tuple[UnitRule, ...]:
-    """Few rules that say the same: for every pattern its commonest choice, after the exceptions by name."""
-    patterns: dict[str, dict[Choice, int]] = {}
-    for name, choice in choices.items():
-        votes = patterns.setdefault(_pattern(name), {})
-        votes[choice] = votes.get(choice, 0) + 1
-    common = {p: max(votes, key=lambda c: votes[c]) for p, votes in patterns.items()}
-    rules = [_rule(name, c) for name, c in choices.items() if common[_pattern(name)] != c]
-    if len(set(common.values())) == 1:
-        return (*rules, _rule("*", next(iter(common.values()))))
-    return (*rules, *(_rule(p, c) for p, c in common.items()))
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _rule(match: str, c: Choice) -> UnitRule:
-    return UnitRule(match=match, mode=c.mode, reduce=c.reduce, within=c.within, split=c.split, recompute=c.recompute)
