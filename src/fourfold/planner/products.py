@@ -112,7 +112,8 @@ def operator_seconds(
     if o.kind == "product":
         f, i, w = product_seconds(setting, o, tokens, col, split)
         added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
-        around = cluster.device.operator if row * col > 1 else 0.0  # what moves is cut, padded, joined; a bias is apart
+        # what moves is cut, padded and joined, and a bias is apart; a GPU's host does that ahead of it
+        around = cluster.device.operator if row * col > 1 and cluster.device.kind == "cpu" else 0.0
         return f + around, i + around, w + around + cluster.memory_bound(added, fused=True)
     if o.kind == "attention":
         time = cluster.attention(o.flops * tokens / col, setting.precision.compute)
