@@ -72,6 +72,14 @@ def _table(solver: Solver, layout: Layout, load: RankLoad) -> list[tuple[str, in
 
 def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, exact: bool = False) -> Solved | None:
     """The fastest choices within the budget, or None."""
+    key = (*solver.key(layout), load, budget, exact)
+    if key not in solver.solved:
+        solver.solved[key] = _solve_rank(solver, layout, load, budget, exact)
+    found: Solved | None = solver.solved[key]
+    return found
+
+
+def _solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, exact: bool) -> Solved | None:
     table = _table(solver, layout, load)
     ideal = sum(count * min(o.seconds for o in options) for _, count, options in table)
     best: tuple[Chosen, list[list[Option]]] | None = None
@@ -109,10 +117,10 @@ def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, ex
 
 
 def _apart(values: set[float]) -> list[float]:
-    """The largest first, the smallest last; between them those that differ by a twentieth or more."""
+    """The largest first, the smallest last; between them those that differ by a tenth or more."""
     out: list[float] = []
     for value in sorted(values, reverse=True):
-        if not out or value < 0.95 * out[-1]:
+        if not out or value < 0.9 * out[-1]:
             out.append(value)
     smallest = min(values)
     return out if out[-1] == smallest else [*out, smallest]

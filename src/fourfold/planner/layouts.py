@@ -199,12 +199,25 @@ def in_flight(layout: Layout, rank: int) -> float:
             return min(m, p)
 
 
-def loads(setting: Setting, layout: Layout) -> tuple[list[RankLoad], list[tuple[float, float, float]]]:
-    """The kinds of ranks of a pipeline: what each holds, and its F, I, W of a micro-batch."""
+def loads(
+    setting: Setting, layout: Layout, apart: bool | None = None
+) -> tuple[list[RankLoad], list[tuple[float, float, float]]]:
+    """The kinds of ranks of a pipeline: what each holds, and its F, I, W of a micro-batch.
+
+    `apart`: whether weight gradients are computed apart (default: as the schedule does).
+    """
     mesh, zigzag = layout.mesh, layout.schedule in ("wave", "zb-v")
     size, tensor = layout.micro_batch_size, layout.tensor
     ranks, held, works = _held(
-        setting, mesh.pipe, zigzag, size, mesh.row, mesh.col, tensor, layout.steps, layout.splits_backward
+        setting,
+        mesh.pipe,
+        zigzag,
+        size,
+        mesh.row,
+        mesh.col,
+        tensor,
+        layout.steps,
+        layout.splits_backward if apart is None else apart,
     )
     copy = setting.spec.tied and not zigzag and mesh.pipe > 1
     last = mesh.pipe - 1
@@ -310,7 +323,7 @@ def waits(setting: Setting, layout: Layout, works: list[tuple[float, float, floa
 
 def bound(setting: Setting, layout: Layout) -> float:
     """Seconds that no choice of units on this layout can beat."""
-    _, works = loads(setting, layout)
+    _, works = loads(setting, layout, apart=False)  # which hides most, and is found faster
     f, i, w = max(works, key=sum)
     average = [sum(x) / len(works) for x in zip(*works, strict=True)]
     idle = bubble(layout, *average) + waits(setting, layout, works)

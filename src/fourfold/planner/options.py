@@ -8,7 +8,7 @@ whole plan has the last word on memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fourfold.plan import Mesh
 from fourfold.planner.layout import Layout, Setting
@@ -47,6 +47,14 @@ class Solver:
         self.setting, self.fixed = setting, fixed
         self._sharding: dict[tuple[object, ...], list[Option]] = {}
         self._recompute: dict[tuple[object, ...], list[Option]] = {}
+        self.solved: dict[tuple[object, ...], Any] = {}
+        """What `inner.solve_rank` has found, by `key` and its other arguments."""
+
+    def key(self, layout: Layout) -> tuple[object, ...]:
+        """What a rank's options depend on: layouts that differ in their schedules alone have the same."""
+        mesh = layout.mesh
+        sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size, mesh.pipe > 1)
+        return (*sizes, layout.optimizer, layout.activations, layout.tensor, layout.prefetch, layout.steps)
 
     def sharding(self, layout: Layout, kind: str, piped: bool, hopeful: bool = False) -> list[Option]:
         """Modes, by seconds and bytes of a step; `hopeful`: as if every unit recomputed, so that more is hidden."""

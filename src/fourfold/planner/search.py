@@ -4,8 +4,8 @@
 2. For each, every rank's units are chosen by the knapsack (`inner`): an estimate of the layout's time, with its own bound.
 3. The best estimates are built out: real stages, every rank's own choice, the schedule simulated, memory replayed; where the
    replay disagrees with the budget, the budget is moved and the rank chosen again, until it fits.
-4. When the next bound is above the best simulated time, nothing that is left can win. The winner's neighbours, with other
-   modes, are simulated too (`polish`).
+4. When the next bound is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
+   hundredth). The winner's neighbours, with other modes, are simulated too (`polish`).
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
    above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
 
@@ -40,6 +40,8 @@ from fourfold.program.engine import Problem, peaks
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
 STRETCH = 1.4
+MANY, LITTLE = 2000, 0.01
+"""Of more layouts than that, those that could win by less than this share are left out; the certificate's gap says so."""
 SIMULATED = 48
 """Layouts that are built out at most."""
 Progress = Callable[[int, int, float | None], None]
@@ -169,9 +171,9 @@ class _Search:
         return min((c.prediction.seconds for c in self.built), default=None)
 
     def _cut(self) -> float:
-        """Layouts above this cannot win."""
+        """Layouts above this cannot win, or by little."""
         best = self._best()
-        return float("inf") if best is None else best
+        return float("inf") if best is None else best * (1 - (LITTLE if self.total > MANY else 0.0))
 
     # ---- one layout, estimated ----
 
