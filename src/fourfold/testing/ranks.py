@@ -97,6 +97,7 @@ def _rank(
             world_size=ranks,
             timeout=timedelta(seconds=group_timeout),
         )
+        dist.barrier()  # one that is done at once must not be gone before the others have connected to it
         answer = (time.monotonic(), True, fn(rank, ranks, *args, **kwargs))
     except BaseException:  # all of it is the parent's to raise
         answer = (time.monotonic(), False, traceback.format_exc())
