@@ -19,7 +19,7 @@ from fourfold.model.operators import UnitSpec
 from fourfold.plan import Plan
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.messages import message_bytes
-from fourfold.planner.replay import CATEGORIES, Extra, RankMemory, replay_rank
+from fourfold.planner.replay import Extra, RankMemory, replay_rank
 from fourfold.planner.stages import (
     PlannedUnit,
     StageTimes,
@@ -36,7 +36,7 @@ from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
 
-__all__ = ["BUFFERS", "Prediction", "describe_memory", "layout_of_plan", "predict", "stage_layers"]
+__all__ = ["BUFFERS", "Prediction", "choice_of", "layout_of_plan", "predict", "stage_layers"]
 
 BUCKET, RING = 2**24, 4
 """Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
@@ -375,10 +375,3 @@ class _Judge:
         if s.compute < 4 and s.cluster.device.kind != "cpu":
             scratch = 0  # one kernel does it all
         return bucket * (slots * s.streamed + scratch)
-
-
-def describe_memory(memory: RankMemory) -> str:
-    """One line: the peak, when, and its largest parts."""
-    parts = sorted(zip(memory.by_category, CATEGORIES, strict=True), reverse=True)
-    told = ", ".join(f"{name} {schema.format_bytes(size)}" for size, name in parts[:4])
-    return f"rank {memory.rank}: {schema.format_bytes(memory.peak)} at {memory.at}: {told}"

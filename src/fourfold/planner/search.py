@@ -40,6 +40,7 @@ from fourfold.program.engine import Problem, peaks
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
 STRETCH = 1.4
+"""Of the budget: what a choice of the frugal search may add up to."""
 MANY, LITTLE = 2000, 0.01
 """Of more layouts than that, those that could win by less than this share are left out; the certificate's gap says so."""
 SIMULATED = 48

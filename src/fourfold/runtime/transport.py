@@ -71,7 +71,7 @@ class _Inbox:
     changed: threading.Condition = field(default_factory=threading.Condition)
     messages: dict[Name, _Message] = field(default_factory=dict)
     held: Counter[tuple[int, Kind]] = field(default_factory=Counter)  # of them, per (stage, kind)
-    starved: bool = False  # the caller is blocked on something that is not here
+    wanted: Sequence[Name] = ()  # the caller is blocked on one of these, none of which is here
     error: CommunicationError | None = None
 
 
@@ -159,10 +159,9 @@ class Transport:
                     raise CommunicationError(f"waited in vain for {_list(names)}: {box.error}") from box.error
                 if time.monotonic() >= deadline:
                     raise CommunicationError(f"waited {self.timeout:.0f} s in vain for {_list(names)}")
-                box.starved = True
+                box.wanted = names
                 box.changed.notify_all()
                 box.changed.wait(deadline - time.monotonic())
-            box.starved = False
 
     def release(self, value: Any) -> None:
         """A received value is no longer needed: its buffer may be used again, once what is being sent from it has left."""
@@ -199,8 +198,12 @@ class Transport:
             box.messages[message.name] = message
             receiver.listening -= 1
             box.held[key] += 1
+            if (
+                message.name in box.wanted
+            ):  # said here, not by the caller: until it runs again all the others could come
+                box.wanted = ()
             box.changed.notify_all()
-            while box.held[key] >= self.depth and not box.starved and box.error is None:
+            while box.held[key] >= self.depth and not box.wanted and box.error is None:
                 box.changed.wait()
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from fourfold.model.layers import IGNORE, MLP, Head, activation
 from fourfold.piece import Piece
 
-__all__ = ["Cutter", "Serial", "Slice", "slices_of", "splittable"]
+__all__ = ["Cutter", "Serial", "Slice", "slices_of"]
 
 Adds = Literal["no", "beside", "more", "last"]
 Rows = tuple[int, int]
@@ -66,10 +66,6 @@ class Cutter(Protocol):
     def tied_rows(self, head: Head, index: int, count: int, /) -> Rows: ...
     def whole(self, module: nn.Module, name: str, /) -> Pieces: ...
     def total(self) -> Total: ...
-
-
-def splittable(module: nn.Module) -> bool:
-    return isinstance(module, MLP | Head) or type(module) is nn.Linear
 
 
 def slices_of(

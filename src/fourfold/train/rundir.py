@@ -60,9 +60,6 @@ class RunDir:
     def final(self) -> Path:
         return self.path / "final"
 
-    def log_file(self, rank: int) -> Path:
-        return self.logs / f"rank{rank}.log"
-
     # ---- claiming ----
 
     @classmethod
