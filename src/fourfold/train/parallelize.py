@@ -80,10 +80,10 @@ class Parallel:
             if name != REST:
                 _wrap(part, rule, compiled=plan.precision.compile)
             parts.append(Hooked(unit, part, mode, rule.reduce))
-        made_last = sorted(
-            reversed(parts), key=lambda p: p.unit.name == REST
-        )  # `rest` is not complete before the others
-        join([p.unit for p in made_last if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names])
+        wholes = [
+            p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names
+        ]
+        join(sorted(wholes, key=lambda unit: unit.name == REST))  # `rest` is complete after all others
         self.driver = HookDriver(parts, plan.memory.prefetch)
         self.units = [part.unit for part in parts]
         self._flat = {
