@@ -320,11 +320,15 @@ class Unit:
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""
         given = [g for g in grads if g is not None]
-        if self.grad is None and len(given) == len(self.params) == len(grads) and given and not self._gaps:
-            self._accumulator(next(iter(self.params)))
-            torch.cat([g.flatten() for g in given], out=self.grad)
-            self._fresh.clear()
-            return
+        if given and len(given) == len(self.params) == len(grads):
+            if self.grad is None and not self._gaps:
+                self._accumulator(next(iter(self.params)))
+                torch.cat([g.flatten() for g in given], out=self.grad)
+                self._fresh.clear()
+                return
+            if self.grad is not None and not self._fresh:
+                torch._foreach_add_([self._accumulator(name) for name in self.params], given)
+                return
         for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
                 self._add(name, grad)
