@@ -270,12 +270,16 @@ class _Ring:
         self._leave()
 
     def exchange(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> None:
-        steps = _meetings(self.size, self.index)
-        coming = [self._receive(out[source], source - self.index) for _, source in steps]
+        """A step starts when its part of the step before has come; small parts, when CHUNK bytes of them are under way."""
+        steps, ahead = _meetings(self.size, self.index), max(1, CHUNK // max(1, x[0].nbytes))
+        coming = [(self._receive(out[source], source - self.index), source - self.index) for _, source in steps]
         out[self.index].copy_(x[self.index])
-        for (target, source), work in zip(steps, coming, strict=True):
+        for t, (target, _) in enumerate(steps):
+            if t >= ahead:
+                self._arrive(*coming[t - ahead])
             self._send(x[target], target - self.index)
-            self._arrive(work, source - self.index)
+        for work, offset in coming[-ahead:]:
+            self._arrive(work, offset)
         self._leave()
 
     def _chunks(self, x: Tensor) -> Sequence[Tensor]:
