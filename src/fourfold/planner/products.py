@@ -58,8 +58,15 @@ class ClusterLinks:
 
     def __init__(self, cluster: Cluster, row: int, col: int):
         self.cluster, self.lines = cluster, {"row": (row, col), "col": (col, 1)}
+        self._known: dict[tuple[Move, int], float] = {}
 
     def seconds(self, m: Move, width: int) -> float:
+        known = self._known.get((m, width))
+        if known is None:
+            known = self._known[m, width] = self._seconds(m, width)
+        return known
+
+    def _seconds(self, m: Move, width: int) -> float:
         members, stride = self.lines[m.axis]
         kind: Literal["all_gather", "reduce_scatter"] = "reduce_scatter" if "reduce" in m.kind else "all_gather"
         return m.calls * self.cluster.collective(kind, self.size(m, width), members, stride)
@@ -75,10 +82,16 @@ def links_of(setting: Setting, row: int, col: int) -> ClusterLinks:
     return ClusterLinks(setting.cluster, row, col)
 
 
-def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, residual: str) -> Product:
+@lru_cache(maxsize=20_000)
+def _products(setting: Setting, tokens: int, row: int, col: int, residual: str) -> dict[str, Product] | None:
     config = setting.spec.config
-    if config is not None:
-        return products_of(config, row, col, tokens, residual)[o.name]
+    return None if config is None else products_of(config, row, col, tokens, residual)
+
+
+def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, residual: str) -> Product:
+    known = _products(setting, tokens, row, col, residual)
+    if known is not None:
+        return known[o.name]
     k, b = round_up(o.inputs, col) // col, round_up(o.outputs, col) // col
     back = o.inputs >= o.outputs
     return Product(tokens, o.inputs, o.outputs, k, b, not back, back, row, col)
@@ -104,6 +117,7 @@ def flow_of(setting: Setting, o: Operator, tokens: int, row: int, col: int, tens
     )
 
 
+@lru_cache(maxsize=50_000)
 def operator_seconds(
     setting: Setting, o: Operator, tokens: int, row: int, col: int, split: int
 ) -> tuple[float, float, float]:
@@ -130,7 +144,7 @@ def grid_moves(
     links, config = links_of(setting, row, col), setting.spec.config
     if o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
-        every = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
+        every = tuple(lookup_moves(words, setting.spec.hidden, tokens, row, col)) if words else ()
     else:
         flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
         every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 from fourfold.tensor.blocks import round_up
@@ -50,6 +51,7 @@ __all__ = [
 
 FLOWS = ("os", "ls", "ws-in", "ws-out", "summa")
 Flow = str
+Keep = tuple[str, ...] | frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,11 @@ class Move(NamedTuple):
     """Once a step, not once a micro-batch."""
 
 
-def moves(p: Product, flow: Flow, keep: Collection[str] = ()) -> list[Move]:
+@lru_cache(maxsize=50_000)
+def moves(p: Product, flow: Flow, keep: Keep = ()) -> tuple[Move, ...]:
     """What `flow` moves for this product."""
     every = _converted(p, flow) + _moves(p, flow, keep)
-    return [m for m in every if (p.row if m.axis == "row" else p.col) > 1]
+    return tuple(m for m in every if (p.row if m.axis == "row" else p.col) > 1)
 
 
 def _converted(p: Product, flow: Flow) -> list[Move]:
@@ -225,7 +228,7 @@ def lookup_moves(words: int, width: int, n: int, row: int, col: int) -> list[Mov
     return [m for m in every if (row if m.axis == "row" else col) > 1]
 
 
-def traffic(p: Product, flow: Flow, keep: Collection[str] = (), micro_batches: int = 1) -> Traffic:
+def traffic(p: Product, flow: Flow, keep: Keep = (), micro_batches: int = 1) -> Traffic:
     """What `flow` costs for this product in a step."""
     out = Traffic()
     for m in moves(p, flow, keep):
@@ -313,7 +316,7 @@ def choose_flow(
     *,
     moves_output: bool = True,
     links: Timed | None = None,
-    keep: Collection[str] = (),
+    keep: Keep = (),
     micro_batches: int = 1,
     beside: float = 0.0,
 ) -> Flow:
