@@ -110,6 +110,7 @@ def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layo
         m = each // size
         if wanted.get("micro_batches", m) != m:
             continue
+        most = ladder(mesh, m, tensor, wanted.get("keep"))[0]
         for schedule, stages in _schedules(setting, mesh.pipe, m, wanted):
             yield Layout(
                 mesh,
@@ -119,7 +120,7 @@ def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layo
                 stages,
                 wanted.get("optimizer", "device"),
                 wanted.get("activations", "device"),
-                ladder(mesh, m, tensor, wanted.get("keep"))[0],
+                most,
             )
 
 

@@ -9,14 +9,14 @@ behind the last backward. Then comes the update. Memory: a replay of every rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from fourfold import schema
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.operators import UnitSpec
-from fourfold.plan import Plan
+from fourfold.plan import Mesh, Plan
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.messages import message_bytes
 from fourfold.planner.replay import Extra, RankMemory, replay_rank
@@ -124,9 +124,12 @@ def _schedule(plan: Plan, micro_batches: int, layers: int) -> Schedule:
     return schedule_of_plan(plan, micro_batches, layers=layers)
 
 
-def _shape_of(plan: Plan, micro_batches: int) -> Plan:
+def _shape_of(plan: Plan) -> Plan:
     """All of a plan that its schedule depends on."""
-    return Plan(mesh=type(plan.mesh)(pipe=plan.mesh.pipe), pipeline=plan.pipeline)
+    pipeline = plan.pipeline
+    if pipeline.schedule != "synthesized":  # which has as many stages as there are layers for
+        pipeline = replace(pipeline, layers="auto")
+    return Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline)
 
 
 def stage_layers(setting: Setting, schedule: Schedule, wish: tuple[int, ...] | str) -> tuple[int, ...]:
@@ -156,7 +159,7 @@ def judged(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = Non
     """The same, of which time and memory are found when they are asked for."""
     spec, layout = setting.spec, layout_of_plan(plan, setting)
     try:
-        schedule = _schedule(_shape_of(plan, layout.micro_batches), _simulated(layout), spec.layers)
+        schedule = _schedule(_shape_of(plan), _simulated(layout), spec.layers)
         counts = stage_layers(setting, schedule, plan.pipeline.layers)
     except ScheduleError as e:
         raise PlanError(str(e)) from None

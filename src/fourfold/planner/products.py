@@ -177,11 +177,12 @@ def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> tuple[f
 
 def ladder(mesh: Mesh, micro_batches: int, tensor: Tensor, wish: str | None = None) -> list[Tensor]:
     """Ways to keep what moves on this grid, the most first."""
-    useful = {
-        "weights": mesh.row > 1,
-        "inputs": mesh.col > 1,
-        "gradients": mesh.row > 1 and micro_batches > 1,
-    }
+    return _ladder(mesh.row > 1, mesh.col > 1, micro_batches > 1, tensor, wish)
+
+
+@lru_cache(maxsize=256)
+def _ladder(rows: bool, cols: bool, many: bool, tensor: Tensor, wish: str | None) -> list[Tensor]:
+    useful = {"weights": rows, "inputs": cols, "gradients": rows and many}
     every: tuple[Kept, ...] = ("weights", "inputs", "gradients")
     steps = [every, every[:2], every[:1], ()]
     if wish is not None:

@@ -331,7 +331,7 @@ def build_out(
     Above `cut` seconds, a plan that fits is not made better.
     """
     frame = layout.plan(setting, (), None)
-    schedule = _schedule(_shape_of(frame, layout.micro_batches), _simulated(layout), setting.spec.layers)
+    schedule = _schedule(_shape_of(frame), _simulated(layout), setting.spec.layers)
     mesh = layout.mesh
     size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
     message = setting.cluster.message(size, mesh.ranks // mesh.pipe) if mesh.pipe > 1 else 0.0
