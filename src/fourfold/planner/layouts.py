@@ -18,7 +18,7 @@ from fourfold.errors import PlanError
 from fourfold.plan import AXES, SCHEDULES, Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.options import RankLoad
-from fourfold.planner.products import ladder
+from fourfold.planner.products import column_seconds, ladder
 from fourfold.planner.units import compute_times, computing
 
 __all__ = ["Constraints", "bound", "bubble", "computed", "layouts", "loads", "mean", "parse_fixes", "waits"]
@@ -318,7 +318,7 @@ def waits(setting: Setting, layout: Layout, average: Sequence[float], busiest: f
 
 
 def computed(setting: Setting, layout: Layout, moved: bool = False) -> float:
-    """What `bound` says, found faster: blocks are dealt out evenly; unless `moved`, what the grid moves is left out."""
+    """What `bound` says, found faster: blocks are dealt out evenly; unless `moved`, the grid moves what any flow does."""
     mesh, kept = layout.mesh, (layout.tensor, layout.steps) if moved else ()
     *sums, block = _model(setting, layout.micro_batch_size, mesh.row, mesh.col, *kept)
     f, i, w = (x / mesh.pipe for x in sums)
@@ -335,15 +335,16 @@ def computed(setting: Setting, layout: Layout, moved: bool = False) -> float:
 def _model(
     setting: Setting, size: int, row: int, col: int, tensor: Tensor | None = None, steps: int = 1
 ) -> tuple[float, float, float, float]:
-    """F, I and W of a micro-batch of the whole model, and all of a block's; with what the grid moves, or without it."""
+    """F, I and W of a micro-batch of the whole model, and all of a block's; without `tensor`, at least."""
     tokens, f, i, w, blocks = size * setting.spec.seq_len, 0.0, 0.0, 0.0, 0.0
     for kind, (every, inner) in _counts(setting).items():
         if tensor is None:
-            found = computing(setting, kind, tokens, row, col)[:3]
+            there, back, weight = computing(setting, kind, tokens, row, col)[:3]
+            there += column_seconds(setting, kind, tokens, col)
         else:
-            found = compute_times(setting, kind, tokens, row, col, tensor, steps, 1, "none")[:3]
-        f, i, w = f + every * found[0], i + every * found[1], w + every * found[2]
-        blocks += inner * sum(found)
+            there, back, weight = compute_times(setting, kind, tokens, row, col, tensor, steps, 1, "none")[:3]
+        f, i, w = f + every * there, i + every * back, w + every * weight
+        blocks += inner * (there + back + weight)
     return f, i, w, blocks / max(1, setting.spec.layers - 2)
 
 

@@ -19,11 +19,12 @@ from fourfold.model.operators import Operator, UnitSpec
 from fourfold.plan import Flows, Kept, Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.tensor.blocks import round_up
-from fourfold.tensor.costs import Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
+from fourfold.tensor.costs import FLOWS, Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
 from fourfold.tensor.products import products_of
 
 __all__ = [
     "chosen_flows",
+    "column_seconds",
     "flow_of",
     "flow_report",
     "grid_moves",
@@ -152,6 +153,18 @@ def grid_moves(
     for m in every:
         width = setting.reduce if m.what == "gradients" else setting.compute
         out.append((m, links.seconds(m, width) / (micro_batches if m.once else 1), links.size(m, width)))
+    return out
+
+
+@lru_cache(maxsize=4096)
+def column_seconds(setting: Setting, kind: str, tokens: int, col: int) -> float:
+    """Seconds of a micro-batch for which a unit's forward waits for its columns at least, whatever the flows and the rows."""
+    links, out = links_of(setting, 1, col), 0.0
+    for o in setting.spec.kinds[kind].operators:
+        if o.kind == "product" and col > 1:
+            sizes = _sizes(setting, o, tokens, 1, col, "sequence")
+            times = ([links.seconds(m, setting.compute) for m in moves(sizes, flow) if m.op == "F"] for flow in FLOWS)
+            out += min(map(sum, times))
     return out
 
 
