@@ -328,7 +328,7 @@ def computed(setting: Setting, layout: Layout, moved: bool = False) -> float:
         moved or layout.schedule != "zb-h1" or layout.micro_batches >= mesh.pipe - 1
     ):  # else what lengthens W may shorten it
         idle += bubble(layout, f, i, w)
-    return layout.micro_batches * busiest + idle
+    return (layout.micro_batches - 1) * busiest + f + i + w + idle
 
 
 @lru_cache(maxsize=20_000)

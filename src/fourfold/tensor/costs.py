@@ -51,7 +51,6 @@ __all__ = [
 
 FLOWS = ("os", "ls", "ws-in", "ws-out", "summa")
 Flow = str
-Keep = tuple[str, ...] | frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,13 @@ class Move(NamedTuple):
     """Once a step, not once a micro-batch."""
 
 
-@lru_cache(maxsize=50_000)
-def moves(p: Product, flow: Flow, keep: Keep = ()) -> tuple[Move, ...]:
+def moves(p: Product, flow: Flow, keep: Collection[str] = ()) -> tuple[Move, ...]:
     """What `flow` moves for this product."""
+    return _every(p, flow, tuple(keep))
+
+
+@lru_cache(maxsize=50_000)
+def _every(p: Product, flow: Flow, keep: tuple[str, ...]) -> tuple[Move, ...]:
     every = _converted(p, flow) + _moves(p, flow, keep)
     return tuple(m for m in every if (p.row if m.axis == "row" else p.col) > 1)
 
@@ -228,7 +231,7 @@ def lookup_moves(words: int, width: int, n: int, row: int, col: int) -> list[Mov
     return [m for m in every if (row if m.axis == "row" else col) > 1]
 
 
-def traffic(p: Product, flow: Flow, keep: Keep = (), micro_batches: int = 1) -> Traffic:
+def traffic(p: Product, flow: Flow, keep: Collection[str] = (), micro_batches: int = 1) -> Traffic:
     """What `flow` costs for this product in a step."""
     out = Traffic()
     for m in moves(p, flow, keep):
@@ -316,7 +319,7 @@ def choose_flow(
     *,
     moves_output: bool = True,
     links: Timed | None = None,
-    keep: Keep = (),
+    keep: Collection[str] = (),
     micro_batches: int = 1,
     beside: float = 0.0,
 ) -> Flow:
