@@ -1,10 +1,12 @@
 """Sharded data parallelism under a memory budget, on a shaped network: DDP, FSDP2, OSDP as published, and ours. One run.
 
-    python -m benchmarks.sharding [--quick] [--only 4x1 4x4 8x1 8x4 hosts batch] [--models narrow wide mixed] [--json PATH]
+    python -m benchmarks.sharding [--quick] [--only 4x1 4x4 8x1 8x4 own hosts batch] [--models narrow wide mixed] [--json PATH]
     python -m benchmarks.sharding --check
 
 - **4x1, 4x4, 8x1, 8x4**: ranks × micro-batches. A host for each rank, 200 Mbit/s. GPTs: narrow and deep, wide and shallow, of
   mixed width.
+- **own**: 8x4 at the tightest budget, where the planner cuts each rank's four sequences into micro-batches as it likes; for
+  information, since FSDP2, cut likewise, is faster too (its row says how much, where that fits).
 - **hosts**: two hosts of four ranks, 200 Mbit/s between them, nothing inside; for information.
 - **batch**: wide and shallow, a budget in which FSDP2's ZeRO-3 has room for one sequence a rank; how many others have room for.
 
@@ -544,6 +546,37 @@ def batch_rows(quick: bool) -> list[Row]:
     ]
 
 
+# ---- micro-batches of one's own ----
+
+
+def own_rows(wished: Sequence[str], quick: bool, ranks: int = 8, sequences: int = 4) -> list[Row]:
+    """Within what FSDP2's ZeRO-3 needs for micro-batches of one sequence: ours, and FSDP2 itself, with fewer and larger ones."""
+    lab, rows = Lab(ranks), []
+    cluster = lab.calibrated()
+    for model in [m for m in SHORT if m.name.split()[0] in wished]:
+        budget = 1.01 * needs(Task(model, ranks, sequences), "zero3")
+        tasks = [Task(model, ranks, m, sequences // m) for m in range(1, sequences + 1) if sequences % m == 0]
+        found: dict[str, tuple[Task, Entry]] = {"FSDP2 ZeRO-3": (tasks[-1], "zero3")}
+        if (fewest := next(t for t in tasks if needs(t, "zero3") <= budget)) is not tasks[-1]:
+            found["FSDP2 ZeRO-3, larger ones"] = fewest, "zero3"
+        best = float("inf")
+        for task in tasks:
+            plan = our_plan(task, cluster, budget)
+            setting = Setting(model.spec(), cluster, task.batch, Precision())
+            if plan is not None and (seconds := predict(plan, setting).seconds) < best:
+                best, found["ours"] = seconds, (task, plan)
+        times = {}
+        with lab.up() as run:
+            for name, (task, entry) in found.items():
+                times[name] = 1e3 * statistics.median(run(timed, task, [entry], 1 if quick else 3)[0][0])
+                held = needs(task, entry) / MIB
+                print(f"  {name}: {task.micro_batches} × {task.sequences}, {times[name]:.0f} ms, {held:.1f} MiB")
+        ours = times.pop("ours")
+        case = f"{model.name}, {budget / MIB:.1f} MiB"
+        rows += [lower_is_better(case, peer, "step ms", ours, theirs) for peer, theirs in times.items()]
+    return rows
+
+
 # ---- parity ----
 
 
@@ -627,6 +660,7 @@ SECTIONS: dict[str, Callable[[Sequence[str], bool], list[Row]]] = {
     "4x4": partial(tables, 4, 4),
     "8x1": partial(tables, 8, 1),
     "8x4": partial(tables, 8, 4),
+    "own": own_rows,
     "hosts": partial(tables, 8, 4, hosts=2),
     "batch": lambda _, quick: batch_rows(quick),
 }

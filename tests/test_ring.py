@@ -203,6 +203,18 @@ def test_small_tensors_stay_with_gloo_and_a_lane_ends_with_its_group() -> None:
     assert run_ranks(served, 2) == [(0, 0), (0, 0)]
 
 
+def lanes(rank: int, ranks: int) -> tuple[bool, bool]:
+    x = torch.ones(ring.SMALLEST)
+    c.all_reduce(x, world(), "a sum").wait()
+    assert x.eq(ranks).all()
+    return ring.lane_for(world(), x) is not None, ring.lane_for(world(), x, beside=True) is not None
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_beside_computing_are_gloos_where_it_moves_no_more(ranks: int) -> None:
+    assert run_ranks(lanes, ranks) == [(True, ranks == 2)] * ranks
+
+
 def moved(rank: int, ranks: int) -> dict[str, tuple[float, float]]:
     """Bytes through the busiest interface, over the ledger's."""
     found: dict[str, Any] = {}

@@ -95,7 +95,9 @@ def test_replicated_units_are_summed_together(tmp_path: Path) -> None:
 
 def test_sums_are_joined_until_they_are_large_enough() -> None:
     with patch("fourfold.shard.layout.JOIN", 100):
-        assert joined([40, 40, 40, 10, 200, 5]) == [[0, 1, 2], [3, 4], [5]]
+        assert joined([40, 40, 40, 10, 200, 5]) == [[0, 1], [2, 3, 4, 5]], "half as many first; few are not left alone"
+        assert joined([40, 40, 40, 10, 200, 50]) == [[0, 1], [2, 3, 4], [5]]
+        assert joined([10, 10]) == [[0, 1]]
         assert joined([]) == []
 
 

@@ -6,6 +6,8 @@ waits at once, which saves waking another thread.
 
 NCCL serves GPUs. On CPUs gloo serves small tensors, and larger ones go by rings over gloo's messages (ring.py): ranks decide
 by the size, so all alike. A ring is an op, `fourfold::collective`: those who watch ops see it, and not the messages within.
+Sums over three ranks or more that nobody waits for at once stay with gloo, whatever their size: its all-reduce moves as much
+as a ring, two of them run at a time, and the interpreter is left to the caller.
 
 (2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; nothing else here depends on the version.)
 
@@ -91,7 +93,7 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: s
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
-    if (lane := lane_for(group, x)) is None:
+    if (lane := lane_for(group, x, beside=not now)) is None:
         return _start(dist.all_reduce, x, group=group, what=what)
     return _by_ring(lane, lambda: lane.all_reduce(x, what, now), what, "all_reduce", x, x)
 

@@ -16,7 +16,8 @@ caller's where it waits anyway and nothing is before them; those of different gr
 an order that depends on ranks and sizes alone: the same bits in every run, and for an all-reduce on every rank. A failure
 names the rank that was waited for, and fails what follows on the lane.
 
-FOURFOLD_COLLECTIVES in the environment says who serves: `auto` (rings from SMALLEST bytes up), `ring` or `gloo`.
+FOURFOLD_COLLECTIVES in the environment says who serves: `auto` (rings from SMALLEST bytes up; of sums beside computing, those
+of two ranks alone), `ring` or `gloo`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ ROOM = 4 << 20
 TAGS = 1 << 30  # and up: far from those of anyone who sends messages on the same group
 
 
-def lane_for(group: dist.ProcessGroup, x: Tensor) -> Lane | None:
-    """The lane that serves a collective on `x` (its whole payload) in a group; None: the backend's own collectives do."""
+def lane_for(group: dist.ProcessGroup, x: Tensor, *, beside: bool = False) -> Lane | None:
+    """The lane that serves a collective on `x` (its whole payload) in a group; None: the backend's own collectives do.
+
+    `beside`: it is a sum that the caller does not wait for at once.
+    """
     wish = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
-    if wish == "gloo" or not x.is_cpu:
+    if wish == "gloo" or not x.is_cpu or (beside and wish == "auto" and group.size() > 2):
         return None
     if x.nbytes < SMALLEST and (wish != "ring" or x.numel() < group.size()):  # or empty parts
         return None

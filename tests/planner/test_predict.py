@@ -95,6 +95,16 @@ def test_parts_add_up_and_memory_has_an_instant() -> None:
     assert predict(host, setting).memory[0].host > 0
 
 
+def test_what_is_waited_for_at_the_end_is_not_charged_for_not_hiding() -> None:
+    """On a slow network the sums of whole gradients end long after the backward: no more of them could hide than it lasts."""
+    plan = Plan(mesh=Mesh(data=8), batch=Batch(micro_batches=2), unit=(UnitRule(match="*", mode="replicate"),))
+    ideal = question("x0.01")
+    half = replace(ideal, cluster=replace(ideal.cluster, overlap=0.5))
+    best, found = predict(plan, ideal), predict(plan, half)
+    assert best.exposed > 10 * best.compute
+    assert 0 < found.seconds - best.seconds <= 0.5 * best.compute
+
+
 def test_recomputation_is_a_forward_without_its_last_product() -> None:
     """Full recomputation adds a forward less the products nobody reads; on a grid they are computed."""
     m = ModelConfig(family="llama", layers=2, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=2048)

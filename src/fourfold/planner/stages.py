@@ -116,7 +116,7 @@ class _Running:
 
     def __init__(self, setting: Setting, steady: bool, split: bool, prefetch: int):
         self.cluster, self.steady, self.split, self.prefetch = setting.cluster, steady, split, prefetch
-        self.lanes, self.seconds = Lanes(self.cluster.queue), 0.0
+        self.lanes, self._charged = Lanes(self.cluster.queue), 0.0
         self._before, self._behind = "", 0.0
 
     def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]]) -> list[float]:
@@ -129,18 +129,22 @@ class _Running:
             began, shown, moved = lanes.now, lanes.exposed, lanes.communicated
             lanes.run(chains[i], ready=i > 0, following=following)
             computing = sum(step.compute + step.moves + step.apart for step in chains[i])
-            out.append(lanes.now - began + self._kept_from_hiding(shown, moved) + self._offload(units, op, computing))
+            late = max(0.0, self._kept_from_hiding(shown, moved))
+            self._charged += late
+            out.append(lanes.now - began + late + self._offload(units, op, computing))
         return out
 
     def finish(self) -> float:
         """Seconds until all reductions have ended."""
         began, shown, moved = self.lanes.now, self.lanes.exposed, self.lanes.communicated
         self.lanes.finish()
-        return self.lanes.now - began + self._kept_from_hiding(shown, moved) + self._behind
+        late = self._kept_from_hiding(shown, moved)
+        return self.lanes.now - began + max(late, -self._charged) + self._behind
 
     def _kept_from_hiding(self, shown: float, moved: float) -> float:
+        """Of what an op started and did not wait for, what does not hide; below 0: some was waited for after all."""
         hidden = (self.lanes.communicated - moved) - (self.lanes.exposed - shown)
-        return (1 - self.cluster.overlap) * max(0.0, hidden)
+        return (1 - self.cluster.overlap) * hidden
 
     def _steps(self, units: Sequence[PlannedUnit], op: _Op) -> list[Step]:
         out: list[Step] = []
@@ -151,10 +155,12 @@ class _Running:
             reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
             parts = u.cost.slices
             shown, every = u.cost.crossing(op.kind)
-            moves, calls = c.shown(op.kind), self.cluster.call * ((gather > 0) + reduces * (u.cost.reduce > 0))
+            holds = u.choice.mode != "replicate"  # whose sums take none of the host's time
+            moves = c.shown(op.kind)
+            calls = self.cluster.call * ((gather > 0) + (reduces and holds and u.cost.reduce > 0))
             hidden = moves - shown + (c.cold(op.kind) if gather or not out else 0.0)
             reduce, across, vectors = (u.cost.reduce, u.cost.across, u.cost.vectors) if reduces else (0.0, 0.0, 0.0)
-            waited, holds = shown + vectors, u.choice.mode != "replicate"
+            waited = shown + vectors
             if not self.prefetch:  # what could be under way meanwhile is waited for
                 waited, gather = waited + gather, 0.0
                 if holds:

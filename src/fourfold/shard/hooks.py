@@ -157,7 +157,6 @@ class _Boundary(torch.autograd.Function):
 def _mover(unit: Unit, name: str) -> Any:
     """Moves what autograd made of a parameter's gradient to the unit's accumulator."""
 
-    @torch.no_grad()
     def move(parameter: Tensor) -> None:
         if parameter.grad is not None:
             unit.add_grad(name, parameter.grad)

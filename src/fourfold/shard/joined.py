@@ -32,7 +32,9 @@ class Joined:
 
     def __init__(self, units: Sequence[Unit]):
         self.units = list(units)
+        self._sizes = [u.layout.total for u in self.units]
         self._flat: Tensor | None = None
+        self._parts: dict[str, Tensor] = {}  # of the buffer, by unit
         self._complete: set[str] = set()
         for unit in self.units:
             assert unit.sharing.shards == 1, f"{unit.name} is sharded"
@@ -41,9 +43,9 @@ class Joined:
     def part(self, unit: Unit) -> Tensor:
         """A unit's part of the buffer, not initialised."""
         if self._flat is None:
-            total = sum(u.layout.total for u in self.units)
-            self._flat = torch.empty(total, dtype=unit.reduce_dtype, device=unit.full.device)
-        return self._parts(self._flat)[self.units.index(unit)]
+            self._flat = torch.empty(sum(self._sizes), dtype=unit.reduce_dtype, device=unit.full.device)
+            self._parts = {u.name: part for u, part in zip(self.units, self._flat.split(self._sizes), strict=True)}
+        return self._parts.pop(unit.name)
 
     def reduce(self, unit: Unit) -> None:
         """A unit's gradient is complete; the sum starts with the last one."""
@@ -58,12 +60,9 @@ class Joined:
             each.follow(started)
 
     def _reduced(self, flat: Tensor) -> None:
-        for unit, part in zip(self.units, self._parts(flat), strict=True):
+        for unit, part in zip(self.units, flat.split(self._sizes), strict=True):
             unit.reduced(part)
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        return list(flat.split([u.layout.total for u in self.units]))
 
     def forget(self) -> None:
         """The gradients are not wanted."""
-        self._flat, self._complete = None, set()
+        self._flat, self._parts, self._complete = None, {}, set()

@@ -12,7 +12,7 @@ ALIGN = 64
 """Elements. A parameter starts on a multiple of this, and so does every rank's shard: vectorised kernels then see the same
 main loop and tail wherever a parameter lies, so an update has the same bits under every plan, and matrix operands are
 aligned."""
-JOIN = 2 << 20
+JOIN = 1 << 20
 """Bytes. Whole gradients are summed together until they are as much: smaller sums take longer than their bytes do."""
 
 
@@ -57,15 +57,18 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], shards: int = 1) -> Layout:
 
 
 def joined(sizes: Sequence[float]) -> list[list[int]]:
-    """Which of some gradients, in the order in which they are made, are summed together; by their bytes."""
+    """Which of some gradients, in the order in which they are made, are summed together; by their bytes.
+
+    The first ones, before which nothing is under way, wait for half as many; the last few go with those before them.
+    """
     groups: list[list[int]] = []
-    room = 0.0
+    few, room, left = JOIN / 2, 0.0, sum(sizes)
     for i, size in enumerate(sizes):
-        if room <= 0:
+        if not groups or (room <= 0 and left >= few):
+            room = JOIN if groups else few
             groups.append([])
-            room = JOIN
         groups[-1].append(i)
-        room -= size
+        room, left = room - size, left - size
     return groups
 
 

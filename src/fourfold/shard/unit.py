@@ -107,7 +107,7 @@ class Unit:
         self.shard_grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # accumulators: views of `grad`, and those of borrowed parameters
         self._fresh: set[str] = set()  # those not written to yet: the first gradient is copied, not added to zeros
-        self._gaps = layout.gaps()
+        self._gaps, self._slots = layout.gaps(), {s.name: s for s in layout.slots}
         self._rows: dict[str, nn.Parameter] = {}  # borrowed parameters as this unit's module holds them
         self._borrowers: list[tuple[Unit, str, Borrowed]] = []
         self._holders: set[str] = {name}  # units that have gathered this one and not released it
@@ -295,7 +295,10 @@ class Unit:
                 self._grads[name] = torch.empty_like(self._rows[name], dtype=self.reduce_dtype)
                 self._fresh.add(name)
         else:
-            self._whole_grad()
+            whole = self._whole_grad()
+            if name not in self._grads:
+                slot = self._slots[name]
+                self._grads[name] = whole[slot.start : slot.stop].view(slot.shape)
         return self._grads[name]
 
     def _whole_grad(self) -> Tensor:
@@ -308,7 +311,6 @@ class Unit:
                 self.grad = self.joined.part(self)
             else:
                 self.grad = torch.empty(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
-            self._grads |= {s.name: self.grad[s.start : s.stop].view(s.shape) for s in self.layout.slots}
             self._fresh.update(self.params)
             for start, stop in self._gaps:
                 self.grad[start:stop].zero_()
@@ -317,6 +319,16 @@ class Unit:
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""
+        given = [g for g in grads if g is not None]
+        if given and len(given) == len(self.params) == len(grads):
+            if self.grad is None and not self._gaps:
+                self._accumulator(next(iter(self.params)))
+                torch.cat([g.flatten() for g in given], out=self.grad)
+                self._fresh.clear()
+                return
+            if self.grad is not None and not self._fresh:
+                torch._foreach_add_([self._accumulator(name) for name in self.params], given)
+                return
         for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
                 self._add(name, grad)
@@ -400,7 +412,7 @@ class Unit:
         """The final gradient of one parameter, of its shape; where the unit is in one shard."""
         assert self.sharing.shards == 1, f"{self.name} is sharded"
         assert self.shard_grad is not None, f"{self.name} was not reduced"
-        slot = next(s for s in self.layout.slots if s.name == name)
+        slot = self._slots[name]
         return self.shard_grad[slot.start : slot.stop].view(slot.shape)
 
     def zero_grad(self) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fourfold import schema
-from fourfold.collectives import all_reduce
+from fourfold.collectives import Pending, all_reduce
 from fourfold.errors import PlanError
 from fourfold.piece import whole
 from fourfold.plan import Plan, UnitRule
@@ -80,7 +80,10 @@ class Parallel:
             if name != REST:
                 _wrap(part, rule, compiled=plan.precision.compile)
             parts.append(Hooked(unit, part, mode, rule.reduce))
-        join([p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names])
+        wholes = [
+            p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names
+        ]
+        join(sorted(wholes, key=lambda unit: unit.name == REST))  # `rest` is complete after all others
         self.driver = HookDriver(parts, plan.memory.prefetch)
         self.units = [part.unit for part in parts]
         self._flat = {
@@ -134,17 +137,21 @@ class Parallel:
         """Forward and backward of this rank's batch, in micro-batches; returns the mean loss over all ranks."""
         total: Tensor | None = None
         for m, part in enumerate(self._parts(batch)):
-            self.driver.open(last=m == self.micro_batches - 1)
+            last = m == self.micro_batches - 1
+            self.driver.open(last=last)
             loss = self.module(*part) / (self.micro_batches * self.replicas)
+            total = loss.detach().clone() if total is None else total + loss.detach()
+            if last:  # beside the backward
+                summed = self._start_sum(total, "the loss")
             loss.backward()
             self.driver.close()
-            total = loss.detach() if total is None else total + loss.detach()
         self.driver.finish()
         for parameter, unit, start, stop in self._flat.values():
             assert unit.shard_grad is not None
             parameter.grad = unit.shard_grad[start:stop].to(parameter.dtype)
         assert total is not None
-        return self._sum(total, "the loss")
+        summed.wait()
+        return total
 
     @torch.no_grad()
     def eval_step(self, batch: Sequence[Tensor]) -> Tensor:
@@ -215,9 +222,11 @@ class Parallel:
         return zip(*(t.chunk(self.micro_batches) for t in batch), strict=True)
 
     def _sum(self, value: Tensor, what: str) -> Tensor:
-        if self.world is not None:
-            all_reduce(value, self.world, what).wait()
+        self._start_sum(value, what).wait()
         return value
+
+    def _start_sum(self, value: Tensor, what: str) -> Pending:
+        return all_reduce(value, self.world, what) if self.world is not None else Pending(None, what)
 
 
 def _check(plan: Plan) -> None:
