@@ -261,31 +261,39 @@ class Cluster:
         """Seconds of a collective over a buffer of `size` bytes, for `members` ranks that lie `stride` apart."""
         if members <= 1 or size <= 0:
             return 0.0
-        bandwidth, hops, factor = self._path(members, stride, kind, size)
-        passes = 2 if kind == "all_reduce" else 1
-        latency = passes * hops
-        if kind == "all_reduce":  # a tree of small messages has fewer hops
-            latency = min(latency, 2 * math.ceil(math.log2(members)) * self._latency(members, stride))
-        return factor * (latency + passes * (members - 1) / members * size / bandwidth)
+        known = self._rings.get((kind, members, stride))
+        if known is None:
+            bandwidth, hops, crossed = self._crossed(members, stride)
+            passes = 2 if kind == "all_reduce" else 1
+            latency = passes * hops
+            if kind == "all_reduce":  # a tree of small messages has fewer hops
+                latency = min(latency, 2 * math.ceil(math.log2(members)) * self._latency(members, stride))
+            factor = None if any(level.measured for level in crossed) else self._factor(crossed, kind, size, members)
+            known = latency, passes * (members - 1) / members, bandwidth, factor, crossed
+            self._rings[kind, members, stride] = known
+        latency, share, bandwidth, factor, crossed = known
+        if factor is None:
+            factor = self._factor(crossed, kind, size, members)
+        return factor * (latency + share * size / bandwidth)
 
     def message(self, size: float, distance: int) -> float:
         """Seconds of a message of `size` bytes to the rank `distance` away."""
-        bandwidth, hops, factor = self._path(2, distance, "message", size)
-        return factor * (hops + size / bandwidth)
+        bandwidth, hops, crossed = self._crossed(2, distance)
+        return self._factor(crossed, "message", size, 2) * (hops + size / bandwidth)
 
     def link(self, members: int, stride: int = 1) -> int:
         """The level whose links a group's collectives keep busy, by its number: the outermost that it crosses."""
         crossed = self._crossed(members, stride)[2]
         return self.level.index(crossed[-1]) if crossed else -1
 
-    def _path(self, members: int, stride: int, kind: str, size: float) -> tuple[float, float, float]:
-        """(bandwidth, latency of a ring's hops, factor) of a group."""
-        bandwidth, latency, crossed = self._crossed(members, stride)
+    @staticmethod
+    def _factor(crossed: Sequence[Level], kind: str, size: float, members: int) -> float:
+        """The time of a collective over a ring's."""
         factor = 1.0
         for level in crossed:
             slower = level.slower(kind, size, members)
             factor = slower if level.measured else max(factor, slower)
-        return bandwidth, latency, factor
+        return factor
 
     def _crossed(self, members: int, stride: int) -> tuple[float, float, list[Level]]:
         """(bandwidth, latency of a ring's hops, levels it crosses) of a group."""
@@ -309,6 +317,11 @@ class Cluster:
     @cached_property
     def _groups(self) -> dict[tuple[int, int], tuple[float, float, list[Level]]]:
         """What `_crossed` has found."""
+        return {}
+
+    @cached_property
+    def _rings(self) -> dict[tuple[str, int, int], tuple[float, float, float, float | None, list[Level]]]:
+        """By collective, members and stride: latency, share of a buffer that passes a link, bandwidth, factor, levels."""
         return {}
 
     def _latency(self, members: int, stride: int) -> float:

@@ -6,7 +6,7 @@ that gather from each other do so one after the other. Here each link carries, o
     all_gather, reduce_scatter   n - 1 steps of s to the next rank of the ring
     all_reduce                   the one, then the other: 2 (n - 1) s; two ranks swap their S
     broadcast, reduce            S down a chain that starts or ends at the root, CHUNK bytes at a time
-    exchange (all-to-all)        n - 1 steps of s; in step t with the ranks t before and t after
+    exchange (all-to-all)        n - 1 steps of s, in each with another rank
 
 Every receive is posted before the send that follows: a receive tells its sender that there is room, and that notice would
 otherwise queue behind bulk data. A reduce-scatter holds a few parts (three at least, up to ROOM bytes) beside its input.
@@ -274,12 +274,16 @@ class _Ring:
         self._leave()
 
     def exchange(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> None:
-        steps = range(1, self.size)
-        coming = {t: self._receive(out[self.index - t], -t) for t in steps}
+        """A step starts when its part of the step before has come; small parts, when CHUNK bytes of them are under way."""
+        steps, ahead = _meetings(self.size, self.index), max(1, CHUNK // max(1, x[0].nbytes))
+        coming = [(self._receive(out[source], source - self.index), source - self.index) for _, source in steps]
         out[self.index].copy_(x[self.index])
-        for t in steps:
-            self._send(x[(self.index + t) % self.size], t)
-            self._arrive(coming[t], -t)
+        for t, (target, _) in enumerate(steps):
+            if t >= ahead:
+                self._arrive(*coming[t - ahead])
+            self._send(x[target], target - self.index)
+        for work, offset in coming[-ahead:]:
+            self._arrive(work, offset)
         self._leave()
 
     def _chunks(self, x: Tensor) -> Sequence[Tensor]:
@@ -316,3 +320,16 @@ class _Ring:
             return ""
         rank = dist.get_process_group_ranks(self.group)[(self.index + self._offset) % self.size]
         return f"{self._doing} rank {rank}: "
+
+
+def _meetings(size: int, index: int) -> list[tuple[int, int]]:
+    """By step of an exchange, the ranks to send to and to receive from.
+
+    Of an even number of ranks two send to each other: no rank gets two parts at a time because others are ahead (which makes
+    steps of 8 ranks with 72 KiB 1.7 times as long). Of an odd number one goes to the t-th after, one comes from the t-th before.
+    """
+    if size % 2:
+        return [((index + t) % size, (index - t) % size) for t in range(1, size)]
+    last = size - 1  # the others sit in a circle; whom the turn leaves alone meets the last
+    with_me = [(t - index) % last if index < last else t * size // 2 % last for t in range(last)]
+    return [(other, other) for other in (last if rank == index else rank for rank in with_me)]

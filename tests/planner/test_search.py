@@ -14,7 +14,7 @@ from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import layouts, parse_fixes
+from fourfold.planner.layouts import bound, computed, layouts, parse_fixes
 from fourfold.planner.make import find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import predict
@@ -96,6 +96,21 @@ def test_no_layout_is_better_than_the_best() -> None:
     seconds = found.best.prediction.seconds
     assert seconds <= best * 1.002  # placements that save under 0.2 % are not taken
     assert found.certificate["lower_bound"] <= best * (1 + 1e-9)
+
+
+def test_floors_only_rise() -> None:
+    s = setting(nodes=2, batch=32, spec=llama(6))
+    solver, built = Solver(s, {}), 0
+    for number, layout in enumerate(layouts(s, parse_fixes([]))):
+        first, then = computed(s, layout), computed(s, layout, moved=True)
+        assert first <= then * (1 + 1e-9), layout
+        if number % 17:
+            continue
+        found = build_out(s, solver, layout)
+        if found is not None:
+            built += 1
+            assert then <= max(found.prediction.seconds, bound(s, layout)) * (1 + 1e-9), layout
+    assert built > 10
 
 
 @pytest.mark.parametrize("what", ["memory", "bandwidth", "flops"])

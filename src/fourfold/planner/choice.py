@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-__all__ = ["Chosen", "Group", "choose"]
+__all__ = ["Chosen", "Group", "choose", "relaxed"]
 
 FRONT = 4000
 """Mixes that the exact comparison keeps at most; with more, the relaxed answer stands."""
@@ -67,8 +67,22 @@ class Chosen:
         return self.seconds / self.bound - 1 if self.bound > 0 else 0.0
 
 
-def choose(groups: Sequence[Group], budget: float, exact: bool = False) -> Chosen | None:
-    """The fastest choice within `budget` bytes, or None where not even the smallest fits."""
+def choose(groups: Sequence[Group], budget: float, exact: bool = False, below: float = math.inf) -> Chosen | None:
+    """The fastest choice within `budget` bytes, or None where not even the smallest fits.
+
+    Where none can take less than `below` seconds, all that it is good for is its bound.
+    """
+    chosen = relaxed(groups, budget)
+    if chosen is None or chosen.gap <= 0 or chosen.bound >= below:
+        return chosen
+    chosen = _filled(groups, chosen, budget)
+    if exact and chosen.gap > 0:
+        return _compared(groups, chosen, budget) or chosen
+    return chosen
+
+
+def relaxed(groups: Sequence[Group], budget: float) -> Chosen | None:
+    """The whole steps down the hulls that fit, with the bound."""
     hulls = [g.hull for g in groups]
     memory = sum(g.count * g.options[h[0]][0] for g, h in zip(groups, hulls, strict=True))
     if memory > budget:
@@ -97,14 +111,7 @@ def choose(groups: Sequence[Group], budget: float, exact: bool = False) -> Chose
             memory += fit * more
             seconds -= fit * less
     counts = [{k: n for k, n in c.items() if n} for c in counts]
-    chosen = Chosen(tuple(counts), seconds, memory, seconds if bound is None else min(bound, seconds), price)
-    if chosen.gap <= 0:
-        return chosen
-    chosen = _filled(groups, chosen, budget)
-    if exact and chosen.gap > 0:
-        better = _compared(groups, chosen, budget)
-        return better or chosen
-    return chosen
+    return Chosen(tuple(counts), seconds, memory, seconds if bound is None else min(bound, seconds), price)
 
 
 def _hull(options: Sequence[tuple[float, float]]) -> list[int]:

@@ -10,12 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from fourfold.planner.choice import Chosen, Group, choose
+from fourfold.planner.choice import Chosen, Group, choose, relaxed
 from fourfold.planner.layout import Layout
 from fourfold.planner.options import Option, RankLoad, Solver
 from fourfold.planner.units import Choice
 
-__all__ = ["Solved", "frugal_bytes", "least_bytes", "rank_bound", "solve_rank"]
+__all__ = ["Solved", "free_bytes", "frugal_bytes", "least_bytes", "rank_bound", "solve_rank"]
+
+SAME = 1e-12
+"""Seconds: options that differ by less are as fast."""
+Table = list[tuple[str, int, list[Option]]]
+"""By kind of unit, its number and its options."""
 
 
 @dataclass(frozen=True)
@@ -45,43 +50,90 @@ class Solved:
         return []
 
 
+class _Rank:
+    """What is known of a rank: its table, and the least budget in which memory does not bind."""
+
+    def __init__(self, table: Table):
+        self.table, self.fastest = table, _fastest(table)
+        self.free, self.limits = _least_budget(self.fastest)
+        self.solved: dict[float, Solved | None] = {}
+
+
+def _rank(solver: Solver, layout: Layout, load: RankLoad) -> _Rank:
+    key = (*solver.key(layout), load)
+    known: _Rank | None = solver.known.get(key)
+    if known is None:
+        known = solver.known[key] = _Rank(_table(solver, layout, load))
+    return known
+
+
 def frugal_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
     """The least budget in which `solve_rank` finds something."""
-    table = _table(solver, layout, load)
-    heights = {o.transient for _, _, options in table[0::2] for o in options}
-    works = {o.transient for _, _, options in table[1::2] for o in options}
-
-    def least(rows: list[tuple[str, int, list[Option]]], limit: float) -> float:
-        return sum(n * min((o.memory for o in options if o.transient <= limit), default=inf) for _, n, options in rows)
-
-    return min(h + least(table[0::2], h) for h in heights) + min(w + least(table[1::2], w) for w in works)
+    return _least_budget(_rank(solver, layout, load).table)[0]
 
 
-def _table(solver: Solver, layout: Layout, load: RankLoad) -> list[tuple[str, int, list[Option]]]:
+def free_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
+    """The least budget in which memory does not bind: every unit has the fastest of its options."""
+    return _rank(solver, layout, load).free
+
+
+def _least_budget(table: Table) -> tuple[float, list[float]]:
+    """Bytes that the smallest options need, and the limits of transient bytes (of sharding, of recomputation) for that."""
+    total, limits = 0.0, []
+    for rows in (table[0::2], table[1::2]):
+        best = (inf, 0.0)
+        for limit in {o.transient for _, _, options in rows for o in options}:
+            held = 0.0
+            for _, n, options in rows:
+                held += n * min([o.memory for o in options if o.transient <= limit], default=inf)
+            best = min(best, (limit + held, limit))
+        total += best[0]
+        limits.append(best[1])
+    return total, limits
+
+
+def _fastest(table: Table) -> Table:
+    """Of every row the fastest options."""
+    out = []
+    for kind, n, options in table:
+        least = min([o.seconds for o in options]) + SAME
+        out.append((kind, n, [o for o in options if o.seconds <= least]))
+    return out
+
+
+def _table(solver: Solver, layout: Layout, load: RankLoad) -> Table:
     """For every kind of unit, how many there are and how they can be sharded; then what they can recompute."""
-    table: list[tuple[str, int, list[Option]]] = []
+    table: Table = []
+    m, flight, piped = layout.micro_batches, load.in_flight, layout.mesh.pipe > 1
     for kind, count in load.units:
-        table.append((kind, count, solver.sharding(layout, kind, layout.mesh.pipe > 1)))
-        again = [
-            o._replace(seconds=layout.micro_batches * o.seconds, memory=load.in_flight * o.memory)
-            for o in solver.recompute(layout, kind)
-        ]
-        table.append((kind, count, again))
+        table.append((kind, count, solver.sharding(layout, kind, piped)))
+        again = solver.recompute(layout, kind)
+        table.append((kind, count, [Option(o.choice, m * o.seconds, flight * o.memory, o.transient) for o in again]))
     return table
 
 
-def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, exact: bool = False) -> Solved | None:
+def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> Solved | None:
     """The fastest choices within the budget, or None."""
-    key = (*solver.key(layout), load, budget, exact)
-    if key not in solver.solved:
-        solver.solved[key] = _solve_rank(solver, layout, load, budget, exact)
-    found: Solved | None = solver.solved[key]
-    return found
+    rank = _rank(solver, layout, load)
+    if budget not in rank.solved:
+        rank.solved[budget] = _free(rank) if budget >= rank.free else _solve_rank(rank.table, budget)
+    return rank.solved[budget]
 
 
-def _solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, exact: bool) -> Solved | None:
-    table = _table(solver, layout, load)
-    ideal = sum(count * min(o.seconds for o in options) for _, count, options in table)
+def _free(rank: _Rank) -> Solved:
+    """The fastest option of every unit; of those, the smallest."""
+    picked = [
+        [min([o for o in options if o.transient <= rank.limits[i % 2]], key=lambda o: o.memory)]
+        for i, (_, _, options) in enumerate(rank.fastest)
+    ]
+    counts = [n for _, n, _ in rank.table]
+    seconds = sum(n * o.seconds for n, (o,) in zip(counts, picked, strict=True))
+    memory = sum(n * o.memory for n, (o,) in zip(counts, picked, strict=True))
+    chosen = Chosen(tuple({0: n} for n in counts), seconds, memory, seconds, 0.0)
+    return _solved(rank.table, (chosen, picked), seconds, free=True)
+
+
+def _solve_rank(table: Table, budget: float) -> Solved | None:
     best: tuple[Chosen, list[list[Option]]] | None = None
     bound = None
     heights = _apart({o.transient for _, _, options in table[0::2] for o in options})
@@ -103,14 +155,14 @@ def _solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float, e
             if best is not None and sum(g.fastest for g in groups) >= best[0].seconds:
                 break
             room = budget - height - work
-            chosen = choose(groups, room, exact) if sum(g.smallest for g in groups) <= room else None
+            if sum(g.smallest for g in groups) > room:
+                continue
+            chosen = choose(groups, room, below=inf if best is None else best[0].seconds)
             if chosen is None:
                 continue
             bound = chosen.bound if bound is None else min(bound, chosen.bound)
-            if best is None or chosen.seconds < best[0].seconds - 1e-12:
+            if best is None or chosen.seconds < best[0].seconds - SAME:
                 best = (chosen, [options for options, _ in rows])
-            if chosen.seconds <= ideal * (1 + 1e-12) + 1e-12:
-                return _solved(table, best, ideal, free=True)
     if best is None or bound is None:
         return None
     return _solved(table, best, bound, free=False)
@@ -136,7 +188,7 @@ def rank_bound(solver: Solver, layout: Layout, load: RankLoad, budget: float) ->
         groups.append(Group([(o.memory, o.seconds) for o in sharding], count))
         groups.append(Group([(load.in_flight * o.memory, m * o.seconds) for o in again], count))
         least = max(least, min(o.transient for o in again))
-    chosen = choose(groups, budget - least)
+    chosen = relaxed(groups, budget - least)
     return None if chosen is None else chosen.bound
 
 
@@ -157,7 +209,7 @@ def least_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
 
 
 def _solved(
-    table: list[tuple[str, int, list[Option]]],
+    table: Table,
     best: tuple[Chosen, list[list[Option]]],
     bound: float,
     free: bool,

@@ -79,7 +79,8 @@ class Layout:
     @property
     def steps(self) -> int:
         """Micro-batches over which the grid keeps something; 1 where it keeps nothing over them."""
-        return self.micro_batches if {"weights", "gradients"} & {*self.tensor.keep} else 1
+        keep = self.tensor.keep
+        return self.micro_batches if "weights" in keep or "gradients" in keep else 1
 
     @property
     def splits_backward(self) -> bool:

@@ -8,7 +8,7 @@ bound is what its busiest rank computes, with the bubble its schedule cannot avo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,10 +18,10 @@ from fourfold.errors import PlanError
 from fourfold.plan import AXES, SCHEDULES, Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.options import RankLoad
-from fourfold.planner.products import ladder
-from fourfold.planner.units import compute_times
+from fourfold.planner.products import column_seconds, ladder
+from fourfold.planner.units import compute_times, computing
 
-__all__ = ["Constraints", "bound", "bubble", "layouts", "loads", "parse_fixes", "waits"]
+__all__ = ["Constraints", "bound", "bubble", "computed", "layouts", "loads", "mean", "parse_fixes", "waits"]
 
 CHOSEN = ("1f1b", "zb-h1", "interleaved", "wave", "zb-v")
 """Schedules that are searched by default; gpipe is never better, synthesized ones are tried for the best layouts."""
@@ -110,6 +110,7 @@ def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layo
         m = each // size
         if wanted.get("micro_batches", m) != m:
             continue
+        most = ladder(mesh, m, tensor, wanted.get("keep"))[0]
         for schedule, stages in _schedules(setting, mesh.pipe, m, wanted):
             yield Layout(
                 mesh,
@@ -119,7 +120,7 @@ def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layo
                 stages,
                 wanted.get("optimizer", "device"),
                 wanted.get("activations", "device"),
-                ladder(mesh, m, tensor, wanted.get("keep"))[0],
+                most,
             )
 
 
@@ -236,13 +237,9 @@ def _held(
     for kind in spec.kinds:
         c = compute_times(setting, kind, size * spec.seq_len, row, col, tensor, steps, 1, "none", apart)
         base[kind] = (c.forward, c.input_grad, c.weight_grad)
-    inner: dict[str, int] = {}
-    for unit in spec.units:
-        if unit.layer not in (0, spec.layers - 1):
-            inner[unit.kind] = inner.get(unit.kind, 0) + 1
     first, last = [u.kind for u in spec.of_layer(0)], [u.kind for u in spec.of_layer(spec.layers - 1)]
     blocks = max(1, spec.layers - 2)
-    per = {kind: n / blocks for kind, n in inner.items()}
+    per = {kind: n / blocks for kind, (_, n) in _counts(setting).items() if n}
     end = 0 if zigzag else pipe - 1
     more = [0.0] * pipe
     more[0] += sum(_sum(base, dict.fromkeys(first, 1)))
@@ -302,11 +299,11 @@ def bubble(layout: Layout, f: float, i: float, w: float) -> float:
             return (p - 1) * (f + i + w)
 
 
-def waits(setting: Setting, layout: Layout, works: list[tuple[float, float, float]]) -> float:
+def waits(setting: Setting, layout: Layout, average: Sequence[float], busiest: float) -> float:
     """Seconds that messages add: the way there and back once, and, for every micro-batch, what in-flight ones do not cover.
 
     A micro-batch returns to the first stage after all stages' F and I (B where it is whole) and all hops; with k in flight
-    there, one every k-th of that time can pass.
+    there, one every k-th of that time can pass. `average`: F, I, W of a rank; `busiest`: seconds of the one that has most.
     """
     p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
     if p == 1:
@@ -316,15 +313,59 @@ def waits(setting: Setting, layout: Layout, works: list[tuple[float, float, floa
     hop = setting.cluster.message(size, mesh.ranks // p)
     hops = v * (p - 1) if layout.schedule in ("wave", "zb-v") else v * p - 1
     split = layout.schedule in ("zb-h1", "zb-v", "synthesized")
-    loop = sum(sum(x[:2] if split else x) for x in works) / len(works) * p + 2 * hops * hop
-    busiest = max(sum(x) for x in works)
+    loop = sum(average[:2] if split else average) * p + 2 * hops * hop
     return 2 * hops * hop + max(0.0, m - p) * max(0.0, loop / in_flight(layout, 0) - busiest)
+
+
+def computed(setting: Setting, layout: Layout, moved: bool = False) -> float:
+    """What `bound` says, found faster: blocks are dealt out evenly; unless `moved`, the grid moves what any flow does."""
+    mesh, kept = layout.mesh, (layout.tensor, layout.steps) if moved else ()
+    *sums, block = _model(setting, layout.micro_batch_size, mesh.row, mesh.col, *kept)
+    f, i, w = (x / mesh.pipe for x in sums)
+    busiest = max(f + i + w, -(-(setting.spec.layers - 2) // mesh.pipe) * block)
+    idle = waits(setting, layout, (f, i, w), busiest)
+    if (
+        moved or layout.schedule != "zb-h1" or layout.micro_batches >= mesh.pipe - 1
+    ):  # else what lengthens W may shorten it
+        idle += bubble(layout, f, i, w)
+    return (layout.micro_batches - 1) * busiest + f + i + w + idle
+
+
+@lru_cache(maxsize=20_000)
+def _model(
+    setting: Setting, size: int, row: int, col: int, tensor: Tensor | None = None, steps: int = 1
+) -> tuple[float, float, float, float]:
+    """F, I and W of a micro-batch of the whole model, and all of a block's; without `tensor`, at least."""
+    tokens, f, i, w, blocks = size * setting.spec.seq_len, 0.0, 0.0, 0.0, 0.0
+    for kind, (every, inner) in _counts(setting).items():
+        if tensor is None:
+            there, back, weight = computing(setting, kind, tokens, row, col)[:3]
+            there += column_seconds(setting, kind, tokens, col)
+        else:
+            there, back, weight = compute_times(setting, kind, tokens, row, col, tensor, steps, 1, "none")[:3]
+        f, i, w = f + every * there, i + every * back, w + every * weight
+        blocks += inner * (there + back + weight)
+    return f, i, w, blocks / max(1, setting.spec.layers - 2)
+
+
+@lru_cache(maxsize=64)
+def _counts(setting: Setting) -> dict[str, tuple[int, int]]:
+    """Units of every kind: in all, and between the first layer and the last."""
+    out: dict[str, tuple[int, int]] = {}
+    for unit in setting.spec.units:
+        every, inner = out.get(unit.kind, (0, 0))
+        out[unit.kind] = every + 1, inner + (unit.layer not in (0, setting.spec.layers - 1))
+    return out
 
 
 def bound(setting: Setting, layout: Layout) -> float:
     """Seconds that no choice of units on this layout can beat."""
     _, works = loads(setting, layout, apart=False)  # which hides most, and is found faster
-    f, i, w = max(works, key=sum)
-    average = [sum(x) / len(works) for x in zip(*works, strict=True)]
-    idle = bubble(layout, *average) + waits(setting, layout, works)
-    return layout.micro_batches * (f + i + w) + idle
+    average, busiest = mean(works), max(map(sum, works))
+    return layout.micro_batches * busiest + bubble(layout, *average) + waits(setting, layout, average, busiest)
+
+
+def mean(works: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """F, I and W of the kinds of ranks, on average."""
+    f, i, w = (sum(x) / len(works) for x in zip(*works, strict=True))
+    return f, i, w

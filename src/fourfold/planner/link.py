@@ -68,23 +68,26 @@ class Link:
         busy, late, left = self._busy, self._late, self._left
         if len(busy) == 1:
             line = busy[0]
-            late[line] = 0.0
-            shares = [1.0]
-            step = left[line][0]
-        else:
-            moving = [0] * (max(self._links) + 1)
-            for line in busy:
-                if not late[line]:
-                    moving[self._links[line]] += 1
-            for line in busy:
-                if late[line] and not moving[self._links[line]]:  # nobody is before it any more
-                    late[line] = 0.0
-                    moving[self._links[line]] += 1
-            shares = [0.0 if late[line] else 1.0 / moving[self._links[line]] for line in busy]
-            step = min(late[line] or left[line][0] / share for line, share in zip(busy, shares, strict=True))
+            late[line], first = 0.0, left[line][0]
+            step = first if end is None or first < end - self.now else end - self.now
+            self.now += step
+            left[line][0] = first - step
+            if first - step <= NOTHING:
+                self._end(line)
+            return
+        moving = [0] * (max(self._links) + 1)
+        for line in busy:
+            if not late[line]:
+                moving[self._links[line]] += 1
+        for line in busy:
+            if late[line] and not moving[self._links[line]]:  # nobody is before it any more
+                late[line] = 0.0
+                moving[self._links[line]] += 1
+        shares = [0.0 if late[line] else 1.0 / moving[self._links[line]] for line in busy]
+        step = min([late[line] or left[line][0] / share for line, share in zip(busy, shares, strict=True)])
         if end is not None:
             step = min(step, end - self.now)
-        ended = False
+        ended = []
         for line, share in zip(busy, shares, strict=True):
             if late[line]:
                 late[line] = max(0.0, late[line] - step)
@@ -92,14 +95,17 @@ class Link:
                     late[line] = 0.0
                 continue
             left[line][0] -= step * share
-            ended = ended or left[line][0] <= NOTHING
+            if left[line][0] <= NOTHING:
+                ended.append(line)
         self.now += step
-        if ended:
-            for line in tuple(busy):
-                if not late[line] and left[line][0] <= NOTHING:
-                    left[line].popleft()
-                    self._ended[line] += 1
-                    if left[line]:
-                        self._begin(line)
-                    else:
-                        busy.remove(line)
+        for line in ended:
+            self._end(line)
+
+    def _end(self, line: int) -> None:
+        """The collective that is running has ended."""
+        self._left[line].popleft()
+        self._ended[line] += 1
+        if self._left[line]:
+            self._begin(line)
+        else:
+            self._busy.remove(line)

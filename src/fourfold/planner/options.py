@@ -7,12 +7,11 @@ whole plan has the last word on memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from fourfold.plan import Mesh
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import Choice, UnitCost, joins, unit_cost
+from fourfold.planner.units import Choice, Compute, computes, joins, shared, unit_cost
 from fourfold.shard.layout import JOIN
 
 __all__ = ["Option", "RankLoad", "Solver", "sharding_options"]
@@ -47,8 +46,8 @@ class Solver:
         self.setting, self.fixed = setting, fixed
         self._sharding: dict[tuple[object, ...], list[Option]] = {}
         self._recompute: dict[tuple[object, ...], list[Option]] = {}
-        self.solved: dict[tuple[object, ...], Any] = {}
-        """What `inner.solve_rank` has found, by `key` and its other arguments."""
+        self.known: dict[tuple[object, ...], Any] = {}
+        """What `inner` has found of a rank, by `key` and its load."""
 
     def key(self, layout: Layout) -> tuple[object, ...]:
         """What a rank's options depend on: layouts that differ in their schedules alone have the same."""
@@ -79,15 +78,14 @@ class Solver:
 def recompute_options(setting: Setting, layout: Layout, kind: str) -> list[Option]:
     """All there are."""
     unit, out = setting.spec.kinds[kind], []
-    plain = unit_cost(setting, layout, kind, Choice())
-    base = plain.compute.forward + plain.compute.input_grad + plain.compute.weight_grad
+    base = _work(computes(setting, layout, kind, Choice()))
     candidates = [Choice(recompute=r) for r in ("none", "selective", "full")]
     if "per-slice" in unit.saved and layout.mesh.row * layout.mesh.col == 1:  # slices and the grid exclude each other
         candidates += [Choice(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]
     for choice in candidates:
         cost = unit_cost(setting, layout, kind, choice)
         c = cost.compute
-        seconds = c.forward + c.input_grad + c.weight_grad + c.again - base
+        seconds = _work(c) + c.again - base
         if cost.offloaded:
             moved, overlap = cost.offloaded / setting.cluster.host.link, setting.cluster.overlap
             for work in (c.forward, c.input_grad + c.again):
@@ -99,36 +97,32 @@ def recompute_options(setting: Setting, layout: Layout, kind: str) -> list[Optio
 def sharding_options(setting: Setting, layout: Layout, kind: str, piped: bool, hopeful: bool = False) -> list[Option]:
     """All modes that make sense for these replicas."""
     m, replicas = layout.micro_batches, layout.replicas
-    if replicas == 1:
-        return [_sharding(setting, layout, kind, Choice(), piped, hopeful)]
-    node = setting.cluster.devices // layout.replica_stride
-    groups = [0]
-    if 1 < node < replicas and replicas % node == 0:
-        groups.append(node)
-    modes: list[Literal["zero2", "zero3", "keep"]] = ["keep" if m > 1 else "zero2", "zero3"]
-    reduces: list[Literal["step", "micro-batch"]] = ["step", "micro-batch"] if m > 1 else ["step"]
-    choices = [Choice(), *(Choice(mode, reduce, g) for mode in modes for reduce in reduces for g in groups)]
-    return [_sharding(setting, layout, kind, c, piped, hopeful) for c in choices]
-
-
-def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped: bool, hopeful: bool) -> Option:
-    m, overlap = layout.micro_batches, setting.cluster.overlap
-    alike = Layout(
-        Mesh(data=layout.replicas, row=layout.mesh.row, col=layout.mesh.col),
-        layout.steps,
-        layout.micro_batch_size,
-        optimizer=layout.optimizer,
-        tensor=layout.tensor,
-    )
-    cost = unit_cost(setting, alike, kind, choice)
-    other = unit_cost(
-        setting, alike, BEFORE.get(kind, kind) if BEFORE.get(kind) in setting.spec.kinds else kind, Choice()
-    )
-    forward, backward = other.compute.forward, other.compute.input_grad + other.compute.weight_grad
+    choices = [Choice()]
+    if replicas > 1:
+        node = setting.cluster.devices // layout.replica_stride
+        groups = [0]
+        if 1 < node < replicas and replicas % node == 0:
+            groups.append(node)
+        modes: list[Literal["zero2", "zero3", "keep"]] = ["keep" if m > 1 else "zero2", "zero3"]
+        reduces: list[Literal["step", "micro-batch"]] = ["step", "micro-batch"] if m > 1 else ["step"]
+        choices += [Choice(mode, reduce, g) for mode in modes for reduce in reduces for g in groups]
+    alone = replace(layout, mesh=replace(layout.mesh, pipe=1))  # no op is in parts
+    before = BEFORE.get(kind, kind)
+    other = computes(setting, alone, before if before in setting.spec.kinds else kind, Choice())
+    forward, backward = other.forward, other.input_grad + other.weight_grad
     if hopeful:
         forward, backward = 2 * forward, backward + 2 * forward
     if not layout.prefetch:  # nothing is under way while something computes
         forward = backward = 0.0
+    return [_sharding(setting, alone, kind, c, piped, forward, backward) for c in choices]
+
+
+def _sharding(
+    setting: Setting, layout: Layout, kind: str, choice: Choice, piped: bool, forward: float, backward: float
+) -> Option:
+    """A mode, whose gathers and reductions have so many seconds to hide behind."""
+    m, overlap = layout.micro_batches, setting.cluster.overlap
+    cost = shared(setting, layout, kind, choice)
 
     def late(takes: float, window: float) -> float:
         shown = max(0.0, takes - window)
@@ -142,11 +136,12 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
         seconds += late(cost.gather, forward)
     reduce = cost.reduce
     if joins(cost, choice) and layout.optimizer == "device" and 0 < cost.gradients < JOIN:  # its share of a sum
-        reduce = setting.cluster.collective("all_reduce", JOIN, alike.replicas, alike.replica_stride)
+        reduce = setting.cluster.collective("all_reduce", JOIN, layout.replicas, layout.replica_stride)
         reduce = min(cost.reduce, cost.gradients / JOIN * reduce)
     seconds += (m if choice.reduce == "micro-batch" else 1) * (late(reduce, backward) + cost.across)
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
-        seconds += m * (_work(cost) - _work(unit_cost(setting, alike, kind, Choice())))
+        again, once = (_work(computes(setting, layout, kind, c)) for c in (choice, Choice()))
+        seconds += m * (again - once)
     state = setting.state if layout.optimizer == "device" else 0.0
     memory = cost.parameters + cost.local * state
     if choice.mode in ("keep", "zero2"):
@@ -157,8 +152,8 @@ def _sharding(setting: Setting, layout: Layout, kind: str, choice: Choice, piped
     return Option(choice, seconds, memory, transient)
 
 
-def _work(cost: UnitCost) -> float:
-    return cost.compute.forward + cost.compute.input_grad + cost.compute.weight_grad
+def _work(c: Compute) -> float:
+    return c.forward + c.input_grad + c.weight_grad
 
 
 def _wished(options: list[Option], name: str, wish: str | None) -> list[Option]:

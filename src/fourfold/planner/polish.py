@@ -7,13 +7,12 @@ planner's own account, than one of a single mode that fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
-from fourfold.planner.predict import Prediction, choice_of, predict
+from fourfold.planner.predict import Prediction, choice_of, judged
 from fourfold.planner.rules import pattern, rules_of
 from fourfold.planner.units import Choice
 
@@ -37,9 +36,9 @@ def polished(setting: Setting, plan: Plan, prediction: Prediction) -> tuple[Plan
             if tried == choices:
                 continue
             other = replace(plan, unit=rules_of(tried))
-            found = predict(other, setting, tried)
-            if found.seconds < 0.999 * prediction.seconds and _fits(setting, found):
-                plan, prediction, choices = other, found, tried
+            found = judged(other, setting, tried)
+            if found.seconds < 0.999 * prediction.seconds and found.fits:
+                plan, prediction, choices = other, found.prediction(), tried
     return plan, prediction
 
 
@@ -50,9 +49,3 @@ def _in_mode(c: Choice, mode: Any) -> Choice:
     if mode == "replicate":
         return Choice(mode, "step", 0, 1, "full" if c.recompute == "per-slice" else c.recompute)
     return c._replace(mode=mode, reduce="step")
-
-
-def _fits(setting: Setting, found: Prediction) -> bool:
-    cluster = setting.cluster
-    held: Sequence[Any] = found.memory
-    return max(m.peak for m in held) <= cluster.usable and max(m.host for m in held) <= cluster.host_memory

@@ -9,14 +9,14 @@ behind the last backward. Then comes the update. Memory: a replay of every rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from fourfold import schema
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.operators import UnitSpec
-from fourfold.plan import Plan
+from fourfold.plan import Mesh, Plan
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.messages import message_bytes
 from fourfold.planner.replay import Extra, RankMemory, replay_rank
@@ -36,7 +36,7 @@ from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
 
-__all__ = ["BUFFERS", "Prediction", "choice_of", "layout_of_plan", "predict", "stage_layers"]
+__all__ = ["BUFFERS", "Judged", "Prediction", "choice_of", "judged", "layout_of_plan", "predict", "stage_layers"]
 
 BUCKET, RING = 2**24, 4
 """Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
@@ -124,9 +124,12 @@ def _schedule(plan: Plan, micro_batches: int, layers: int) -> Schedule:
     return schedule_of_plan(plan, micro_batches, layers=layers)
 
 
-def _shape_of(plan: Plan, micro_batches: int) -> Plan:
+def _shape_of(plan: Plan) -> Plan:
     """All of a plan that its schedule depends on."""
-    return Plan(mesh=type(plan.mesh)(pipe=plan.mesh.pipe), pipeline=plan.pipeline)
+    pipeline = plan.pipeline
+    if pipeline.schedule != "synthesized":  # which has as many stages as there are layers for
+        pipeline = replace(pipeline, layers="auto")
+    return Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline)
 
 
 def stage_layers(setting: Setting, schedule: Schedule, wish: tuple[int, ...] | str) -> tuple[int, ...]:
@@ -148,10 +151,15 @@ def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def predict(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None) -> Prediction:
-    """Judge a plan. `choices` by unit name, where they are at hand; else the plan's rules say them."""
+    """What a plan takes and holds. `choices` by unit name, where they are at hand; else the plan's rules say them."""
+    return judged(plan, setting, choices).prediction()
+
+
+def judged(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None) -> Judged:
+    """The same, of which time and memory are found when they are asked for."""
     spec, layout = setting.spec, layout_of_plan(plan, setting)
     try:
-        schedule = _schedule(_shape_of(plan, layout.micro_batches), _simulated(layout), spec.layers)
+        schedule = _schedule(_shape_of(plan), _simulated(layout), spec.layers)
         counts = stage_layers(setting, schedule, plan.pipeline.layers)
     except ScheduleError as e:
         raise PlanError(str(e)) from None
@@ -160,7 +168,7 @@ def predict(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = No
     stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
     told = plan.memory.device_state
     on_device = float(schema.parse_bytes(told, "memory.device_state", PlanError)) if told else None
-    return _Judge(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch).prediction()
+    return Judged(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch)
 
 
 def choice_of(plan: Plan, unit: UnitSpec) -> Choice:
@@ -175,7 +183,7 @@ def _simulated(layout: Layout) -> int:
     return layout.micro_batches if layout.micro_batches * per <= MOST_OPS else max(few, MOST_OPS // per // few * few)
 
 
-class _Judge:
+class Judged:
     """One plan being judged."""
 
     def __init__(
@@ -206,12 +214,28 @@ class _Judge:
         self.streams = layout.optimizer != "device" or setting.moments != "fp32"  # the streamed engine updates
         self.share = self._share(state_on_device)
 
-    def prediction(self) -> Prediction:
+    @property
+    def seconds(self) -> float:
+        return self._timed[0]
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What every rank of the pipeline holds."""
+        return tuple(self._memory(rank) for rank in range(self.schedule.ranks))
+
+    @property
+    def fits(self) -> bool:
+        cluster = self.setting.cluster
+        return all(m.peak <= cluster.usable and m.host <= cluster.host_memory for m in self.memory)
+
+    @cached_property
+    def _timed(self) -> tuple[float, int, float, float]:
+        """Seconds; the busiest rank; seconds of its ops, with what of its collectives is not hidden; those of the update."""
         setting, layout, schedule = self.setting, self.layout, self.schedule
         if schedule.ranks == 1:
             step = whole_step(setting, self.stages[0], layout.micro_batches, self.prefetch)
             update = self._update(sum(u.cost.local for u in self.stages[0]))
-            return self._summed(step + update, 0, step, update)
+            return step + update, 0, step, update
         times = [self._stage_times(s) for s in range(schedule.stages)]
         costs = rank_costs(times, self.message)
         problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
@@ -229,10 +253,10 @@ class _Judge:
             late, update = self._tail(rank), self._update(self._local(rank))
             ends.append((start + ran.ends[rank][-1] + repeated + late + update, late, update))
         seconds, late, update = max(ends)
-        return self._summed(seconds, busiest, layout.micro_batches * work[busiest] + start + late, update)
+        return seconds, busiest, layout.micro_batches * work[busiest] + start + late, update
 
-    def _summed(self, seconds: float, busiest: int, work: float, update: float) -> Prediction:
-        """`work`: seconds of the busiest rank's ops, with what of its collectives is not hidden."""
+    def prediction(self) -> Prediction:
+        seconds, busiest, work, update = self._timed
         setting, layout, m = self.setting, self.layout, self.layout.micro_batches
         units = [u for s in self.schedule.stages_of[busiest] for u in self.stages[s]]
         parts = [u.cost.compute for u in units]
@@ -249,7 +273,7 @@ class _Judge:
             exposed=late,
             bubble=max(0.0, seconds - compute - recompute - grid - late - update),
             update=update,
-            memory=tuple(self.memory(rank) for rank in range(self.schedule.ranks)),
+            memory=self.memory,
             tokens=setting.global_batch * spec.seq_len,
             flops=spec.flops_per_token,
             ranks=layout.mesh.ranks,
@@ -321,7 +345,7 @@ class _Judge:
         if given is not None:
             return min(1.0, given / self._most_state())
         self.share = 0.0
-        room = min(self.setting.cluster.usable - self.memory(r).peak for r in range(self.schedule.ranks))
+        room = min(self.setting.cluster.usable - self._memory(r).peak for r in range(self.schedule.ranks))
         return max(0.0, min(1.0, room / self._most_state()))
 
     def _most_state(self) -> float:
@@ -336,7 +360,7 @@ class _Judge:
         rotary = spec.config is not None and spec.config.family == "llama"
         return 16 * tokens + (8.0 * spec.seq_len * spec.config.head_dim if rotary and spec.config else 0.0)
 
-    def memory(self, rank: int) -> RankMemory:
+    def _memory(self, rank: int) -> RankMemory:
         s, schedule = self.setting, self.schedule
         cpu = s.cluster.device.kind == "cpu"
         units = [u for stage in schedule.stages_of[rank] for u in self.stages[stage]]

@@ -19,11 +19,12 @@ from fourfold.model.operators import Operator, UnitSpec
 from fourfold.plan import Flows, Kept, Mesh, Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.tensor.blocks import round_up
-from fourfold.tensor.costs import Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
+from fourfold.tensor.costs import FLOWS, Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
 from fourfold.tensor.products import products_of
 
 __all__ = [
     "chosen_flows",
+    "column_seconds",
     "flow_of",
     "flow_report",
     "grid_moves",
@@ -58,8 +59,15 @@ class ClusterLinks:
 
     def __init__(self, cluster: Cluster, row: int, col: int):
         self.cluster, self.lines = cluster, {"row": (row, col), "col": (col, 1)}
+        self._known: dict[tuple[Move, int], float] = {}
 
     def seconds(self, m: Move, width: int) -> float:
+        known = self._known.get((m, width))
+        if known is None:
+            known = self._known[m, width] = self._seconds(m, width)
+        return known
+
+    def _seconds(self, m: Move, width: int) -> float:
         members, stride = self.lines[m.axis]
         kind: Literal["all_gather", "reduce_scatter"] = "reduce_scatter" if "reduce" in m.kind else "all_gather"
         return m.calls * self.cluster.collective(kind, self.size(m, width), members, stride)
@@ -75,10 +83,16 @@ def links_of(setting: Setting, row: int, col: int) -> ClusterLinks:
     return ClusterLinks(setting.cluster, row, col)
 
 
-def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, residual: str) -> Product:
+@lru_cache(maxsize=20_000)
+def _products(setting: Setting, tokens: int, row: int, col: int, residual: str) -> dict[str, Product] | None:
     config = setting.spec.config
-    if config is not None:
-        return products_of(config, row, col, tokens, residual)[o.name]
+    return None if config is None else products_of(config, row, col, tokens, residual)
+
+
+def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, residual: str) -> Product:
+    known = _products(setting, tokens, row, col, residual)
+    if known is not None:
+        return known[o.name]
     k, b = round_up(o.inputs, col) // col, round_up(o.outputs, col) // col
     back = o.inputs >= o.outputs
     return Product(tokens, o.inputs, o.outputs, k, b, not back, back, row, col)
@@ -104,6 +118,7 @@ def flow_of(setting: Setting, o: Operator, tokens: int, row: int, col: int, tens
     )
 
 
+@lru_cache(maxsize=50_000)
 def operator_seconds(
     setting: Setting, o: Operator, tokens: int, row: int, col: int, split: int
 ) -> tuple[float, float, float]:
@@ -130,7 +145,7 @@ def grid_moves(
     links, config = links_of(setting, row, col), setting.spec.config
     if o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
-        every = lookup_moves(words, setting.spec.hidden, tokens, row, col) if words else []
+        every = tuple(lookup_moves(words, setting.spec.hidden, tokens, row, col)) if words else ()
     else:
         flow = flow_of(setting, o, tokens, row, col, tensor, micro_batches)
         every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
@@ -138,6 +153,18 @@ def grid_moves(
     for m in every:
         width = setting.reduce if m.what == "gradients" else setting.compute
         out.append((m, links.seconds(m, width) / (micro_batches if m.once else 1), links.size(m, width)))
+    return out
+
+
+@lru_cache(maxsize=4096)
+def column_seconds(setting: Setting, kind: str, tokens: int, col: int) -> float:
+    """Seconds of a micro-batch for which a unit's forward waits for its columns at least, whatever the flows and the rows."""
+    links, out = links_of(setting, 1, col), 0.0
+    for o in setting.spec.kinds[kind].operators:
+        if o.kind == "product" and col > 1:
+            sizes = _sizes(setting, o, tokens, 1, col, "sequence")
+            times = ([links.seconds(m, setting.compute) for m in moves(sizes, flow) if m.op == "F"] for flow in FLOWS)
+            out += min(map(sum, times))
     return out
 
 
@@ -163,11 +190,12 @@ def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> tuple[f
 
 def ladder(mesh: Mesh, micro_batches: int, tensor: Tensor, wish: str | None = None) -> list[Tensor]:
     """Ways to keep what moves on this grid, the most first."""
-    useful = {
-        "weights": mesh.row > 1,
-        "inputs": mesh.col > 1,
-        "gradients": mesh.row > 1 and micro_batches > 1,
-    }
+    return _ladder(mesh.row > 1, mesh.col > 1, micro_batches > 1, tensor, wish)
+
+
+@lru_cache(maxsize=256)
+def _ladder(rows: bool, cols: bool, many: bool, tensor: Tensor, wish: str | None) -> list[Tensor]:
+    useful = {"weights": rows, "inputs": cols, "gradients": rows and many}
     every: tuple[Kept, ...] = ("weights", "inputs", "gradients")
     steps = [every, every[:2], every[:1], ()]
     if wish is not None:

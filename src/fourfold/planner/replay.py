@@ -14,9 +14,9 @@ comes before and after it, so it is worked out once for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from fourfold.planner.stages import PlannedUnit
@@ -79,10 +79,9 @@ class Extra:
     """Links gathered ahead."""
 
 
-class _Place(NamedTuple):
-    """All that the walk of an op depends on."""
+class _Turn(NamedTuple):
+    """An op's place in its rank's order."""
 
-    stage: int
     kind: str
     first: bool
     """The first of its kind in the step."""
@@ -93,6 +92,12 @@ class _Place(NamedTuple):
     """The first link is there since the op before."""
     stays: bool
     """The last link is used by the op after."""
+
+
+class _Place(NamedTuple):
+    """All that the walk of an op depends on, besides its stage's units."""
+
+    turn: _Turn
     ahead: float
     """Bytes that are gathered for the op after while the last link computes."""
     flying: tuple[float, float]
@@ -115,7 +120,7 @@ def replay_rank(
     rank: int,
     stages: Sequence[Sequence[PlannedUnit]],
     extra: Extra,
-    known: dict[Any, _Walk] | None = None,
+    known: dict[Any, dict[_Place, _Walk]] | None = None,
 ) -> RankMemory:
     """Replay one rank's ops; `stages[s]` are the units of stage s. `known`: what other ranks' replays have worked out."""
     held = schedule.stages_of[rank]
@@ -129,21 +134,24 @@ def replay_rank(
     base[OPTIMIZER] = local * extra.state * extra.state_on_device + extra.buffers
     base[MESSAGES] = extra.messages
     base[ACTIVATIONS] = extra.parked
-    ops = schedule.order[rank]
-    walks = {} if known is None else known
-    alike = {s: tuple((id(u.cost), u.choice) for u in stages[s]) for s in held}
+    came = _came(schedule, rank) if extra.pooled else frozenset()
     apart = (extra.lent, extra.copied, extra.taken)
+    walks: dict[int, dict[_Place, _Walk]] = {}  # of every stage; alike ones have the same
+    ahead: dict[tuple[int, bool] | None, float] = {None: 0.0}
+    for s in held:
+        alike = tuple((id(u.cost), u.choice) for u in stages[s])
+        walks[s] = ({} if known is None else known).setdefault((alike, (s, "F") in came, (s, "B") in came, apart), {})
+        first, last = stages[s][0].cost, stages[s][-1].cost
+        ahead[s, True], ahead[s, False] = first.transient, last.transient + last.lender
     best, most, best_at = list(base), 0.0, "update"
     total = sum(base)
     flying = (0.0, 0.0)
-    came = _came(schedule, rank) if extra.pooled else frozenset()
-    for place, op in zip(_places(ops, stages, extra.prefetch), ops, strict=True):
-        given, grad = (op.stage, "F") in came, (op.stage, "B") in came
-        key = (alike[op.stage], place[1:-1], flying, given, grad, apart)
-        walk = walks.get(key)
+    ops = schedule.order[rank]
+    for op, (turn, following) in zip(ops, _turns(ops, extra.prefetch > 0), strict=True):
+        place = _Place(turn, ahead[following], flying)
+        walk = walks[op.stage].get(place)
         if walk is None:
-            place = place._replace(flying=flying)
-            walk = walks[key] = _walk(place, stages[op.stage], extra, came)
+            walk = walks[op.stage][place] = _walk(place, op.stage, stages[op.stage], extra, came)
         if total + walk.height > most:
             most, best_at = total + walk.height, str(op)
             best = [b + h for b, h in zip(base, walk.at_height, strict=True)]
@@ -160,11 +168,14 @@ def replay_rank(
     return RankMemory(rank, best_at, tuple(best), host)
 
 
-def _places(ops: Sequence[Op], stages: Sequence[Sequence[PlannedUnit]], prefetch: int) -> Iterator[_Place]:
+@lru_cache(maxsize=1024)
+def _turns(ops: tuple[Op, ...], prefetch: bool) -> list[tuple[_Turn, tuple[int, bool] | None]]:
+    """Of every op its turn, and for which (stage, whether forward) a link is gathered ahead."""
     last_of = {(op.stage, op.kind): i for i, op in enumerate(ops)}
     begun: set[tuple[int, str]] = set()
     waiting = dict.fromkeys((op.stage for op in ops), 0)
     stayed = False
+    out: list[tuple[_Turn, tuple[int, bool] | None]] = []
     for i, op in enumerate(ops):
         stage, kind, _ = op
         following = ops[i + 1] if i + 1 < len(ops) and ops[i + 1].kind != "W" else None
@@ -173,15 +184,15 @@ def _places(ops: Sequence[Op], stages: Sequence[Sequence[PlannedUnit]], prefetch
             waiting[stage] += 1 if kind == "F" else -1
             alone = alone if kind == "F" else waiting[stage] == 0
         turns = following is not None and following.stage == stage and (following.kind == "F") != (kind == "F")
-        stays = turns and kind != "W" and prefetch > 0
-        ahead = 0.0
+        stays = turns and kind != "W" and prefetch
+        ahead = None
         if following is not None and not stays and prefetch:
-            u = stages[following.stage][0 if following.kind == "F" else -1]
-            ahead = u.cost.transient + (u.cost.lender if following.kind != "F" else 0.0)
+            ahead = following.stage, following.kind == "F"
         key = (stage, kind)
-        yield _Place(stage, kind, key not in begun, last_of[key] == i, alone, stayed, stays, ahead, (0.0, 0.0))
+        out.append((_Turn(kind, key not in begun, last_of[key] == i, alone, stayed, stays), ahead))
         begun.add(key)
         stayed = stays
+    return out
 
 
 def _came(schedule: Schedule, rank: int) -> frozenset[tuple[int, str]]:
@@ -206,14 +217,17 @@ class _Step:
             self.high[GRADIENTS] += gradients
 
 
-def _walk(place: _Place, units: Sequence[PlannedUnit], extra: Extra, came: frozenset[tuple[int, str]]) -> _Walk:
+def _walk(
+    place: _Place, stage: int, units: Sequence[PlannedUnit], extra: Extra, came: frozenset[tuple[int, str]]
+) -> _Walk:
     """One op, link by link."""
-    kind, step, prefetch = place.kind, _Step(), extra.prefetch
-    now, flying = step.now, place.flying
+    turn, flying = place.turn, place.flying
+    kind, step, prefetch = turn.kind, _Step(), extra.prefetch
+    now = step.now
     links = [(u, part) for u in units for part in range(u.cost.slices)]
     if kind != "F":
         links.reverse()
-    gathers = [_gathers(u, place) and not (i == 0 and place.stayed) for i, (u, _) in enumerate(links)]
+    gathers = [_gathers(u, turn) and not (i == 0 and turn.stayed) for i, (u, _) in enumerate(links)]
     sizes = [_size(u) for u, _ in links]
     if gathers[0]:
         now[GATHERED] += sizes[0]
@@ -224,14 +238,14 @@ def _walk(place: _Place, units: Sequence[PlannedUnit], extra: Extra, came: froze
         if not last and prefetch and gathers[i + 1]:
             now[GATHERED] += sizes[i + 1]
         ahead = place.ahead if last else 0.0
-        given = extra.pooled if u is units[0] and (place.stage, "F") in came else 0.0  # of what it keeps, a message
+        given = extra.pooled if u is units[0] and (stage, "F") in came else 0.0  # of what it keeps, a message
         if kind == "F":
             if part == 0:
                 now[ACTIVATIONS] += c.activation - given
             step.mark(c.forward_workspace, ahead)
         else:
-            adds = kind != "W" and (place.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients))
-            grad = extra.pooled if i == 0 and kind != "W" and (place.stage, "B") in came else 0.0
+            adds = kind != "W" and (turn.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients))
+            grad = extra.pooled if i == 0 and kind != "W" and (stage, "B") in came else 0.0
             early = c.gradients / c.slices if c.at_once and kind == "B" and adds else 0.0
             step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead, early)
             if c.slices > 1:  # its gradient waits for those before
@@ -241,24 +255,24 @@ def _walk(place: _Place, units: Sequence[PlannedUnit], extra: Extra, came: froze
                 now[GRADIENTS] += (c.gradients + c.borrowed) / c.slices
             step.mark({"B": c.closing, "I": 0.0, "W": c.product}[kind], ahead)
             if kind != "I":
-                flying = _reduced(u, part, place, flying, step, extra)
+                flying = _reduced(u, part, turn, flying, step, extra)
             if part == 0:
                 kept = c.kept_for_weight_grad
                 whole = c.activation - given
                 now[ACTIVATIONS] -= {"B": whole, "I": whole - kept, "W": kept}[kind]
-        if kind != "W" and _releases(u, place) and not (last and place.stays and u.choice.mode != "keep"):
+        if kind != "W" and _releases(u, turn) and not (last and turn.stays and u.choice.mode != "keep"):
             now[GATHERED] -= sizes[i]
     left = tuple((i, size) for i, size in enumerate(now) if size)
     return _Walk(sum(step.high), tuple(step.high), sum(now), left, flying)
 
 
 def _reduced(
-    u: PlannedUnit, part: int, place: _Place, flying: tuple[float, float], step: _Step, extra: Extra
+    u: PlannedUnit, part: int, turn: _Turn, flying: tuple[float, float], step: _Step, extra: Extra
 ) -> tuple[float, float]:
     """A link's gradient is complete: reduced at once, or in the last op. Returns the reduction that is under way."""
     c, now, each = u.cost, step.now, _each_time(u)
     whole, sums = c.gradients / c.slices, c.reduced / c.slices
-    if not (place.last or each):
+    if not (turn.last or each):
         return flying
     if c.borrowed and extra.copied and part == 0:
         step.mark(gradients=extra.copied)
@@ -267,13 +281,13 @@ def _reduced(
         step.mark(gradients=extra.taken)
         now[GRADIENTS] -= extra.lent
     if c.reduced >= c.gradients:  # it stays whole; a second one is added to it when the third begins
-        now[GRADIENTS] += whole if each and place.first and not place.last else 0.0
+        now[GRADIENTS] += whole if each and turn.first and not turn.last else 0.0
         return flying
     step.mark(gradients=sums)
     now[GRADIENTS] += sums - sum(flying)
-    if each and place.kind == "W" and not place.last:  # the next micro-batch has begun one of its own
+    if each and turn.kind == "W" and not turn.last:  # the next micro-batch has begun one of its own
         now[GRADIENTS] += whole
-    added = sums if each and not place.first else 0.0
+    added = sums if each and not turn.first else 0.0
     if not extra.prefetch:  # it is waited for
         now[GRADIENTS] -= whole + added
         return 0.0, 0.0
@@ -289,16 +303,16 @@ def _each_time(u: PlannedUnit) -> bool:
     return u.choice.reduce == "micro-batch"
 
 
-def _gathers(u: PlannedUnit, place: _Place) -> bool:
+def _gathers(u: PlannedUnit, turn: _Turn) -> bool:
     """Whether the op gathers the unit."""
-    if place.kind == "W" or not u.cost.gather:
+    if turn.kind == "W" or not u.cost.gather:
         return False
     mode = u.choice.mode
-    return mode == "zero3" or (place.kind == "F" and (place.alone if mode == "zero2" else place.first))
+    return mode == "zero3" or (turn.kind == "F" and (turn.alone if mode == "zero2" else turn.first))
 
 
-def _releases(u: PlannedUnit, place: _Place) -> bool:
+def _releases(u: PlannedUnit, turn: _Turn) -> bool:
     if not u.cost.gather:
         return False
     mode = u.choice.mode
-    return mode == "zero3" or (place.kind != "F" and (place.alone if mode == "zero2" else place.last))
+    return mode == "zero3" or (turn.kind != "F" and (turn.alone if mode == "zero2" else turn.last))

@@ -1,10 +1,11 @@
 """The search: every layout, every unit's choice, the fastest plan that fits; and the proof of how good it is.
 
-1. Every layout gets a bound (`layouts`). Layouts are taken in the order of their bounds.
-2. For each, every rank's units are chosen by the knapsack (`inner`): an estimate of the layout's time, with its own bound.
+1. Every layout gets a floor (`layouts`). The lowest is taken first, and its floor raised: by what its busiest rank computes and
+   the grid moves, for each of what may be kept and where, then by the relaxed choice of its units (`inner`).
+2. Where it still is the lowest, every rank's units are chosen by the knapsack: an estimate of the layout's time.
 3. The best estimates are built out: real stages, every rank's own choice, the schedule simulated, memory replayed; where the
    replay disagrees with the budget, the budget is moved and the rank chosen again, until it fits.
-4. When the next bound is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
+4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
    hundredth). The winner's neighbours, with other modes, are simulated too (`polish`).
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
    above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
@@ -19,17 +20,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fourfold.errors import ScheduleError
 from fourfold.plan import Plan, Tensor
 from fourfold.planner.deal import deal_layers
-from fourfold.planner.inner import Solved, frugal_bytes, rank_bound, solve_rank
+from fourfold.planner.inner import Solved, free_bytes, frugal_bytes, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import Constraints, bound, bubble, layouts, loads, waits
+from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
 from fourfold.planner.options import RankLoad, Solver
 from fourfold.planner.polish import polished
-from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, predict
+from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, judged
 from fourfold.planner.products import chosen_flows, ladder
 from fourfold.planner.rules import rules_of
 from fourfold.planner.stages import units_of_stages
@@ -45,6 +46,8 @@ MANY, LITTLE = 2000, 0.01
 """Of more layouts than that, those that could win by less than this share are left out; the certificate's gap says so."""
 SIMULATED = 48
 """Layouts that are built out at most."""
+OTHERS = 4
+"""Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
 Progress = Callable[[int, int, float | None], None]
 """Called with layouts done, layouts in all, and the best seconds so far."""
 
@@ -72,13 +75,11 @@ class Found:
     certificate: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(order=True)
-class _Estimate:
+class _Estimate(NamedTuple):
     seconds: float
     number: int
-    layout: Layout = field(compare=False)
-    floor: float = field(compare=False)
-    free: bool = field(compare=False)
+    layout: Layout
+    floor: float
 
 
 def search(setting: Setting, wanted: Constraints, progress: Progress | None = None, top: int = 5) -> Found:
@@ -129,32 +130,30 @@ class _Search:
     ):
         self.setting, self.wanted, self.progress, self.top, self.frugal = setting, wanted, progress, top, frugal
         self.solver = Solver(setting, {k: str(v) for k, v in wanted.fixed.items()})
+        self.waiting: list[tuple[float, int, Layout, Callable[[Layout, float], None]]] = []
+        """The lowest floor first: what is done next for a layout; each raises its floor, at more cost than the one before."""
         self.pending: list[_Estimate] = []
         self.built: list[Candidate] = []
         self.total = self.solved = self.simulated = self.too_large = 0
         self.unsolved = self.passed = float("inf")
-        self.nearest: tuple[float, Layout] | None = None
         self._number = 0
 
     # ---- outside ----
 
     def go(self) -> None:
-        every = [
-            (bound(self.setting, layout), i, layout) for i, layout in enumerate(layouts(self.setting, self.wanted))
-        ]
-        every.sort()
-        self.total = len(every)
-        for done, (floor, _, layout) in enumerate(every):
+        for layout in layouts(self.setting, self.wanted):
+            self._wait(computed(self.setting, layout), layout, self._move)
+        self.total = len(self.waiting)
+        while self.waiting:
+            floor, _, layout, step = self.waiting[0]
             while self.pending and self.pending[0].seconds <= floor and self.simulated < SIMULATED:
                 self._build(heapq.heappop(self.pending))
-            enough = len(self.built) + len(self.pending) >= self.top  # there are others to show beside the best
+            enough = len(self.built) >= self.top or len(self.built) + len(self.pending) >= OTHERS * self.top
             if (floor > self._cut() and enough) or self.simulated >= SIMULATED:
                 self.unsolved = floor
                 break
-            self.solved += 1
-            self._estimate(layout, floor)
-            if self.progress and done % 50 == 0:
-                self.progress(done, self.total, self._best())
+            heapq.heappop(self.waiting)
+            step(layout, floor)
         left: list[_Estimate] = []
         while self.pending and self.simulated < SIMULATED:
             estimate = heapq.heappop(self.pending)
@@ -168,6 +167,10 @@ class _Search:
         if self.progress:
             self.progress(self.total, self.total, self._best())
 
+    def _wait(self, floor: float, layout: Layout, step: Callable[[Layout, float], None]) -> None:
+        self._number += 1
+        heapq.heappush(self.waiting, (floor, self._number, layout, step))
+
     def _best(self) -> float | None:
         return min((c.prediction.seconds for c in self.built), default=None)
 
@@ -176,52 +179,97 @@ class _Search:
         best = self._best()
         return float("inf") if best is None else best * (1 - (LITTLE if self.total > MANY else 0.0))
 
-    # ---- one layout, estimated ----
+    # ---- one layout, from its bound to its estimate ----
 
-    def _estimate(self, layout: Layout, floor: float) -> None:
+    def _move(self, layout: Layout, floor: float) -> None:
+        self._wait(max(floor, computed(self.setting, layout, moved=True)), layout, self._bound)
+
+    def _bound(self, layout: Layout, floor: float) -> None:
+        self._wait(max(floor, bound(self.setting, layout)), layout, self._vary)
+
+    def _vary(self, layout: Layout, floor: float) -> None:
+        """What it may keep on the grid and where: all that could be best."""
+        if self.progress and self.solved % 50 == 0:
+            self.progress(self.solved, self.total, self._best())
+        self.solved += 1
         *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
         layout = replace(layout, tensor=least)
-        free = self._push(layout, floor)
+        self._start(layout, floor)
         if self.frugal and layout.replicas > 1:
-            self._push(replace(layout, prefetch=0), floor)
-        if free:  # there is room to keep something on the grid
+            self._start(replace(layout, prefetch=0), floor)
+        if self._free(layout):  # there is room to keep something on the grid
             for tensor in richer:
-                if self._push(replace(layout, tensor=tensor), floor):
+                other = replace(layout, tensor=tensor)
+                self._start(other, floor)
+                if self._free(other):
                     break
-        if free or self.setting.cluster.device.kind == "cpu":
+            return
+        if self.setting.cluster.device.kind == "cpu":
             return
         # memory binds: what the host takes may buy a faster choice
         if "optimizer" not in self.wanted.fixed:
-            self._push(replace(layout, optimizer="auto"), floor)
+            self._start(replace(layout, optimizer="auto"), floor)
         if "activations" not in self.wanted.fixed:
-            self._push(replace(layout, activations="host"), floor)
+            self._start(replace(layout, activations="host"), floor)
 
-    def _push(self, layout: Layout, floor: float) -> bool:
-        """Solve the kinds of ranks; returns whether memory is no constraint."""
+    def _free(self, layout: Layout) -> bool:
+        """Whether memory is no constraint."""
+        for load in loads(self.setting, layout)[0]:
+            room = self._room(layout, load)
+            if room < free_bytes(self.solver, layout, load):
+                return False
+            solved = solve_rank(self.solver, layout, load, room)
+            if solved is None or self._stream(layout, load, self._budget(layout) - solved.memory):
+                return False
+        return True
+
+    def _start(self, layout: Layout, floor: float) -> None:
+        """Its own computing is known."""
+        busiest = max(loads(self.setting, layout)[1], key=sum)
+        floor = max(floor, layout.micro_batches * sum(busiest) + bubble(layout, *busiest))
+        self._wait(floor, layout, self._hope)
+
+    def _hope(self, layout: Layout, floor: float) -> None:
+        """What its ranks' units add at least, each rank's kinds by themselves."""
+        m, budget = layout.micro_batches, self._budget(layout)
+        hope, parts = 0.0, (0.0, 0.0, 0.0)
+        for load, work in zip(*loads(self.setting, layout), strict=True):
+            room = self._room(layout, load)
+            if room >= free_bytes(self.solver, layout, load):
+                solved = solve_rank(self.solver, layout, load, room)
+                least = solved.bound if solved is not None else None
+            else:
+                least = rank_bound(self.solver, layout, load, budget)
+            if least is None and not self.frugal:
+                self.too_large += 1
+                return
+            total = m * sum(work) + (least or 0.0)
+            if total > hope:
+                hope, parts = total, work
+        self._wait(max(floor, hope + bubble(layout, *parts)), layout, self._solve)
+
+    def _solve(self, layout: Layout, floor: float) -> None:
+        """The kinds of ranks, each with its own choice."""
         setting, m = self.setting, layout.micro_batches
         ranks, works = loads(setting, layout)
-        budget = self._budget(layout)
-        worst, hope, parts, free = 0.0, 0.0, (0.0, 0.0, 0.0), True
+        worst, parts = 0.0, (0.0, 0.0, 0.0)
         for load, work in zip(ranks, works, strict=True):
-            room = budget - self._tied(layout, load)
-            if self.frugal:
-                room = stretched(self.solver, layout, load, room)
-            solved = solve_rank(self.solver, layout, load, room)
+            solved = solve_rank(self.solver, layout, load, self._room(layout, load))
             if solved is None:
                 self.too_large += 1
-                return False
-            stream = self._stream(layout, load, budget - solved.memory)
+                return
+            stream = self._stream(layout, load, self._budget(layout) - solved.memory)
             total = m * sum(work) + solved.seconds + stream
-            free = free and solved.free and not stream
             if total > worst:
                 worst, parts = total, work
-            least = rank_bound(self.solver, layout, load, budget) if not solved.free else solved.bound
-            hope = max(hope, m * sum(work) + (least or 0.0))
-        idle = bubble(layout, *parts) + waits(setting, layout, works)
-        floor = max(floor, hope + bubble(layout, *parts))
+        idle = bubble(layout, *parts) + waits(setting, layout, mean(works), max(map(sum, works)))
         self._number += 1
-        heapq.heappush(self.pending, _Estimate(worst + idle, self._number, layout, floor, free))
-        return free
+        heapq.heappush(self.pending, _Estimate(worst + idle, self._number, layout, floor))
+
+    def _room(self, layout: Layout, load: RankLoad) -> float:
+        """Bytes for a rank's units."""
+        room = self._budget(layout) - self._tied(layout, load)
+        return stretched(self.solver, layout, load, room) if self.frugal else room
 
     def _budget(self, layout: Layout) -> float:
         """Bytes for units on a device."""
@@ -283,7 +331,7 @@ def build_out(
     Above `cut` seconds, a plan that fits is not made better.
     """
     frame = layout.plan(setting, (), None)
-    schedule = _schedule(_shape_of(frame, layout.micro_batches), _simulated(layout), setting.spec.layers)
+    schedule = _schedule(_shape_of(frame), _simulated(layout), setting.spec.layers)
     mesh = layout.mesh
     size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
     message = setting.cluster.message(size, mesh.ranks // mesh.pipe) if mesh.pipe > 1 else 0.0
@@ -318,13 +366,12 @@ def build_out(
             head = setting.spec.units[-1].name
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         plan = layout.plan(setting, rules_of(choices), layers, flows=chosen_flows(setting, layout))
-        prediction = predict(plan, setting, choices)
-        if layout.optimizer == "auto":
-            plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
-        over = [m.peak - usable for m in prediction.memory]
-        host = max(m.host for m in prediction.memory)
-        fits = max(over) <= 0 and host <= setting.cluster.host_memory
-        if fits and (best is None or prediction.seconds < best.prediction.seconds):
+        found = judged(plan, setting, choices)
+        over = [m.peak - usable for m in found.memory]
+        if found.fits and (best is None or found.seconds < best.prediction.seconds):
+            prediction = found.prediction()
+            if layout.optimizer == "auto":
+                plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
             price = max(s.price for s in solved)
             gap = max(s.gap for s in solved)
             best = Candidate(layout, plan, prediction, price, gap)

@@ -33,7 +33,18 @@ from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.products import flow_of, operator_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
 
-__all__ = ["Choice", "Compute", "UnitCost", "compute_times", "joins", "unit_cost"]
+__all__ = [
+    "Choice",
+    "Compute",
+    "Shared",
+    "UnitCost",
+    "compute_times",
+    "computes",
+    "computing",
+    "joins",
+    "shared",
+    "unit_cost",
+]
 
 Recompute = Literal["none", "selective", "full", "per-slice"]
 LEAST, PAGE = 1 << 20, 1 << 16
@@ -74,20 +85,15 @@ class Compute(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UnitCost:
-    """A unit under a choice on a layout: seconds, and bytes on one rank."""
+class Shared:
+    """A unit's parameters and gradients under a choice: seconds, and bytes on one rank."""
 
-    compute: Compute
     gather: float
     """Seconds of one gather of its parameters."""
     reduce: float
     """Seconds of one reduction of its gradients, within its group."""
     across: float
     """Seconds of the sum across groups that follows."""
-    vectors: float
-    """Seconds that sums over the grid take before a reduction; without one, to start them."""
-    behind: float
-    """Seconds of those that nothing waits for before the step's end."""
     whole: float
     """Bytes of its parameters, gathered."""
     parameters: float
@@ -98,6 +104,21 @@ class UnitCost:
     """Bytes of its gradient after it is reduced (with it in place: the whole)."""
     local: float
     """Parameters that this rank updates."""
+    transient: float
+    """Bytes of parameters that are gathered while it computes, if gathered for that only."""
+    slices: int
+    """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
+
+
+@dataclass(frozen=True)
+class UnitCost(Shared):
+    """All that a unit costs under a choice on a layout."""
+
+    compute: Compute
+    vectors: float
+    """Seconds that sums over the grid take before a reduction; without one, to start them."""
+    behind: float
+    """Seconds of those that nothing waits for before the step's end."""
     activation: float
     """Bytes kept of one micro-batch."""
     kept_for_weight_grad: float
@@ -112,12 +133,8 @@ class UnitCost:
     """What I holds for a while: inputs that a whole backward would have given back by then wait for W."""
     product: float
     """What W holds for a while: one product."""
-    transient: float
-    """Bytes of parameters that are gathered while it computes, if gathered for that only."""
     at_once: bool = False
     """Weight gradients are added up as they are made, not at the end of the unit's backward."""
-    slices: int = 1
-    """Links it is run as: each has its share of parameters and gradients, and gathers and reduces on its own."""
     borrowed: float = 0.0
     """Bytes of the gradient of a tied weight that is another unit's."""
     lender: float = 0.0
@@ -150,6 +167,20 @@ def compute_times(
 
     `apart`: weight gradients have an op of their own.
     """
+    forward, input_grad, weight_grad, cheap, unread = computing(setting, kind, tokens, row, col, split)
+    grid = grid_times(setting, tokens, row, col, tensor, steps, apart)[kind] if row * col > 1 else NO_GRID
+    there, back = (sum(line.shown for line in op) for op in (grid.forward, grid.backward))
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + there - unread)
+    return Compute(
+        forward + there, input_grad + back - grid.weight, weight_grad + grid.weight, again, there + back, grid
+    )
+
+
+@lru_cache(maxsize=50_000)
+def computing(
+    setting: Setting, kind: str, tokens: int, row: int, col: int, split: int = 1
+) -> tuple[float, float, float, float, float]:
+    """Seconds of a micro-batch, the grid's collectives left out: F, I, W; of F, what is cheap to redo, and what nobody reads."""
     unit = setting.spec.kinds[kind]
     forward = input_grad = weight_grad = cheap = unread = 0.0
     for o in unit.operators:
@@ -159,17 +190,13 @@ def compute_times(
             unread += f if o.name == unit.unread and row * col == split == 1 and not setting.precision.compile else 0.0
         elif o.name in unit.again or (o.kind == "memory" and not unit.again):
             cheap += f
-    grid = grid_times(setting, tokens, row, col, tensor, steps, apart)[kind] if row * col > 1 else NO_GRID
-    there, back = (sum(line.shown for line in op) for op in (grid.forward, grid.backward))
-    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + there - unread)
-    return Compute(
-        forward + there, input_grad + back - grid.weight, weight_grad + grid.weight, again, there + back, grid
-    )
+    return forward, input_grad, weight_grad, cheap, unread
 
 
-def _elements(unit: UnitSpec, mesh: Mesh) -> float:
+@lru_cache(maxsize=4096)
+def _elements(setting: Setting, kind: str, parts: int) -> float:
     """Elements of a unit's parameters on a rank: a grid divides matrices, but for the rows of positions, which are copied."""
-    parts = mesh.row * mesh.col
+    unit = setting.spec.kinds[kind]
     sizes = (
         math.prod(shape) / (parts if len(shape) > 1 and not name.startswith("positions") else 1)
         for name, shape in unit.shapes.items()
@@ -183,22 +210,16 @@ def _rounded(elements: float, shards: int) -> float:
     return -(-elements // step) * step
 
 
-@lru_cache(maxsize=200_000)
-def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> UnitCost:
-    """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
+def shared(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Shared:
+    """What sharding the unit takes and holds. Times are of one gather, one reduction."""
     unit, mesh, cluster = setting.spec.kinds[kind], layout.mesh, setting.cluster
-    tokens = layout.micro_batch_size * setting.spec.seq_len
-    tensor, steps = layout.tensor, layout.steps
-    if choice.mode == "zero3" and "weights" in tensor.keep:  # released between F and B
-        tensor = replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
-    grid = mesh.row, mesh.col, tensor, steps
-    compute = compute_times(setting, kind, tokens, *grid, choice.split, choice.recompute, layout.splits_backward)
+    keep = _kept(layout.tensor, choice).keep
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
     mode = choice.mode if group > 1 else "replicate"
     shards = 1 if mode == "replicate" else group
     slices = choice.split if unit.slices > 1 else 1
-    n = _rounded(_elements(unit, mesh), shards * slices)
+    n = _rounded(_elements(setting, kind, mesh.row * mesh.col), shards * slices)
     e, r = setting.compute, setting.reduce
     gather = 0.0 if mode == "replicate" else cluster.collective("all_gather", n * e, group, stride)
     across = 0.0
@@ -207,35 +228,66 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     else:
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
-    behind, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
-    vectors = calls * cluster.call
-    if replicas > 1 and behind:
-        vectors, behind = behind, 0.0
-    lent = _lent(setting, unit, mesh)
     whole_rows = 0.0  # weights and gradients of all rows that are kept for the step
     if mesh.row > 1 and unit.flops:
-        width = (e if "weights" in tensor.keep else 0) + (max(4, e) if "gradients" in tensor.keep else 0)
+        width = (e if "weights" in keep else 0) + (max(4, e) if "gradients" in keep else 0)
         whole_rows = unit.matrices / mesh.col * width
+    return Shared(
+        gather=gather,
+        reduce=reduce,
+        across=across,
+        whole=n * e,
+        parameters=n * e / shards + whole_rows,
+        gradients=n * r,
+        reduced=n * r / shards,
+        local=n / shards,
+        transient=n * e / slices if mode == "zero3" else 0.0,
+        slices=slices,
+    )
+
+
+def _kept(tensor: Tensor, choice: Choice) -> Tensor:
+    """What the grid keeps for a unit: weights that are released between F and B are gathered again."""
+    if choice.mode == "zero3" and "weights" in tensor.keep:
+        return replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
+    return tensor
+
+
+def computes(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Compute:
+    """Seconds of one micro-batch of the unit."""
+    mesh, tokens = layout.mesh, layout.micro_batch_size * setting.spec.seq_len
+    grid = mesh.row, mesh.col, _kept(layout.tensor, choice), layout.steps
+    return compute_times(setting, kind, tokens, *grid, choice.split, choice.recompute, layout.splits_backward)
+
+
+@lru_cache(maxsize=200_000)
+def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> UnitCost:
+    """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
+    unit, mesh, cluster = setting.spec.kinds[kind], layout.mesh, setting.cluster
+    tokens, e, r = layout.micro_batch_size * setting.spec.seq_len, setting.compute, setting.reduce
+    sharing = shared(setting, layout, kind, choice)
+    behind, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
+    vectors = calls * cluster.call
+    if layout.replicas > 1 and behind:
+        vectors, behind = behind, 0.0
+    lent = _lent(setting, unit, mesh)
     scale = tokens / mesh.col
-    heights = _Heights(setting, layout, unit, choice, tokens, (n + lent) * e, slices)
+    heights = _Heights(setting, layout, unit, choice, tokens, sharing.whole + lent * e, sharing.slices)
     kept = heights.kept
     offloads = layout.activations == "host" and unit.layer != setting.spec.layers - 1  # the loss is next: it stays
     held = 0.0 if offloads else kept
     if offloads and cluster.device.kind == "cpu":  # its host is where it is: what goes there is there twice
         again = choice.recompute in ("full", "per-slice")  # its input goes, however small
         held = kept + (-(-kept // PAGE) * PAGE if again or kept >= LEAST else 0.0)
+    lender = 0.0
+    if lent and sharing.transient:
+        shards = choice.within or layout.replicas
+        lender = _rounded(_elements(setting, setting.spec.units[0].kind, mesh.row * mesh.col), shards) * e
     return UnitCost(
-        compute=compute,
-        gather=gather,
-        reduce=reduce,
-        across=across,
+        **vars(sharing),
+        compute=computes(setting, layout, kind, choice),
         vectors=vectors,
         behind=behind,
-        whole=n * e,
-        parameters=n * e / shards + whole_rows,
-        gradients=n * r,
-        reduced=n * r / shards,
-        local=n / shards,
         activation=held,
         kept_for_weight_grad=unit.for_weight_grad.bytes(e) * scale,
         forward_workspace=heights.forward() + max(0.0, kept - held),
@@ -243,11 +295,9 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         closing=heights.closing() - held,
         split_workspace=heights.split() + max(0.0, kept - held),
         product=heights.product(),
-        transient=n * e / slices if mode == "zero3" else 0.0,
         at_once=_at_once(setting, mesh),
-        slices=slices,
         borrowed=lent * r,
-        lender=_rounded(_elements(setting.spec.units[0], mesh), shards) * e if lent and mode == "zero3" else 0.0,
+        lender=lender,
         offloaded=kept if offloads else 0.0,
         lines=_crossed(layout, cluster),
     )
@@ -264,7 +314,7 @@ def _at_once(setting: Setting, mesh: Mesh) -> bool:
     return mesh.row * mesh.col > 1 or setting.spec.config is None
 
 
-def joins(cost: UnitCost, choice: Choice) -> bool:
+def joins(cost: Shared, choice: Choice) -> bool:
     """Whether a unit's gradient may be summed together with those of others: it stays whole, and is reduced once a step."""
     return cost.reduced >= cost.gradients and cost.slices == 1 and choice.reduce == "step"
 

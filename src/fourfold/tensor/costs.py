@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 from fourfold.tensor.blocks import round_up
@@ -122,10 +123,15 @@ class Move(NamedTuple):
     """Once a step, not once a micro-batch."""
 
 
-def moves(p: Product, flow: Flow, keep: Collection[str] = ()) -> list[Move]:
+def moves(p: Product, flow: Flow, keep: Collection[str] = ()) -> tuple[Move, ...]:
     """What `flow` moves for this product."""
+    return _every(p, flow, tuple(keep))
+
+
+@lru_cache(maxsize=50_000)
+def _every(p: Product, flow: Flow, keep: tuple[str, ...]) -> tuple[Move, ...]:
     every = _converted(p, flow) + _moves(p, flow, keep)
-    return [m for m in every if (p.row if m.axis == "row" else p.col) > 1]
+    return tuple(m for m in every if (p.row if m.axis == "row" else p.col) > 1)
 
 
 def _converted(p: Product, flow: Flow) -> list[Move]:
