@@ -19,7 +19,7 @@ from fourfold.planner.make import find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import predict
 from fourfold.planner.rules import rules_of
-from fourfold.planner.search import build_out
+from fourfold.planner.search import build_out, dealt_out
 from fourfold.planner.units import Choice
 
 
@@ -98,19 +98,22 @@ def test_no_layout_is_better_than_the_best() -> None:
     assert found.certificate["lower_bound"] <= best * (1 + 1e-9)
 
 
-def test_floors_only_rise() -> None:
-    s = setting(nodes=2, batch=32, spec=llama(6))
-    solver, built = Solver(s, {}), 0
+@pytest.mark.parametrize(("layers", "nodes", "every"), [(6, 2, 13), (24, 4, 41)])
+def test_floors_rise_and_hold(layers: int, nodes: int, every: int) -> None:
+    """What is said of a layout before it is built out is never more than what its plan takes."""
+    s = setting(nodes=nodes, batch=16 * nodes, spec=llama(layers))
+    solver, schedules = Solver(s, {}), set()
     for number, layout in enumerate(layouts(s, parse_fixes([]))):
         first, then = computed(s, layout), computed(s, layout, moved=True)
         assert first <= then * (1 + 1e-9), layout
-        if number % 17:
+        if number % every:
             continue
         found = build_out(s, solver, layout)
         if found is not None:
-            built += 1
-            assert then <= max(found.prediction.seconds, bound(s, layout)) * (1 + 1e-9), layout
-    assert built > 10
+            schedules.add((layout.schedule, layout.micro_batches > layout.mesh.pipe))
+            dealt = dealt_out(s, layout)[1].least(layout.micro_batches)
+            assert max(then, bound(s, layout), dealt) <= found.prediction.seconds * (1 + 1e-9), layout
+    assert len(schedules) > 6
 
 
 @pytest.mark.parametrize("what", ["memory", "bandwidth", "flops"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 from fourfold.plan import Tensor
 from fourfold.planner.layout import Layout, Setting
@@ -17,14 +19,29 @@ from fourfold.program.engine import Problem, run
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
 
-__all__ = ["deal_layers"]
+__all__ = ["Deal", "deal_layers"]
 
 MOST = 64
 """Stages up to which ranks are evened out; with more, it takes too long and gains little."""
 
 
-def deal_layers(setting: Setting, layout: Layout, schedule: Schedule, message: float) -> tuple[int, ...]:
-    """Layers of every stage, embedding and head among them."""
+class Deal(NamedTuple):
+    """Layers of every stage, embedding and head among them; and what a step takes, were there nothing but computing."""
+
+    counts: tuple[int, ...]
+    seconds: float
+    simulated: int
+    """Micro-batches of those seconds."""
+    busiest: float
+    """Seconds of one more, on the rank that has most."""
+
+    def least(self, micro_batches: int) -> float:
+        """Seconds that no choice of units can beat."""
+        return self.seconds + (micro_batches - self.simulated) * self.busiest
+
+
+def deal_layers(setting: Setting, layout: Layout, schedule: Schedule, message: float) -> Deal:
+    """The fastest of the deals."""
     mesh = layout.mesh
     return _dealt(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.steps, schedule, message)
 
@@ -32,7 +49,7 @@ def deal_layers(setting: Setting, layout: Layout, schedule: Schedule, message: f
 @lru_cache(maxsize=2048)
 def _dealt(
     setting: Setting, size: int, row: int, col: int, tensor: Tensor, steps: int, schedule: Schedule, message: float
-) -> tuple[int, ...]:
+) -> Deal:
     spec, tokens = setting.spec, size * setting.spec.seq_len
     times = []
     for layer in range(spec.layers):
@@ -45,11 +62,16 @@ def _dealt(
     work = [sum(t) for t in times]
     stages = schedule.stages
     if stages == 1:
-        return (spec.layers,)
+        return Deal((spec.layers,), 0.0, 0, sum(work))
     deals = {_by_time(work, stages), _by_count(spec.layers, stages)}
     if stages <= MOST:
         deals.add(tuple(partition(work, schedule.placement)))
-    return min(sorted(deals), key=lambda counts: _seconds(times, counts, schedule, message))
+    seconds = {counts: _seconds(times, counts, schedule, message) for counts in sorted(deals)}
+    best = min(seconds, key=seconds.__getitem__)
+    ends = list(accumulate(best))
+    by_stage = [sum(work[end - count : end]) for count, end in zip(best, ends, strict=True)]
+    busiest = max(sum(by_stage[s] for s in held) for held in schedule.stages_of)
+    return Deal(best, seconds[best], schedule.micro_batches, busiest)
 
 
 def _by_time(work: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -317,35 +317,46 @@ def waits(setting: Setting, layout: Layout, average: Sequence[float], busiest: f
     return 2 * hops * hop + max(0.0, m - p) * max(0.0, loop / in_flight(layout, 0) - busiest)
 
 
+def least_seconds(layout: Layout, model: float, busiest: float) -> float:
+    """What no dealing of layers can beat: one micro-batch takes `model` seconds of all ranks, `busiest` of one at least.
+
+    [Note: least idling]
+    A rank's F of the first micro-batch comes after those before it, its B of the last one before theirs; and with one F, one B in
+    turn and k = p - rank in flight, it waits for B of the first, having k - 1 others to compute, and once more for that of the
+    last. So with A and Z seconds on the ranks before and after one that has M, a step takes A + m M + max(0, 2 Z - (k - 1) M)
+    at least. Of all ways to deal out A + M + Z the least is m M + max(0, 2 (A + M + Z) - (p + 1) M), where m > p. With fewer
+    micro-batches A + m M for every rank is what is left; least where all are equal. Other schedules idle less: a micro-batch
+    goes through all stages, where W is not put off.
+    """
+    p, m = layout.mesh.pipe, layout.micro_batches
+    if layout.schedule == "1f1b" and m > p:
+        return m * busiest + max(0.0, 2 * model - (p + 1) * busiest)
+    if layout.schedule in ("1f1b", "gpipe"):
+        return max(m * busiest, model / (1 - (1 - 1 / m) ** p))
+    return max(m * busiest, model) if layout.schedule in ("interleaved", "wave") else m * busiest
+
+
 def computed(setting: Setting, layout: Layout, moved: bool = False) -> float:
-    """What `bound` says, found faster: blocks are dealt out evenly; unless `moved`, the grid moves what any flow does."""
+    """Seconds that no choice of units on this layout can beat; unless `moved`, the grid moves what any flow does."""
     mesh, kept = layout.mesh, (layout.tensor, layout.steps) if moved else ()
-    *sums, block = _model(setting, layout.micro_batch_size, mesh.row, mesh.col, *kept)
-    f, i, w = (x / mesh.pipe for x in sums)
-    busiest = max(f + i + w, -(-(setting.spec.layers - 2) // mesh.pipe) * block)
-    idle = waits(setting, layout, (f, i, w), busiest)
-    if (
-        moved or layout.schedule != "zb-h1" or layout.micro_batches >= mesh.pipe - 1
-    ):  # else what lengthens W may shorten it
-        idle += bubble(layout, f, i, w)
-    return (layout.micro_batches - 1) * busiest + f + i + w + idle
+    model, block = _model(setting, layout.micro_batch_size, mesh.row, mesh.col, *kept)
+    blocks = -(-(setting.spec.layers - 2) // mesh.pipe)
+    return least_seconds(layout, model, max(model / mesh.pipe, blocks * block))
 
 
 @lru_cache(maxsize=20_000)
 def _model(
     setting: Setting, size: int, row: int, col: int, tensor: Tensor | None = None, steps: int = 1
-) -> tuple[float, float, float, float]:
-    """F, I and W of a micro-batch of the whole model, and all of a block's; without `tensor`, at least."""
-    tokens, f, i, w, blocks = size * setting.spec.seq_len, 0.0, 0.0, 0.0, 0.0
+) -> tuple[float, float]:
+    """Seconds of a micro-batch of the whole model, and of a block; without `tensor`, at least."""
+    tokens, total, blocks = size * setting.spec.seq_len, 0.0, 0.0
     for kind, (every, inner) in _counts(setting).items():
         if tensor is None:
-            there, back, weight = computing(setting, kind, tokens, row, col)[:3]
-            there += column_seconds(setting, kind, tokens, col)
+            seconds = sum(computing(setting, kind, tokens, row, col)[:3]) + column_seconds(setting, kind, tokens, col)
         else:
-            there, back, weight = compute_times(setting, kind, tokens, row, col, tensor, steps, 1, "none")[:3]
-        f, i, w = f + every * there, i + every * back, w + every * weight
-        blocks += inner * (there + back + weight)
-    return f, i, w, blocks / max(1, setting.spec.layers - 2)
+            seconds = sum(compute_times(setting, kind, tokens, row, col, tensor, steps, 1, "none")[:3])
+        total, blocks = total + every * seconds, blocks + inner * seconds
+    return total, blocks / max(1, setting.spec.layers - 2)
 
 
 @lru_cache(maxsize=64)
@@ -359,10 +370,9 @@ def _counts(setting: Setting) -> dict[str, tuple[int, int]]:
 
 
 def bound(setting: Setting, layout: Layout) -> float:
-    """Seconds that no choice of units on this layout can beat."""
+    """The same, with layers dealt out: the busiest rank's share is the least that it can be."""
     _, works = loads(setting, layout, apart=False)  # which hides most, and is found faster
-    average, busiest = mean(works), max(map(sum, works))
-    return layout.micro_batches * busiest + bubble(layout, *average) + waits(setting, layout, average, busiest)
+    return layout.micro_batches * max(map(sum, works))
 
 
 def mean(works: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:

@@ -1,10 +1,12 @@
 """The search: every layout, every unit's choice, the fastest plan that fits; and the proof of how good it is.
 
 1. Every layout gets a floor (`layouts`). The lowest is taken first, and its floor raised: by what its busiest rank computes and
-   the grid moves, for each of what may be kept and where, then by the relaxed choice of its units (`inner`).
+   the grid moves, for each of what may be kept and where, then by the relaxed choice of its units (`inner`). A floor counts
+   no idling but what cannot be avoided.
 2. Where it still is the lowest, every rank's units are chosen by the knapsack: an estimate of the layout's time.
-3. The best estimates are built out: real stages, every rank's own choice, the schedule simulated, memory replayed; where the
-   replay disagrees with the budget, the budget is moved and the rank chosen again, until it fits.
+3. The best estimates are built out, unless their layers as dealt out to stages, simulated with nothing but computing, are too
+   slow: every rank's own choice, the schedule simulated, memory replayed; where the replay disagrees with the budget, the
+   budget is moved and the rank chosen again, until it fits.
 4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
    hundredth). The winner's neighbours, with other modes, are simulated too (`polish`).
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 from fourfold.errors import ScheduleError
 from fourfold.plan import Plan, Tensor
-from fourfold.planner.deal import deal_layers
+from fourfold.planner.deal import Deal, deal_layers
 from fourfold.planner.inner import Solved, free_bytes, frugal_bytes, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
@@ -37,6 +39,7 @@ from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice
 from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, peaks
+from fourfold.program.ops import Schedule
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
@@ -225,14 +228,12 @@ class _Search:
 
     def _start(self, layout: Layout, floor: float) -> None:
         """Its own computing is known."""
-        busiest = max(loads(self.setting, layout)[1], key=sum)
-        floor = max(floor, layout.micro_batches * sum(busiest) + bubble(layout, *busiest))
-        self._wait(floor, layout, self._hope)
+        busiest = max(map(sum, loads(self.setting, layout)[1]))
+        self._wait(max(floor, layout.micro_batches * busiest), layout, self._hope)
 
     def _hope(self, layout: Layout, floor: float) -> None:
         """What its ranks' units add at least, each rank's kinds by themselves."""
         m, budget = layout.micro_batches, self._budget(layout)
-        hope, parts = 0.0, (0.0, 0.0, 0.0)
         for load, work in zip(*loads(self.setting, layout), strict=True):
             room = self._room(layout, load)
             if room >= free_bytes(self.solver, layout, load):
@@ -243,10 +244,8 @@ class _Search:
             if least is None and not self.frugal:
                 self.too_large += 1
                 return
-            total = m * sum(work) + (least or 0.0)
-            if total > hope:
-                hope, parts = total, work
-        self._wait(max(floor, hope + bubble(layout, *parts)), layout, self._solve)
+            floor = max(floor, m * sum(work) + (least or 0.0))
+        self._wait(floor, layout, self._solve)
 
     def _solve(self, layout: Layout, floor: float) -> None:
         """The kinds of ranks, each with its own choice."""
@@ -303,8 +302,12 @@ class _Search:
         if estimate.floor > self._cut() and len(self.built) >= self.top:
             self.passed = min(self.passed, estimate.floor)
             return
-        self.simulated += 1
         try:
+            least = dealt_out(self.setting, estimate.layout)[1].least(estimate.layout.micro_batches)
+            if least > self._cut() and len(self.built) >= self.top:
+                self.passed = min(self.passed, max(least, estimate.floor))
+                return
+            self.simulated += 1
             candidate = build_out(self.setting, self.solver, estimate.layout, 1.02 * self._cut(), frugal=self.frugal)
         except ScheduleError:
             return
@@ -330,12 +333,8 @@ def build_out(
 
     Above `cut` seconds, a plan that fits is not made better.
     """
-    frame = layout.plan(setting, (), None)
-    schedule = _schedule(_shape_of(frame), _simulated(layout), setting.spec.layers)
-    mesh = layout.mesh
-    size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
-    message = setting.cluster.message(size, mesh.ranks // mesh.pipe) if mesh.pipe > 1 else 0.0
-    counts = deal_layers(setting, layout, schedule, message)
+    schedule, deal = dealt_out(setting, layout)
+    counts = deal.counts
     stages = units_of_stages(setting.spec, counts)
     flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
     shape = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat)
@@ -386,6 +385,15 @@ def build_out(
         if not moved:
             break
     return best
+
+
+def dealt_out(setting: Setting, layout: Layout) -> tuple[Schedule, Deal]:
+    """A layout's schedule and its layers by stage."""
+    schedule = _schedule(_shape_of(layout.plan(setting, (), None)), _simulated(layout), setting.spec.layers)
+    mesh = layout.mesh
+    size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
+    message = setting.cluster.message(size, mesh.ranks // mesh.pipe) if mesh.pipe > 1 else 0.0
+    return schedule, deal_layers(setting, layout, schedule, message)
 
 
 def _assigned(rank_units: list[list[Any]], solved: list[Solved]) -> dict[str, Choice]:
