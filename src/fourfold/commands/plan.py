@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -128,9 +127,6 @@ def read_model(path: str, seq_len: int | None) -> tuple[ModelSpec, int | None]:
 
 
 def _planned(setting: Setting, wanted: Constraints, args: PlanArgs) -> Plan:
-    gc.set_threshold(
-        200_000, 20, 100
-    )  # a search's many small objects live to its end: not looked through again and again
     if args.json or not sys.stderr.isatty():
         return with_report(find_plan(setting, wanted, args.top), setting, args.top)
     from fourfold.view.plan import progress_bar

@@ -5,6 +5,7 @@ make_plan(spec, cluster, global_batch=1024)  ->  Plan, with `predicted`, `certif
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -58,7 +59,12 @@ def find_plan(setting: Setting, wanted: Constraints, top: int = 5, progress: Pro
     """The search, with the question checked."""
     if setting.global_batch < 1:
         raise PlanError(f"global_batch = {setting.global_batch} must be at least 1")
-    return search(setting, wanted, progress, top)
+    usual = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 100)  # its many objects live to the end: looking them through takes a sixth of it
+    try:
+        return search(setting, wanted, progress, top)
+    finally:
+        gc.set_threshold(*usual)
 
 
 def default_precision(cluster: Cluster) -> Precision:
