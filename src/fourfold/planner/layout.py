@@ -87,6 +87,17 @@ class Layout:
         """Whether the grid's weight gradients have an op of their own."""
         return self.mesh.row * self.mesh.col > 1 and self.mesh.pipe > 1 and self.schedule.startswith("zb")
 
+    def message(self, setting: Setting) -> float:
+        """Bytes of one message between stages."""
+        if self.mesh.pipe == 1:
+            return 0.0
+        return self.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / self.mesh.col
+
+    def message_seconds(self, setting: Setting) -> float:
+        """Of one message to the next stage."""
+        far = self.mesh.ranks // self.mesh.pipe
+        return setting.cluster.message(self.message(setting), far) if self.mesh.pipe > 1 else 0.0
+
     @property
     def stages(self) -> int:
         return self.mesh.pipe * self.stages_per_rank

@@ -2,7 +2,7 @@
 
 The mesh's degrees multiply to the number of ranks. Depth is data by another name (the same ranks hold copies, the same tokens are
 split), so it is 1 unless asked for. A grid keeps all it can; what memory has no room for is dropped in the search. A layout's
-bound is what its busiest rank computes, with the bubble its schedule cannot avoid: no choice of its units can be faster.
+floor is what its busiest rank computes, with idling that no dealing of layers avoids: no choice of its units can be faster.
 """
 
 from __future__ import annotations
@@ -308,9 +308,7 @@ def waits(setting: Setting, layout: Layout, average: Sequence[float], busiest: f
     p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
     if p == 1:
         return 0.0
-    mesh = layout.mesh
-    size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
-    hop = setting.cluster.message(size, mesh.ranks // p)
+    hop = layout.message_seconds(setting)
     hops = v * (p - 1) if layout.schedule in ("wave", "zb-v") else v * p - 1
     split = layout.schedule in ("zb-h1", "zb-v", "synthesized")
     loop = sum(average[:2] if split else average) * p + 2 * hops * hop

@@ -203,10 +203,7 @@ class Judged:
         self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
         self.counts = tuple(counts)
         mesh = layout.mesh
-        tokens = layout.micro_batch_size * setting.spec.seq_len
-        self.message_bytes = tokens * setting.spec.hidden * setting.compute / mesh.col if mesh.pipe > 1 else 0.0
-        far = mesh.ranks // mesh.pipe
-        self.message = setting.cluster.message(self.message_bytes, far) if mesh.pipe > 1 else 0.0
+        self.message_bytes, self.message = layout.message(setting), layout.message_seconds(setting)
         last = schedule.placement[-1]
         self.tied_copy = setting.spec.tied and schedule.placement[0] != last
         embed = setting.spec.units[0]

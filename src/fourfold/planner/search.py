@@ -272,9 +272,7 @@ class _Search:
 
     def _budget(self, layout: Layout) -> float:
         """Bytes for units on a device."""
-        setting, mesh = self.setting, layout.mesh
-        message = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
-        return setting.cluster.usable - (6 * message if mesh.pipe > 1 else 0.0)
+        return self.setting.cluster.usable - 6 * layout.message(self.setting)
 
     def _tied(self, layout: Layout, load: RankLoad) -> float:
         if not load.tied_copy:
@@ -390,10 +388,7 @@ def build_out(
 def dealt_out(setting: Setting, layout: Layout) -> tuple[Schedule, Deal]:
     """A layout's schedule and its layers by stage."""
     schedule = _schedule(_shape_of(layout.plan(setting, (), None)), _simulated(layout), setting.spec.layers)
-    mesh = layout.mesh
-    size = layout.micro_batch_size * setting.spec.seq_len * setting.spec.hidden * setting.compute / mesh.col
-    message = setting.cluster.message(size, mesh.ranks // mesh.pipe) if mesh.pipe > 1 else 0.0
-    return schedule, deal_layers(setting, layout, schedule, message)
+    return schedule, deal_layers(setting, layout, schedule, layout.message_seconds(setting))
 
 
 def _assigned(rank_units: list[list[Any]], solved: list[Solved]) -> dict[str, Choice]:
