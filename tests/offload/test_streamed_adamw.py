@@ -175,9 +175,10 @@ def test_every_way_of_running_it(options: dict[str, Any], early: bool) -> None:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("seed", range(3))
-def test_time_changes_nothing(clip: float, early: bool, seed: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_time_changes_nothing(dtype: torch.dtype, clip: float, early: bool, seed: int) -> None:
     """Each lane takes random times."""
-    train(clip=clip, early=early, lanes=slow_lanes(seed, DEVICE), steps=8, check=8, staging=seed * 60000)
+    train(dtype, clip, early=early, lanes=slow_lanes(seed, DEVICE), steps=8, check=8, staging=seed * 60000)
 
 
 @pytest.mark.parametrize("lane", ["incoming", "updating", "outgoing", "here"])

@@ -261,9 +261,9 @@ class StreamedAdamW(torch.optim.Optimizer):
     def master(self, p: Tensor) -> Tensor:
         """A copy of what is updated for a parameter: fp32 for bf16 weights, on the host; else the weights themselves."""
         block = self._blocks[p]
+        self.streamer.finish()
         if "low" not in block.region.kinds:
             return p.detach().clone()
-        self.streamer.finish()
         low = block.state()["low"]
         out = torch.empty(low.numel(), dtype=torch.float32, device=low.device)
         join(block.value.to(low.device), low, out)
