@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -187,6 +189,25 @@ def test_a_lane_that_does_not_wait_is_noticed(lane: str) -> None:
     with pytest.raises((AssertionError, RuntimeError)):  # autograd, too, notices weights that change under it
         for seed in range(5):
             train(clip=0.05, lanes=slow_lanes(seed, DEVICE, 3e-3, careless=lane), steps=8, check=8)
+
+
+def test_nothing_outlives_the_optimizer() -> None:
+    """Its memory is given back with it, and with the model; what it left in the model does nothing."""
+    net = make_net(torch.float32)
+    optimizer = StreamedAdamW(groups_of(list(net.parameters())), overlap=net)
+    with optimizer.last_backward():
+        net(next(batches(1))).backward()
+    optimizer.step()
+    there = weakref.ref(optimizer.streamer)
+    del optimizer
+    gc.collect()
+    assert there() is None
+    net(next(batches(1))).backward()
+    assert not any(m._forward_pre_hooks for m in net.modules())
+    model = weakref.ref(net)
+    del net
+    gc.collect()
+    assert model() is None
 
 
 def test_updates_start_in_the_backward() -> None:

@@ -19,6 +19,7 @@ weights (an exponential average, a forward of a part of the model that is called
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, overload
 
@@ -92,6 +93,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._placement, self._device_bytes = placement, device_bytes
         self._blocks: dict[Tensor, Block] = {}
         self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks)
         super().__init__(params, {**defaults, "decoupled_weight_decay": True})
         self._build()
 
@@ -129,9 +131,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._register()
 
     def _register(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         self._called: set[nn.Module] = set()
         if self._model is None:
             return
@@ -139,11 +139,12 @@ class StreamedAdamW(torch.optim.Optimizer):
         inside = {block for blocks in self._layers.values() for block in blocks}
         self._layers[self._model] = [b for b in self._blocks_of(self._model.parameters()) if b not in inside]
         self._outside = [b for b in self._blocks.values() if b not in inside and b not in self._layers[self._model]]
+        before_forward, wait, on_grad = _weak(self._before_forward), _weak(self.wait), _weak(self._on_grad)
         for layer in self._layers:
-            self._hooks.append(layer.register_forward_pre_hook(self._before_forward))
-        self._hooks.append(self._model.register_state_dict_pre_hook(lambda *_: self.wait()))
+            self._hooks.append(layer.register_forward_pre_hook(before_forward))
+        self._hooks.append(self._model.register_state_dict_pre_hook(lambda *_: wait()))
         if not self._waits_for_norm:
-            self._hooks += [p.register_post_accumulate_grad_hook(self._on_grad) for p in self._blocks]
+            self._hooks += [p.register_post_accumulate_grad_hook(on_grad) for p in self._blocks]
 
     def _blocks_of(self, params: Iterable[Tensor]) -> list[Block]:
         return [self._blocks[p] for p in params if p in self._blocks]
@@ -164,7 +165,6 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     # ---- overlap ----
 
-    @torch.compiler.disable
     def _before_forward(self, layer: nn.Module, _args: Any) -> None:
         self._called.add(layer)
         for block in self._layers[layer]:
@@ -306,6 +306,25 @@ class StreamedAdamW(torch.optim.Optimizer):
                 low = torch.empty_like(wide, dtype=torch.int16)
                 split(wide, block.value, low)
                 mine["low"].copy_(low)
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, for a hook: autograd hides its hooks from the garbage collector, so none may keep the optimizer alive."""
+    found = weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def call(*args: Any) -> None:
+        there = found()
+        if there is not None:
+            there(*args)
+
+    return call
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def room_on_device(device: torch.device) -> int:
