@@ -182,9 +182,8 @@ class Executor:
     def _compute_part(self, stage: int, kind: str, micro_batch: int, unit: str) -> None:
         """Do the part of an op that uses one unit; the first part takes the op's input, the last leaves its output."""
         here, partial = self.stages[stage], self.values.partial
-        names = [link.name for link in here.links]
-        index, key = names.index(unit), (stage, micro_batch, kind)
-        first, last = (0, len(names) - 1) if kind == "F" else (len(names) - 1, 0)
+        index, key = here.index[unit], (stage, micro_batch, kind)
+        first, last = (0, len(here.links) - 1) if kind == "F" else (len(here.links) - 1, 0)
         asked = self.mark()
         if index == first and self.watch is not None:
             self.watch(f"{stage}{kind}{micro_batch}")

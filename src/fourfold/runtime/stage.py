@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fourfold.runtime._torch import gradients
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
@@ -113,6 +114,7 @@ class Stage:
         watch: Watch | None = None,
     ):
         self.links, self.step, self.keeper, self.watch = list(links), 0, keeper, watch
+        self.index = {link.name: i for i, link in enumerate(self.links)}
         self.queue = WeightGradQueue() if split or any(link.sliced for link in self.links) else None
         for link in self.links:
             if self.queue is not None and (split or link.sliced):
@@ -277,7 +279,11 @@ class Stage:
                 edges = _edges(self._run(micro_batch, index, args, self._again))
         wanted = kept.inputs if kept.inputs is not None else [a for a in args if _differentiable(a)]
         inputs = [*wanted, *link.unit.parameters()]
-        grads = torch.autograd.grad(edges, inputs, flatten(grad)[1], allow_unused=True)
+        given = [grad] if isinstance(grad, Tensor) else flatten(grad)[1]
+        if link.compile:
+            grads = torch.autograd.grad(edges, inputs, given, allow_unused=True)
+        else:
+            grads = gradients(edges, inputs, given)
         link.unit.accumulate(grads[len(wanted) :])
         if link.adds != "no":
             if kept.fed == 2:
@@ -324,6 +330,8 @@ def _make_again(link: Link, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _edges(value: Any) -> list[GradientEdge]:
+    if isinstance(value, Tensor):
+        return [get_gradient_edge(value)] if value.requires_grad else []
     return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
 
 

@@ -327,7 +327,9 @@ class Unit:
                 self._fresh.clear()
                 return
             if self.grad is not None and not self._fresh:
-                torch._foreach_add_([self._accumulator(name) for name in self.params], given)
+                if len(self._grads) < len(self.params):
+                    _ = [self._accumulator(name) for name in self.params]
+                torch._foreach_add_([self._grads[name] for name in self.params], given)
                 return
         for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
