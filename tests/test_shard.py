@@ -94,18 +94,38 @@ def serial_gradients(tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, t
 def test_stage_gradients_equal_autograd() -> None:
     tokens, targets = torch.randint(0, 50, (2, 4, 8))
     expected = serial_gradients(tokens, targets)
-    for recompute in ("none", "selective", "full"):
+    for recompute, together in (("none", False), ("none", True), ("selective", False), ("full", True)):
         model, units = make()
         stage = Stage([Link(n, units[n], module, recompute) for n, module in model.units().items()])  # type: ignore[arg-type]
         for m in range(2):  # two micro-batches, both in flight before the first backward
-            stage.forward(m, tokens[2 * m : 2 * m + 2], extra=(targets[2 * m : 2 * m + 2],))
+            stage.forward(m, tokens[2 * m : 2 * m + 2], extra=(targets[2 * m : 2 * m + 2],), whole=together)
+        assert stage.in_flight == 2
         for m in range(2):
             stage.backward(m, torch.tensor(1.0, dtype=torch.float64))
+        assert not any(p.grad is not None for p in model.parameters())
         for unit in units.values():
             unit.reduce()
         for name, unit in units.items():
             for n in unit.params:
                 assert torch.allclose(reduced(unit)[n], expected[f"{name}.{n}"], rtol=0, atol=1e-13), (name, n)
+
+
+def test_whole_ops_have_the_bits_of_parts() -> None:
+    """One graph for a run of links, or one for each: the same additions, in the same order, tied weights too."""
+    tokens, targets = torch.randint(0, 50, (2, 6, 8))
+    found = []
+    for together in (False, True):
+        model, units = make()
+        stage = Stage([Link(n, units[n], module) for n, module in model.units().items()])
+        for m in range(3):
+            part = slice(2 * m, 2 * m + 2)
+            stage.forward(m, tokens[part], extra=(targets[part],), whole=together)
+            stage.backward(m, torch.tensor(1.0, dtype=torch.float64))
+        assert [len(run) for run in stage._uncut] == [len(units) - 1, 1]  # the head borrows the embedding's matrix
+        for unit in units.values():
+            unit.reduce()
+        found.append({(n, k): g for n, unit in units.items() for k, g in reduced(unit).items()})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 def test_tied_weight_is_summed_once_in_a_fixed_order() -> None:

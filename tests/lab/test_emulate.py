@@ -107,6 +107,8 @@ class Verbs:
         self.grads: list[Any] = []
 
     def need(self) -> None: ...
+    def lends_grads(self) -> bool:
+        return False
 
     def release(self) -> None: ...
 

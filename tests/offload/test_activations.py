@@ -131,6 +131,9 @@ class PlainUnit:
         self.grads: list[Any] = []
 
     def need(self) -> None: ...
+    def lends_grads(self) -> bool:
+        return False
+
     def parameters(self) -> list[Tensor]:
         return list(self.module.parameters())
 

@@ -28,6 +28,9 @@ class _Unit:
         self.module = module
 
     def need(self) -> None: ...
+    def lends_grads(self) -> bool:
+        return False
+
     def accumulate(self, grads: Any) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None: ...
 

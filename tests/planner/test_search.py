@@ -13,8 +13,9 @@ from fourfold.config import Config, ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
+from fourfold.planner.inner import rank_bound
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import bound, computed, layouts, parse_fixes
+from fourfold.planner.layouts import bound, computed, layouts, loads, parse_fixes
 from fourfold.planner.make import find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import predict
@@ -113,6 +114,13 @@ def test_floors_rise_and_hold(layers: int, nodes: int, every: int) -> None:
             schedules.add((layout.schedule, layout.micro_batches > layout.mesh.pipe))
             dealt = dealt_out(s, layout)[1].least(layout.micro_batches)
             assert max(then, bound(s, layout), dealt) <= found.prediction.seconds * (1 + 1e-9), layout
+        hosted = replace(layout, activations="host")
+        found = build_out(s, solver, hosted)
+        if found is not None:
+            for load, work in zip(*loads(s, hosted), strict=True):
+                least = rank_bound(solver, hosted, load, s.cluster.usable)
+                assert least is not None
+                assert layout.micro_batches * sum(work) + least <= found.prediction.seconds * (1 + 1e-9), hosted
     assert len(schedules) > 6
 
 

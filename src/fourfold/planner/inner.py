@@ -184,7 +184,7 @@ def rank_bound(solver: Solver, layout: Layout, load: RankLoad, budget: float) ->
     groups, least = [], 0.0
     for kind, count in load.units:
         sharding = solver.sharding(layout, kind, piped, hopeful=True)
-        again = solver.recompute(layout, kind)
+        again = solver.recompute(layout, kind, hopeful=True)
         groups.append(Group([(o.memory, o.seconds) for o in sharding], count))
         groups.append(Group([(load.in_flight * o.memory, m * o.seconds) for o in again], count))
         least = max(least, min(o.transient for o in again))

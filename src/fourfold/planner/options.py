@@ -65,17 +65,21 @@ class Solver:
             self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
         return self._sharding[key]
 
-    def recompute(self, layout: Layout, kind: str) -> list[Option]:
-        """Recomputation and splits: seconds of a micro-batch, bytes of a micro-batch in flight."""
+    def recompute(self, layout: Layout, kind: str, hopeful: bool = False) -> list[Option]:
+        """Recomputation and splits: seconds of a micro-batch, bytes of a micro-batch in flight.
+
+        `hopeful`: as if nobody waited for the host's link, where activations cross it beside other units' work.
+        """
         mesh = layout.mesh
-        key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.steps, layout.activations)
+        where = "hoped for" if hopeful and layout.activations == "host" else layout.activations
+        key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.steps, where)
         if key not in self._recompute:
-            options = recompute_options(self.setting, layout, kind)
+            options = recompute_options(self.setting, layout, kind, where == "hoped for")
             self._recompute[key] = _undominated(_wished(options, "recompute", self.fixed.get("recompute")))
         return self._recompute[key]
 
 
-def recompute_options(setting: Setting, layout: Layout, kind: str) -> list[Option]:
+def recompute_options(setting: Setting, layout: Layout, kind: str, hopeful: bool = False) -> list[Option]:
     """All there are."""
     unit, out = setting.spec.kinds[kind], []
     base = _work(computes(setting, layout, kind, Choice()))
@@ -86,7 +90,7 @@ def recompute_options(setting: Setting, layout: Layout, kind: str) -> list[Optio
         cost = unit_cost(setting, layout, kind, choice)
         c = cost.compute
         seconds = _work(c) + c.again - base
-        if cost.offloaded:
+        if cost.offloaded and not hopeful:
             moved, overlap = cost.offloaded / setting.cluster.host.link, setting.cluster.overlap
             for work in (c.forward, c.input_grad + c.again):
                 seconds += max(work, moved) + (1 - overlap) * min(work, moved) - work

@@ -30,7 +30,7 @@ from fourfold.planner.stages import (
     units_of_stages,
     whole_step,
 )
-from fourfold.planner.units import Choice
+from fourfold.planner.units import STASH, Choice
 from fourfold.program.engine import Problem, run
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Schedule
@@ -41,8 +41,6 @@ __all__ = ["BUFFERS", "Judged", "Prediction", "choice_of", "judged", "layout_of_
 BUCKET, RING = 2**24, 4
 """Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
 BUFFERS = RING * BUCKET
-STASH = 2 << 30
-"""Bytes of activations that wait on the device for their way to the host, or are back before they are needed."""
 MOST_OPS = 150_000
 """Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
 

@@ -236,7 +236,7 @@ class _Search:
         m, budget = layout.micro_batches, self._budget(layout)
         for load, work in zip(*loads(self.setting, layout), strict=True):
             room = self._room(layout, load)
-            if room >= free_bytes(self.solver, layout, load):
+            if layout.activations == "device" and room >= free_bytes(self.solver, layout, load):
                 solved = solve_rank(self.solver, layout, load, room)
                 least = solved.bound if solved is not None else None
             else:

@@ -14,7 +14,7 @@ from typing import Literal
 from fourfold.model.operators import ModelSpec, UnitSpec
 from fourfold.planner.lanes import Lanes, Step
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import Choice, UnitCost, joins, unit_cost
+from fourfold.planner.units import STASH, Choice, UnitCost, joins, unit_cost
 from fourfold.program.costs import Costs
 from fourfold.shard.layout import joined
 
@@ -191,8 +191,12 @@ class _Running:
         return False
 
     def _offload(self, units: Sequence[PlannedUnit], op: _Op, computing: float) -> float:
-        """How much longer an op takes since its activations move to the host, or back."""
-        moved = sum(u.cost.offloaded for u in units) / self.cluster.host.link
+        """How much longer an op takes since its activations move to the host, or back.
+
+        Where a micro-batch's backward follows its forward, what still waits to go out is there, and nobody waits for it.
+        """
+        there = 0.0 if self.steady or self.cluster.device.kind == "cpu" else STASH
+        moved = max(0.0, sum(u.cost.offloaded for u in units) - there) / self.cluster.host.link
         if not moved or op.kind == "W":
             return 0.0
         return max(0.0, moved - computing) + (1 - self.cluster.overlap) * min(computing, moved)

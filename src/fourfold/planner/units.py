@@ -34,6 +34,7 @@ from fourfold.planner.products import flow_of, operator_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
 
 __all__ = [
+    "STASH",
     "Choice",
     "Compute",
     "Shared",
@@ -49,6 +50,8 @@ __all__ = [
 Recompute = Literal["none", "selective", "full", "per-slice"]
 LEAST, PAGE = 1 << 20, 1 << 16
 """Bytes: smaller activations are not sent to the host; and what buffers there are multiples of."""
+STASH = 2 << 30
+"""Bytes of activations that wait on the device for their way to the host, or are back before they are needed."""
 
 
 class Choice(NamedTuple):
@@ -265,6 +268,8 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
     """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
     unit, mesh, cluster = setting.spec.kinds[kind], layout.mesh, setting.cluster
     tokens, e, r = layout.micro_batch_size * setting.spec.seq_len, setting.compute, setting.reduce
+    if unit.cast and mesh.row * mesh.col > 1 and choice.split == 1:
+        unit = _loss_on_grid(unit, e)
     sharing = shared(setting, layout, kind, choice)
     behind, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
     vectors = calls * cluster.call
@@ -300,6 +305,26 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         lender=lender,
         offloaded=kept if offloads else 0.0,
         lines=_crossed(layout, cluster),
+    )
+
+
+@lru_cache(maxsize=64)
+def _loss_on_grid(unit: UnitSpec, width: int) -> UnitSpec:
+    """A grid's cross entropy keeps the logits, not their softmax, and computes in one fp32 copy of them."""
+    v, none = unit.cast, unit.saved["none"]
+    narrow = v if width < 4 else 0.0  # the gradient, beside its fp32 copy
+
+    def back(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+        loss, product = moments
+        return loss._replace(inner=Held(narrow, v)), product._replace(inner=Held())
+
+    return replace(
+        unit,
+        saved={**unit.saved, "none": Held(none.narrow + v, none.wide - v)},
+        forward={**unit.forward, "none": (Moment(inner=Held(0.0, v)), unit.forward["none"][1])},
+        backward=back(unit.backward),
+        split=back(unit.split),
+        cast=0.0,
     )
 
 

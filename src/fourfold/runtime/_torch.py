@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["gradients"]
+__all__ = ["accumulate", "gradients"]
 
 
 def gradients(
@@ -22,5 +22,12 @@ def gradients(
 
     Not for a compiled graph: `torch.autograd.grad` tells its compiler's settings to the threads of devices.
     """
-    run = Variable._execution_engine.run_backward  # type: ignore[attr-defined]
-    return run(tuple(outputs), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=False)  # type: ignore[no-any-return]
+    run = Variable._execution_engine.run_backward
+    return run(tuple(outputs), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=False)
+
+
+def accumulate(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """The same, each gradient added to the `grad` of its input, a leaf, as soon as it is there."""
+    Variable._execution_engine.run_backward(
+        tuple(outputs), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=True
+    )

@@ -92,17 +92,19 @@ class Executor:
         self.values = Values()
         self._evaluating = False
         self._feed: Feed | None = None
+        self._whole: set[Op] = set()  # backwards of the program under way that are not in parts
 
     def run(self, program: Program, feed: Feed, *, evaluate: bool = False) -> dict[int, Any]:
         """Run a program to its end; returns what the last stage made of each micro-batch, where it is on this rank."""
         self.begin(feed, evaluate=evaluate)
+        self._whole = {i for i in program.instructions if isinstance(i, Op) and i.kind == "B"}
         for instruction in program.instructions:
             self.do(instruction)
         return self.end()
 
     def begin(self, feed: Feed, *, evaluate: bool = False) -> None:
         self.values, self.spans = Values(), []
-        self._feed, self._evaluating = feed, evaluate
+        self._feed, self._evaluating, self._whole = feed, evaluate, set()
 
     def end(self) -> dict[int, Any]:
         """The step is over: everything has been sent; nothing is left over."""
@@ -165,7 +167,8 @@ class Executor:
                     out = here.evaluate(value, self._extra(stage, micro_batch))
                     self._release(stage, micro_batch)
                 else:
-                    out = here.forward(micro_batch, value, self._extra(stage, micro_batch))
+                    whole = Op(stage, "B", micro_batch) in self._whole
+                    out = here.forward(micro_batch, value, self._extra(stage, micro_batch), whole=whole)
                 self._made(stage, "F", micro_batch, out)
             case "B" | "I":
                 grad = self._grad(stage, micro_batch)

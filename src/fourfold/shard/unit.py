@@ -316,6 +316,21 @@ class Unit:
                 self.grad[start:stop].zero_()
         return self.grad
 
+    def lends_grads(self) -> bool:
+        """Whether autograd can add to the accumulators itself: they are its own, and of the parameters' type."""
+        return self.reduce_dtype == self.full.dtype and not self.sliced and not self.borrowed
+
+    def lend_grads(self) -> None:
+        """Until they are taken back, the accumulators are the parameters' `grad`."""
+        self._whole_grad()
+        for name, p in self.params.items():
+            there = name in self._grads and name not in self._fresh
+            p.grad = self._grads[name] if there else self.main_grad(name)
+
+    def take_grads_back(self) -> None:
+        for p in self.params.values():
+            p.grad = None
+
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""

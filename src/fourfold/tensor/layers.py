@@ -244,12 +244,12 @@ class _CrossEntropy(torch.autograd.Function):
         wide = _wide(logits)[:, :filled]
         lowest = torch.finfo(wide.dtype).min
         top = col.max(wide.amax(-1) if filled else wide.new_full(wide.shape[:1], lowest))
-        shifted = wide - top[:, None]
+        shifted = _less(wide, top, logits)
         at = targets - first
         mine = (at >= 0) & (at < filled)
         at = torch.where(mine, at, 0)
         own = shifted.gather(1, at[:, None])[:, 0] * mine if filled else torch.zeros_like(top)
-        sums = col.sum(torch.stack((shifted.exp().sum(-1), own)))
+        sums = col.sum(torch.stack((shifted.exp_().sum(-1), own)))
         log_sum = sums[0].log()
         valid = targets != IGNORE
         ctx.save_for_backward(logits, top + log_sum, at, mine, valid)
@@ -260,9 +260,14 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         logits, log_total, at, mine, valid = ctx.saved_tensors
-        wide = _wide(logits)[:, : ctx.filled]
-        d = (wide - log_total[:, None]).exp()
+        d = _less(_wide(logits)[:, : ctx.filled], log_total, logits).exp_()
         if ctx.filled:
-            d = d.scatter_add(1, at[:, None], -mine.to(d.dtype)[:, None])
-        d = d * (dy * valid)[:, None]
-        return F.pad(d, (0, logits.shape[1] - ctx.filled)).to(logits.dtype), None, None, None, None
+            d.scatter_add_(1, at[:, None], -mine.to(d.dtype)[:, None])
+        d.mul_((dy * valid)[:, None])
+        d, padded = d.to(logits.dtype), logits.shape[1] - ctx.filled
+        return F.pad(d, (0, padded)) if padded else d, None, None, None, None
+
+
+def _less(wide: Tensor, amount: Tensor, source: Tensor) -> Tensor:
+    """`wide` less a number for each token: in place, unless its memory is that of `source`."""
+    return wide.sub_(amount[:, None]) if wide.dtype != source.dtype else wide - amount[:, None]

@@ -179,13 +179,14 @@ class _Calibration:
     def _eager_share(self, made: Cluster) -> float:
         """Of the memory's rate, what is left for the operators of a step beside products and attention.
 
-        They are many, and some go over memory in strides. Two small models: norms, activations and positions differ.
+        They are many, and some go over memory in strides. Two models: norms, activations and positions differ. They are
+        large enough that the device, not the host, takes the time.
         """
         from fourfold.testing.one_rank import OneRank  # it needs this package
 
         moved = left = 0.0
         for family in ("gpt", "llama"):
-            fields = {"family": family, "layers": 4, "hidden": 1536, "heads": 12, "seq_len": 1024, "vocab": 8192}
+            fields = {"family": family, "layers": 3, "hidden": 2560, "heads": 20, "seq_len": 2048, "vocab": 8192}
             config = Config.from_dict({"model": fields, "train": {"global_batch": 8, "run_dir": "unused"}}).resolve()
             plan = Plan.from_dict({"precision": {"compute": "bf16"}})
             one = OneRank(config, plan, 0, str(self.device))
