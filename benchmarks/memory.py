@@ -67,6 +67,7 @@ def plans() -> list[tuple[str, str, dict[str, Any]]]:
         add("col 2, selective", model, mesh={"col": 2}, unit=[{"match": "*", "recompute": "selective"}])
         add("data 2 · col 2, zero3", model, mesh={"data": 2, "col": 2}, unit=[{"match": "*", "mode": "zero3"}])
         add("row 2 · col 2", model, mesh={"row": 2, "col": 2})
+        add("row 2 · col 2, bf16", model, mesh={"row": 2, "col": 2}, precision={"compute": "bf16"})
         add("row 2 · col 2, no overlap", model, mesh={"row": 2, "col": 2}, tensor={"overlap": False})
         for keep in (["weights"], ["inputs"], ["weights", "inputs", "gradients"]):
             name, tensor = f"row 2 · col 2, keep {' + '.join(keep)}", {"keep": keep}

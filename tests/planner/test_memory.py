@@ -37,6 +37,7 @@ SLICED = [rule("*.mlp", mode="zero3", split=4, recompute="per-slice"), rule(mode
         (GPT, {"mesh": {"data": 4}, "unit": [rule(recompute="full", **EACH)], "batch": {"micro_batches": 4}}),
         (GPT, {"mesh": {"data": 4}, "unit": [rule(reduce="micro-batch")], "batch": {"micro_batches": 4}}),
         (GPT, {"mesh": {"row": 2, "col": 2}}),
+        (GPT, {"mesh": {"row": 2, "col": 2}, "precision": {"compute": "bf16"}}),
         (GPT, {"mesh": {"data": 2}, "memory": {"moments": "bf16"}}),
         (LLAMA, {"mesh": {"data": 2}, "unit": [rule(recompute="selective")], "precision": {"compute": "bf16"}}),
         (LLAMA, {"mesh": {"data": 4}, "unit": [rule(mode="zero3", within=2)], "batch": {"micro_batches": 2}}),

@@ -4,7 +4,7 @@ The verbs are the same, and so are the modes; what a program would say, hooks fi
 
     before a unit's forward     gather, need, and gather the units that came next last time (`prefetch` of them)
     after it                    zero3: release
-    gradient of its output      gather, need, and gather the units before it
+    gradient of its output      gather, need, and gather the units before it; autograd adds to its accumulators, where it can
     gradients of its inputs     its backward is complete: release, reduce
 
 A unit whose inputs need no gradient (an embedding) is completed by `close`, after the backward. Every rank of a replica group
@@ -61,6 +61,7 @@ class HookDriver:
     def close(self) -> None:
         """After the backward: complete what hooks could not, and release what was gathered in vain."""
         for part in reversed(self.parts):
+            part.unit.take_grads_back()
             if part.waiting or (part.unit.grad is not None and self._reduces(part)):
                 part.waiting = 0
                 self._complete(part)
@@ -110,8 +111,14 @@ class HookDriver:
                 part.unit.release()
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: self._use(part, -1))
+                    tensor.register_hook(lambda grad: back())
 
+        def back() -> None:
+            self._use(part, -1)
+            if lends and not torch.is_grad_enabled():  # with a graph of the backward, autograd would not add in place
+                part.unit.lend_grads()
+
+        lends = part.unit.lends_grads()
         return hook
 
     def _use(self, part: Hooked, direction: int) -> None:
@@ -126,6 +133,8 @@ class HookDriver:
     def _done(self, part: Hooked) -> None:
         """One call's backward is complete."""
         part.waiting -= 1
+        if not part.waiting:
+            part.unit.take_grads_back()
         if part.mode == "zero3" or (part.mode == "zero2" and not part.waiting):
             part.unit.release()
         if not part.waiting and self._reduces(part):
@@ -155,10 +164,10 @@ class _Boundary(torch.autograd.Function):
 
 
 def _mover(unit: Unit, name: str) -> Any:
-    """Moves what autograd made of a parameter's gradient to the unit's accumulator."""
+    """Moves what autograd made of a parameter's gradient to the unit's accumulator, where it is not there by itself."""
 
     def move(parameter: Tensor) -> None:
-        if parameter.grad is not None:
+        if not unit.lent and parameter.grad is not None:
             unit.add_grad(name, parameter.grad)
             parameter.grad = None
 

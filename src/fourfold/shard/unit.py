@@ -107,6 +107,7 @@ class Unit:
         self.shard_grad: Tensor | None = None
         self._grads: dict[str, Tensor] = {}  # accumulators: views of `grad`, and those of borrowed parameters
         self._fresh: set[str] = set()  # those not written to yet: the first gradient is copied, not added to zeros
+        self.lent = False  # whether autograd adds to them itself
         self._gaps, self._slots = layout.gaps(), {s.name: s for s in layout.slots}
         self._rows: dict[str, nn.Parameter] = {}  # borrowed parameters as this unit's module holds them
         self._borrowers: list[tuple[Unit, str, Borrowed]] = []
@@ -322,14 +323,19 @@ class Unit:
 
     def lend_grads(self) -> None:
         """Until they are taken back, the accumulators are the parameters' `grad`."""
+        if self.lent:
+            return
+        self.lent = True
         self._whole_grad()
         for name, p in self.params.items():
             there = name in self._grads and name not in self._fresh
             p.grad = self._grads[name] if there else self.main_grad(name)
 
     def take_grads_back(self) -> None:
-        for p in self.params.values():
-            p.grad = None
+        if self.lent:
+            self.lent = False
+            for p in self.params.values():
+                p.grad = None
 
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
