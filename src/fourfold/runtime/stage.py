@@ -12,7 +12,8 @@ alone.
 
 [Note: whole ops]
 Where nothing happens between the links of a micro-batch, in its forward or in its backward, cutting its graph is of no use. Links
-whose accumulators autograd can add to then have one graph: a seventh less of the host's time where units are small.
+whose accumulators are there already, and such that autograd can add to them, then have one graph: a seventh less of the host's
+time where units are small.
 
 Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
 its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
@@ -56,6 +57,7 @@ class UnitVerbs(Protocol):
     def need(self) -> None: ...
     def parameters(self) -> Sequence[Tensor]: ...
     def lends_grads(self) -> bool: ...
+    def accumulates(self) -> bool: ...
     def lend_grads(self) -> None: ...
     def take_grads_back(self) -> None: ...
     def accumulate(self, grads: Sequence[Tensor | None], /) -> None: ...
@@ -141,7 +143,7 @@ class Stage:
 
         `whole`: its backward, too, is going to be asked for as a whole: [Note: whole ops].
         """
-        if whole and self._uncut:
+        if whole and self._uncut and all(link.unit.accumulates() for link in self.links):
             return self._forward_whole(micro_batch, value, extra)
         for index in range(len(self.links)):
             value = self.forward_part(index, micro_batch, value, extra)

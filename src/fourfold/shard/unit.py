@@ -321,6 +321,10 @@ class Unit:
         """Whether autograd can add to the accumulators itself: they are its own, and of the parameters' type."""
         return self.reduce_dtype == self.full.dtype and not self.sliced and not self.borrowed
 
+    def accumulates(self) -> bool:
+        """Whether the accumulators are there; who has none holds no memory for them yet."""
+        return self.grad is not None or not self.params
+
     def lend_grads(self) -> None:
         """Until they are taken back, the accumulators are the parameters' `grad`."""
         if self.lent:
