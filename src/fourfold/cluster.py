@@ -241,7 +241,7 @@ class Cluster:
         """Bytes of a device."""
         return schema.parse_bytes(self.device.memory, "device.memory", ClusterError)
 
-    @property
+    @cached_property
     def usable(self) -> int:
         """Bytes of a device that tensors can have."""
         reserve = schema.parse_bytes(self.device.reserve, "device.reserve", ClusterError)
