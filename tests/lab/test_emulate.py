@@ -130,7 +130,7 @@ def test_a_stage_of_our_runtime_runs_on_it() -> None:
     chunk.queue = WeightGradQueue()  # closed: what is put is done at once
     chunk.sink = sums.append
     for m in (1, 0):
-        stage.forward(m, x)
+        stage.forward(m, x, whole=True)
     for m in (0, 1):
         dx, dw = by_autograd(chunk, x, torch.ones_like(x))
         torch.testing.assert_close(stage.backward(m, torch.ones_like(x)), dx, **EXACT)

@@ -342,7 +342,7 @@ class Stage:
 
 
 def _uncut(links: Sequence[Link]) -> list[list[int]]:
-    """Runs of links that may have one graph; none where any link needs what is done at a cut."""
+    """Runs of links that may have one graph; none where any link needs what is done at a cut, or no two have one."""
     if any(link.adds != "no" or link.recompute != "none" or link.compile for link in links):
         return []
     lends = [link.unit.lends_grads() for link in links]
@@ -352,7 +352,7 @@ def _uncut(links: Sequence[Link]) -> list[list[int]]:
             runs[-1].append(index)
         else:
             runs.append([index])
-    return runs
+    return runs if len(runs) < len(links) else []
 
 
 def _added_in_place(units: Sequence[UnitVerbs], kept: _Kept, grad: Any) -> Any:

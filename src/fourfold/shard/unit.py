@@ -352,9 +352,8 @@ class Unit:
                 self._fresh.clear()
                 return
             if self.grad is not None and not self._fresh:
-                if len(self._grads) < len(self.params):
-                    _ = [self._accumulator(name) for name in self.params]
-                torch._foreach_add_([self._grads[name] for name in self.params], given)
+                there = self._grads
+                torch._foreach_add_([there[n] if n in there else self._accumulator(n) for n in self.params], given)
                 return
         for name, grad in zip([*self.params, *self._rows], grads, strict=True):
             if grad is not None:
