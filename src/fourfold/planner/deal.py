@@ -13,16 +13,21 @@ from typing import NamedTuple
 
 from fourfold.plan import Tensor
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.units import compute_times
+from fourfold.planner.units import compute_times, computing
 from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, run
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
+from fourfold.program.schedules import loop, zigzag
 
-__all__ = ["Deal", "deal_layers"]
+__all__ = ["Deal", "deal_layers", "least_idle"]
 
 MOST = 64
 """Stages up to which ranks are evened out; with more, it takes too long and gains little."""
+
+
+PRECISION = 4
+"""Parts of a layer's work by which deals are made: enough to even out, and few enough for layouts to share them."""
 
 
 class Deal(NamedTuple):
@@ -50,28 +55,78 @@ def deal_layers(setting: Setting, layout: Layout, schedule: Schedule, message: f
 def _dealt(
     setting: Setting, size: int, row: int, col: int, tensor: Tensor, steps: int, schedule: Schedule, message: float
 ) -> Deal:
-    spec, tokens = setting.spec, size * setting.spec.seq_len
-    times = []
-    for layer in range(spec.layers):
-        parts = [
-            compute_times(setting, u.kind, tokens, row, col, tensor, steps, 1, "none") for u in spec.of_layer(layer)
-        ]
-        times.append(
-            (sum(p.forward for p in parts), sum(p.input_grad for p in parts), sum(p.weight_grad for p in parts))
-        )
+    times = _times(setting, size, row, col, tensor, steps)
     work = [sum(t) for t in times]
-    stages = schedule.stages
-    if stages == 1:
-        return Deal((spec.layers,), 0.0, 0, sum(work))
-    deals = {_by_time(work, stages), _by_count(spec.layers, stages)}
-    if stages <= MOST:
-        deals.add(tuple(partition(work, schedule.placement)))
-    seconds = {counts: _seconds(times, counts, schedule, message) for counts in sorted(deals)}
+    if schedule.stages == 1:
+        return Deal((len(work),), 0.0, 0, sum(work))
+    deals = _deals(_relative(setting, size, row, col), schedule.placement)
+    seconds = {counts: _seconds(times, counts, schedule, message) for counts in deals}
     best = min(seconds, key=seconds.__getitem__)
     ends = list(accumulate(best))
     by_stage = [sum(work[end - count : end]) for count, end in zip(best, ends, strict=True)]
     busiest = max(sum(by_stage[s] for s in held) for held in schedule.stages_of)
     return Deal(best, seconds[best], schedule.micro_batches, busiest)
+
+
+def least_idle(setting: Setting, layout: Layout) -> float:
+    """Seconds of a layout's computing, and of what its ranks cannot but wait for, with the best of the deals.
+
+    A rank begins when a micro-batch has come through the stages before its first one; and after its last backward, which is of
+    that stage, those stages have theirs to do. Where weight gradients are put off, they may be what it does last.
+    """
+    mesh, m = layout.mesh, layout.micro_batches
+    if mesh.pipe == 1 or layout.schedule == "synthesized":  # whose stages are its own
+        return 0.0
+    times = _times(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.steps)
+    placed = (zigzag if layout.schedule in ("wave", "zb-v") else loop)(mesh.pipe, layout.stages_per_rank)
+    split, hop = layout.puts_weights_off, layout.message_seconds(setting)
+    work = [0.0, *accumulate(sum(t) for t in times)]
+    first = [0.0, *accumulate(t[0] for t in times)] if split else work
+    best = float("inf")
+    for counts in _deals(_relative(setting, layout.micro_batch_size, mesh.row, mesh.col), placed):
+        ends = [0, *accumulate(counts)]
+        own = [0.0] * mesh.pipe
+        for stage, rank in enumerate(placed):
+            own[rank] += work[ends[stage + 1]] - work[ends[stage]]
+        waits = [first[ends[rank]] + (1 if split else 2) * rank * hop for rank in range(mesh.pipe)]
+        best = min(best, max(m * o + w for o, w in zip(own, waits, strict=True)))
+    return best
+
+
+@lru_cache(maxsize=4096)
+def _times(
+    setting: Setting, size: int, row: int, col: int, tensor: Tensor, steps: int
+) -> list[tuple[float, float, float]]:
+    """F, I and W of a micro-batch, layer by layer."""
+    spec, tokens = setting.spec, size * setting.spec.seq_len
+    kinds = {k: compute_times(setting, k, tokens, row, col, tensor, steps, 1, "none") for k in spec.kinds}
+    times = []
+    for layer in range(spec.layers):
+        parts = [kinds[u.kind] for u in spec.of_layer(layer)]
+        times.append(
+            (sum(p.forward for p in parts), sum(p.input_grad for p in parts), sum(p.weight_grad for p in parts))
+        )
+    return times
+
+
+@lru_cache(maxsize=4096)
+def _relative(setting: Setting, size: int, row: int, col: int) -> tuple[int, ...]:
+    """What the layers compute, in parts of a usual one: the same for many layouts."""
+    spec, tokens = setting.spec, size * setting.spec.seq_len
+    kinds = {k: sum(computing(setting, k, tokens, row, col)[:3]) for k in spec.kinds}
+    work = [sum(kinds[u.kind] for u in spec.of_layer(layer)) for layer in range(spec.layers)]
+    usual = sorted(work)[len(work) // 2] or max(work) or 1.0
+    return tuple(round(PRECISION * w / usual) for w in work)
+
+
+@lru_cache(maxsize=4096)
+def _deals(work: tuple[int, ...], placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Ways to deal out layers that compute so much."""
+    stages = len(placement)
+    deals = {_by_time(work, stages), _by_count(len(work), stages)}
+    if stages <= MOST:
+        deals.add(tuple(partition(work, placement)))
+    return tuple(sorted(deals))
 
 
 def _by_time(work: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -112,6 +167,7 @@ def _seconds(
         input_grad=tuple(s[1] for s in sums),
         weight_grad=tuple(s[2] for s in sums),
         message=message,
+        link="rank",
     )
     problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
     return float(run(problem, schedule.order).makespan)

@@ -12,13 +12,15 @@ from math import inf
 
 from fourfold.planner.choice import Chosen, Group, choose, relaxed
 from fourfold.planner.layout import Layout
-from fourfold.planner.options import Option, RankLoad, Solver
-from fourfold.planner.units import Choice
+from fourfold.planner.options import Option, RankLoad, Solver, Weights
+from fourfold.planner.units import STASH, Choice
 
 __all__ = ["Solved", "free_bytes", "frugal_bytes", "least_bytes", "rank_bound", "solve_rank"]
 
 SAME = 1e-12
 """Seconds: options that differ by less are as fast."""
+WEIGHTS: tuple[Weights, ...] = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0))
+"""Of the host's link, with which a rank's least seconds are sought ([Note: the host's link, at least])."""
 Table = list[tuple[str, int, list[Option]]]
 """By kind of unit, its number and its options."""
 
@@ -180,16 +182,43 @@ def _apart(values: set[float]) -> list[float]:
 
 def rank_bound(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float | None:
     """Seconds beyond computing that no choice of the rank's units can beat; None where none fits."""
+    host = layout.activations == "host"
+    # its backward may be next, and then the last bytes stay
+    stays = host and layout.stages_per_rank == 1 and solver.setting.spec.units[-1].kind in dict(load.units)
+    key = (*solver.key(layout), load, budget, stays, layout.puts_weights_off)
+    if key not in solver.known:
+        found = [_rank_bound(solver, layout, load, budget, w, stays) for w in (WEIGHTS if host else WEIGHTS[:1])]
+        solver.known[key] = max((f for f in found if f is not None), default=None)
+    least: float | None = solver.known[key]
+    return least
+
+
+def _rank_bound(
+    solver: Solver, layout: Layout, load: RankLoad, budget: float, weights: Weights, stays: bool
+) -> float | None:
+    """With so much weight on the host's link, where activations cross it."""
     piped, m = layout.mesh.pipe > 1, layout.micro_batches
-    groups, least = [], 0.0
+    rows: list[tuple[list[tuple[float, float]], int]] = []
+    least = held = seconds = 0.0
     for kind, count in load.units:
         sharding = solver.sharding(layout, kind, piped, hopeful=True)
-        again = solver.recompute(layout, kind, hopeful=True)
-        groups.append(Group([(o.memory, o.seconds) for o in sharding], count))
-        groups.append(Group([(load.in_flight * o.memory, m * o.seconds) for o in again], count))
-        least = max(least, min(o.transient for o in again))
-    chosen = relaxed(groups, budget - least)
-    return None if chosen is None else chosen.bound
+        again = solver.recompute(layout, kind, weights)
+        rows.append(([(o.seconds, o.memory) for o in sharding], count))
+        rows.append(([(m * o.seconds, load.in_flight * o.memory) for o in again], count))
+        least = max(least, min([o.transient for o in again]))
+    for options, count in rows:  # were memory no constraint
+        fastest, memory = min(options)
+        seconds, held = seconds + count * fastest, held + count * memory
+    if held > budget - least:
+        groups = [Group([(memory, takes) for takes, memory in options], count) for options, count in rows]
+        chosen = relaxed(groups, budget - least)
+        if chosen is None:
+            return None
+        seconds = chosen.bound
+    if stays:
+        cluster = solver.setting.cluster
+        seconds -= m * sum(1 - cluster.overlap + w * cluster.overlap for w in weights) * STASH / cluster.host.link
+    return max(0.0, seconds)
 
 
 def least_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:

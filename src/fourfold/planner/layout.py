@@ -87,6 +87,11 @@ class Layout:
         """Whether the grid's weight gradients have an op of their own."""
         return self.mesh.row * self.mesh.col > 1 and self.mesh.pipe > 1 and self.schedule.startswith("zb")
 
+    @property
+    def puts_weights_off(self) -> bool:
+        """Whether weight gradients have an op of their own in the schedule."""
+        return self.mesh.pipe > 1 and self.schedule in ("zb-h1", "zb-v", "synthesized")
+
     def message(self, setting: Setting) -> float:
         """Bytes of one message between stages."""
         if self.mesh.pipe == 1:

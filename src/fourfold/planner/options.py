@@ -21,6 +21,10 @@ BEFORE = {"attn": "mlp", "mlp": "attn", "head": "mlp", "embed": "attn"}
 """What computes while a unit's parameters are gathered."""
 
 
+Weights = tuple[float, float]
+"""[Note: the host's link, at least]"""
+
+
 class Option(NamedTuple):
     """One value of one aspect of a unit."""
 
@@ -65,22 +69,31 @@ class Solver:
             self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
         return self._sharding[key]
 
-    def recompute(self, layout: Layout, kind: str, hopeful: bool = False) -> list[Option]:
+    def recompute(self, layout: Layout, kind: str, weights: Weights | None = None) -> list[Option]:
         """Recomputation and splits: seconds of a micro-batch, bytes of a micro-batch in flight.
 
-        `hopeful`: as if nobody waited for the host's link, where activations cross it beside other units' work.
+        `weights`: of the host's link in what ops take at least, where activations cross it; without, as if each unit waited.
         """
         mesh = layout.mesh
-        where = "hoped for" if hopeful and layout.activations == "host" else layout.activations
-        key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.steps, where)
+        where: tuple[object, ...] = (layout.activations,)
+        if weights is not None and layout.activations == "host":
+            where = (weights, layout.puts_weights_off)
+        key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.steps, *where)
         if key not in self._recompute:
-            options = recompute_options(self.setting, layout, kind, where == "hoped for")
+            options = recompute_options(self.setting, layout, kind, weights)
             self._recompute[key] = _undominated(_wished(options, "recompute", self.fixed.get("recompute")))
         return self._recompute[key]
 
 
-def recompute_options(setting: Setting, layout: Layout, kind: str, hopeful: bool = False) -> list[Option]:
-    """All there are."""
+def recompute_options(setting: Setting, layout: Layout, kind: str, weights: Weights | None = None) -> list[Option]:
+    """All there are.
+
+    [Note: the host's link, at least]
+    An op that computes for c seconds and moves activations for d takes max(c, d) + (1 - overlap) · min(c, d). Both are sums over
+    its units, which share the link, so none can be charged by itself. But that is convex: for each weight w in [0, 1] it is
+    at least (1 - w) · (c + (1 - overlap) · d) + w · (d + (1 - overlap) · c), which is a sum over units. `weights`: of forwards,
+    and of backwards, which compute more for the same bytes.
+    """
     unit, out = setting.spec.kinds[kind], []
     base = _work(computes(setting, layout, kind, Choice()))
     candidates = [Choice(recompute=r) for r in ("none", "selective", "full")]
@@ -90,8 +103,12 @@ def recompute_options(setting: Setting, layout: Layout, kind: str, hopeful: bool
         cost = unit_cost(setting, layout, kind, choice)
         c = cost.compute
         seconds = _work(c) + c.again - base
-        if cost.offloaded and not hopeful:
-            moved, overlap = cost.offloaded / setting.cluster.host.link, setting.cluster.overlap
+        moved, overlap = cost.offloaded / setting.cluster.host.link, setting.cluster.overlap
+        if weights is not None and layout.activations == "host":
+            behind = c.input_grad + c.again + (0.0 if layout.puts_weights_off else c.weight_grad)
+            for weight, work in zip(weights, (c.forward, behind), strict=True):
+                seconds += (1 - overlap + weight * overlap) * moved - weight * overlap * work
+        elif moved:
             for work in (c.forward, c.input_grad + c.again):
                 seconds += max(work, moved) + (1 - overlap) * min(work, moved) - work
         out.append(Option(choice, seconds, cost.activation, max(cost.workspace, cost.forward_workspace)))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from fourfold.errors import ScheduleError
 from fourfold.plan import Plan, Tensor
-from fourfold.planner.deal import Deal, deal_layers
+from fourfold.planner.deal import Deal, deal_layers, least_idle
 from fourfold.planner.inner import Solved, free_bytes, frugal_bytes, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
@@ -188,7 +188,7 @@ class _Search:
         self._wait(max(floor, computed(self.setting, layout, moved=True)), layout, self._bound)
 
     def _bound(self, layout: Layout, floor: float) -> None:
-        self._wait(max(floor, bound(self.setting, layout)), layout, self._vary)
+        self._wait(max(floor, bound(self.setting, layout), least_idle(self.setting, layout)), layout, self._vary)
 
     def _vary(self, layout: Layout, floor: float) -> None:
         """What it may keep on the grid and where: all that could be best."""
