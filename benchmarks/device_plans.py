@@ -112,15 +112,16 @@ class Clock:
 
     def __init__(self) -> None:
         self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
     def copy(self, out: Tensor, source: Tensor) -> _Done:
         if out.device.type != "cuda":
             out.copy_(source)
             return _Done()
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record()
+        began.record(self.stream)
         out.copy_(source)
-        ended.record()
+        ended.record(self.stream)
         self.marks.append((began, ended))
         return _Done()
 

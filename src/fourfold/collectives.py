@@ -9,7 +9,8 @@ by the size, so all alike. A ring is an op, `fourfold::collective`: those who wa
 Sums over three ranks or more that nobody waits for at once stay with gloo, whatever their size: its all-reduce moves as much
 as a ring, two of them run at a time, and the interpreter is left to the caller.
 
-(2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; nothing else here depends on the version.)
+Gathers and scatters are asked of the group itself: a layer on a grid has some twenty, and torch's functions around them take
+as long as the start of one (and are named differently in 2.13).
 
 The second half waits for its results, and can be captured by torch.compile: it then is torch's functional collectives.
 """
@@ -23,6 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fourfold.errors import CommunicationError
 from fourfold.ring import Job, Lane, lane_for, plain
@@ -42,8 +44,21 @@ __all__ = [
     "summed",
 ]
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+_gathers, _scatters = AllgatherOptions(), ReduceScatterOptions()
+
+
+def _all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> _Work:
+    return group._allgather_base(out, mine, _gathers)
+
+
+def _reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> _Work:
+    return group._reduce_scatter_base(out, whole, _scatters)
+
 
 _here = threading.local()  # `start`: what the op below does in this thread; `job`: what came of it
 
@@ -56,10 +71,6 @@ _library = torch.library.Library("fourfold", "DEF")
 _library.define("collective(str kind, Tensor whole, Tensor mine, str group_name, int root_rank) -> ()")
 _library.impl("collective", _collective, "CompositeExplicitAutograd")
 _op = torch.ops.fourfold.collective.default
-
-
-class _Work(Protocol):
-    def wait(self) -> object: ...
 
 
 class Pending:
@@ -94,27 +105,29 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: s
 def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
     if (lane := lane_for(group, x, beside=not now)) is None:
-        return _start(dist.all_reduce, x, group=group, what=what)
+        return _start(dist.all_reduce, x, group=group, what=what, async_op=True)
     return _by_ring(lane, lambda: lane.all_reduce(x, what, now), what, "all_reduce", x, x)
 
 
 def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = that of the rank `source` of the group. The others receive |x| elements."""
     if (lane := lane_for(group, x)) is None:
-        return _start(dist.broadcast, x, group=group, what=what, group_src=source)
+        return _start(dist.broadcast, x, group=group, what=what, group_src=source, async_op=True)
     return _by_ring(lane, lambda: lane.broadcast(x, source, what, now), what, "broadcast", x, x, source)
 
 
 def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = the sum over ranks of x, on the rank `target` of the group; elsewhere of no use. Receives |x| elements."""
     if (lane := lane_for(group, x)) is None:
-        return _start(dist.reduce, x, group=group, what=what, group_dst=target)
+        return _start(dist.reduce, x, group=group, what=what, group_dst=target, async_op=True)
     return _by_ring(lane, lambda: lane.reduce(x, target, what, now), what, "reduce", x, x, target)
 
 
-def _start(call: object, *tensors: Tensor, group: dist.ProcessGroup, what: str, **options: object) -> Pending:
+def _start(
+    call: Callable[..., _Work | None], *tensors: Tensor, group: dist.ProcessGroup, what: str, **options: object
+) -> Pending:
     try:
-        return Pending(call(*tensors, group=group, async_op=True, **options), what)  # type: ignore[operator]
+        return Pending(call(*tensors, group=group, **options), what)
     except RuntimeError as e:
         raise CommunicationError(f"could not start {what}: {plain(e)}") from e
 
@@ -162,7 +175,7 @@ def summed(x: Tensor, group: dist.ProcessGroup, what: str, op: str = "sum") -> T
     if op == "sum":
         all_reduce(out, group, what, now=True).wait()
     else:
-        _start(dist.all_reduce, out, group=group, what=what, op=dist.ReduceOp.MAX).wait()
+        _start(dist.all_reduce, out, group=group, what=what, op=dist.ReduceOp.MAX, async_op=True).wait()
     return out
 
 
@@ -174,7 +187,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
         return _done(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
     out = torch.empty_like(x)
     if (lane := lane_for(group, out)) is None:
-        _start(dist.all_to_all_single, out, x, group=group, what=what).wait()
+        _start(dist.all_to_all_single, out, x, group=group, what=what, async_op=True).wait()
     else:
         _by_ring(lane, lambda: lane.exchange(out, x, what, True), what, "all_to_all", out, x).wait()
     return out

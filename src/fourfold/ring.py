@@ -49,8 +49,10 @@ def lane_for(group: dist.ProcessGroup, x: Tensor, *, beside: bool = False) -> La
 
     `beside`: it is a sum that the caller does not wait for at once.
     """
+    if not x.is_cpu:
+        return None
     wish = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
-    if wish == "gloo" or not x.is_cpu or (beside and wish == "auto" and group.size() > 2):
+    if wish == "gloo" or (beside and wish == "auto" and group.size() > 2):
         return None
     if x.nbytes < SMALLEST and (wish != "ring" or x.numel() < group.size()):  # or empty parts
         return None

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fourfold.kernels import operator
+
 __all__ = ["gated_silu", "gated_silu_backward"]
 
 
-@torch.library.custom_op("fourfold::gated_silu", mutates_args=(), device_types="cuda")
+@operator("(Tensor h) -> Tensor", lambda h: h.new_empty(*h.shape[:-1], h.shape[-1] // 2))
 def gated_silu(h: Tensor) -> Tensor:
     h = h.contiguous()
     width = h.shape[-1] // 2
@@ -23,12 +25,7 @@ def gated_silu(h: Tensor) -> Tensor:
     return out
 
 
-@gated_silu.register_fake
-def _(h: Tensor) -> Tensor:
-    return h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
-
-
-@torch.library.custom_op("fourfold::gated_silu_backward", mutates_args=(), device_types="cuda")
+@operator("(Tensor h, Tensor grad) -> Tensor", lambda h, grad: h.new_empty(h.shape))
 def gated_silu_backward(h: Tensor, grad: Tensor) -> Tensor:
     h, grad = h.contiguous(), grad.contiguous()
     width = grad.shape[-1]
@@ -36,11 +33,6 @@ def gated_silu_backward(h: Tensor, grad: Tensor) -> Tensor:
     block = _block(width)
     _backward[(grad.numel() // width, triton.cdiv(width, block))](h, grad, out, width, block, num_warps=8)
     return out
-
-
-@gated_silu_backward.register_fake
-def _(h: Tensor, grad: Tensor) -> Tensor:
-    return h.new_empty(h.shape)
 
 
 def _block(width: int) -> int:

@@ -4,15 +4,21 @@
 An operator of torch's library, so that torch.compile takes it as it is. Computed in the tables' type, rounded once.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fourfold.kernels import operator
+
 __all__ = ["turned"]
 
 
-@torch.library.custom_op("fourfold::turned", mutates_args=(), device_types="cuda")
+def _turned_shape(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    batch, heads, tokens, dim = q.shape
+    return q.new_empty(batch, tokens, (heads + 2 * k.shape[1]) * dim)
+
+
+@operator("(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin) -> Tensor", _turned_shape)
 def turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """q [B, H, T, E], k and v [B, K, T, E] of any strides to [B, T, (H + 2 K) E]; tables [T, E], their halves alike."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
@@ -27,12 +33,6 @@ def turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         triton.next_power_of_2(dim // 2),
     )
     return out
-
-
-@turned.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    batch, heads, tokens, dim = q.shape
-    return q.new_empty(batch, tokens, (heads + 2 * k.shape[1]) * dim)
 
 
 @triton.jit

@@ -144,7 +144,7 @@ class GridLinear(nn.Module):
             y = to_tokens(y, grid.col, self.outputs.blocks.total, seq_len)
         if self.bias is not None:
             y = y + self.bias
-        return y if self.outputs.tokens else y.unflatten(0, (-1, seq_len))
+        return y if self.outputs.tokens else y.view(y.shape[0] // seq_len, seq_len, y.shape[1])
 
     # ---- its weight, and the gradient of it ----
 
@@ -168,7 +168,6 @@ class GridLinear(nn.Module):
     def ready(self) -> bool:
         return self._ready()
 
-    @torch.no_grad()
     def start_whole(self) -> Coming:
         return Coming(self._whole) if self._whole is not None else self.matmul.start_whole(self.weight)
 
@@ -181,7 +180,6 @@ class GridLinear(nn.Module):
             self._whole = whole
         return whole
 
-    @torch.no_grad()
     def take_weight_grad(self, inputs: Tensor, kept: Tensor) -> bool:
         """Compute the gradient and give it to the unit, late; False where there is none."""
         if self._sums is None or self._add is None:
