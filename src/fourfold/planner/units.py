@@ -406,7 +406,7 @@ class _Heights:
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
             wide = 4 if m.grads and e < 4 else 0
             ahead = self.largest if m.weights and self.overlap else 0.0
-            size += (m.weights + ahead) * self.unit.matrices / mesh.col * (e + wide)
+            size += (m.weights * (e + wide) + ahead * e) * self.unit.matrices / mesh.col
         return size
 
     @property
