@@ -43,7 +43,7 @@ def explain(plan: Plan) -> str:
         lines.append(
             f"certificate: {c['layouts']:,} layouts searched in {c['seconds']:.2g} s ({c['simulated']} simulated, "
             f"{c['too_large']} solved and too large); under the planner's model none takes less than "
-            f"{c['lower_bound']:.4g} s: this plan is within {c['gap']:.2%} of the best"
+            f"{c['lower_bound']:.4g} s: this plan is at most {c['gap']:.2%} slower than the best"
         )
     return "\n".join(lines)
 

@@ -68,8 +68,9 @@ def find_plan(setting: Setting, wanted: Constraints, top: int = 5, progress: Pro
 
 
 def default_precision(cluster: Cluster) -> Precision:
-    """bf16 on GPUs, fp32 on CPUs."""
-    return Precision(compute="bf16" if cluster.device.kind == "cuda" else "fp32")
+    """bf16 on GPUs that are faster with it, else fp32."""
+    d = cluster.device
+    return Precision(compute="bf16" if d.kind == "cuda" and d.matrix["bf16"] > d.matrix["fp32"] else "fp32")
 
 
 def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = None) -> int:

@@ -12,7 +12,9 @@
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
    above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
 
-The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`.
+The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all
+floors that are left. Within a layout the choice of units is that close to the best of its knapsack (`choice_gap`); the bound
+does not lean on that, since the knapsack adds up what the simulation overlaps.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
         plan, prediction = polished(setting, best.plan, best.prediction)
         best = ranked[0] = replace(best, plan=plan, prediction=prediction)
     seconds = best.prediction.seconds
-    lower = min([seconds - best.choice_gap, run.unsolved, run.passed, *(e.floor for e in run.pending)])
+    lower = min([seconds, run.unsolved, run.passed, *(e.floor for e in run.pending)])
     certificate = {
         "lower_bound": math.floor(lower * 1e6) / 1e6,
         "gap": round(max(0.0, seconds / lower - 1), 6),
@@ -302,13 +304,14 @@ class _Search:
     # ---- one layout, built out ----
 
     def _build(self, estimate: _Estimate) -> None:
-        if estimate.floor > self._cut() and len(self.built) >= self.top:
-            self.passed = min(self.passed, estimate.floor)
+        floor = estimate.floor
+        if floor > self._cut() and len(self.built) >= self.top:
+            self.passed = min(self.passed, floor)
             return
         try:
-            least = dealt_out(self.setting, estimate.layout)[1].least(estimate.layout.micro_batches)
-            if least > self._cut() and len(self.built) >= self.top:
-                self.passed = min(self.passed, max(least, estimate.floor))
+            floor = max(floor, dealt_out(self.setting, estimate.layout)[1].least(estimate.layout.micro_batches))
+            self.passed = min(self.passed, floor)  # built or not: its units may have a better choice than the one tried
+            if floor > self._cut() and len(self.built) >= self.top:
                 return
             self.simulated += 1
             candidate = build_out(self.setting, self.solver, estimate.layout, 1.02 * self._cut(), frugal=self.frugal)
