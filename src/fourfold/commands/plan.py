@@ -80,7 +80,9 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     if args.export:
         from fourfold.planner.export import export
 
-        exported = export(plan, setting, args.export)
+        exported = export(plan, setting, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
+        if args.out:
+            exported.write()
     changed = _what_if(args, setting, wanted, plan) if args.what_if else None
     if args.json:
         data = plan.to_dict()
@@ -97,8 +99,11 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         show_what_if(plan, changed, args.what_if, file)
     if exported is not None:
         print(f"\n{exported}", file=file)
+        if exported.files and not args.out:
+            print("# its CSV file is written with -o: `-o plan.json` also writes plan.csv", file=file)
     if args.out:
-        print(f"\nwritten to {args.out}", file=file)
+        files = [args.out, *(exported.files if exported is not None else ())]
+        print(f"\nwritten to {' and '.join(files)}", file=file)
     return 0
 
 
