@@ -29,6 +29,7 @@ def explain(plan: Plan) -> str:
         )
     p, c = plan.predicted, plan.certificate or {}
     lines = [
+        *([f"does NOT fit: {p['misfit']}"] if p.get("misfit") else []),
         f"{p['model']}, {_count(p['parameters'])} parameters, {p['global_batch']} × {p['seq_len']} tokens a step, "
         f"on {p['ranks']} × {p['cluster']}",
         f"{p['seconds']:.4g} s a step, {p['tokens_per_second']:,.0f} tokens/s, {p['mfu']:.1%} of the devices' peak (MFU)",
@@ -81,6 +82,8 @@ def _memory(p: dict[str, Any]) -> list[str]:
 
 
 def _price(p: dict[str, Any]) -> list[str]:
+    if not p["binding"]:  # judged: nothing else was tried
+        return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.0%} full"]
     if p["binding"] != "memory":
         return [f"what binds: {p['binding']}; more memory would not make this layout faster"]
     return [f"what binds: memory; a GiB more on every device would save about {p['price'] * 1e3:.3g} ms a step"]
