@@ -135,3 +135,24 @@ def test_what_if_where_the_base_does_not_fit(capsys: pytest.CaptureFixture[str],
     data = json.loads(capsys.readouterr().out)
     assert data["error"].startswith("no plan fits")
     assert data["what_if"]["predicted"]["seconds"] > 0
+
+
+def test_training_knows_a_plan_of_another_model_or_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, file = "configs/gpt-tiny.toml", str(tmp_path / "p.json")
+    assert main(["plan", config, "--cluster", "local", "--nodes", "2", "-o", file]) == 0
+    run = ["train", config, "--plan", file, "--dry-run"]
+    capsys.readouterr()
+    for more, other in (
+        ([], ""),
+        (["--train.global-batch", "16"], "another batch (32 sequences, here 16)"),
+        (["--model.seq-len", "32"], "another model (gpt-tiny, 64 tokens)"),
+        (
+            ["--model.heads", "2"],
+            "another model (gpt-tiny, 64 tokens)",
+        ),  # as many parameters: the fingerprint tells
+    ):
+        assert main([*run, *more]) == 0
+        text = capsys.readouterr().out
+        assert ("\npredicted " in text) == (not other)
+        assert ("warning: the plan was made for" in text) == bool(other)
+        assert other in text

@@ -83,7 +83,7 @@ def _memory(p: dict[str, Any]) -> list[str]:
 
 def _price(p: dict[str, Any]) -> list[str]:
     if not p["binding"]:  # judged: nothing else was tried
-        return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.0%} full"]
+        return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.1%} full"]
     if p["binding"] != "memory":
         return [f"what binds: {p['binding']}; more memory would not make this layout faster"]
     return [f"what binds: memory; a GiB more on every device would save about {p['price'] * 1e3:.3g} ms a step"]
