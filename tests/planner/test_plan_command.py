@@ -156,3 +156,19 @@ def test_training_knows_a_plan_of_another_model_or_batch(tmp_path: Path, capsys:
         assert ("\npredicted " in text) == (not other)
         assert ("warning: the plan was made for" in text) == bool(other)
         assert other in text
+
+
+def test_the_table_says_why_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "64", "--top"]
+    assert main([*args, "400"]) == 0
+    text = capsys.readouterr().out
+    assert "layouts: the others were not built out" in text
+    assert main([*args, "1"]) == 0
+    assert "not built out" not in capsys.readouterr().out
+
+
+def test_a_rank_of_the_pipeline_is_named_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "64", "--top", "1", "--fix"]
+    for pipe, named in ((1, False), (2, True)):
+        assert main([*args, f"pipe={pipe}"]) == 0
+        assert ("on pipeline rank" in capsys.readouterr().out) == named

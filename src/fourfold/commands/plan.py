@@ -100,7 +100,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     from fourfold.view.plan import show_plan, show_what_if
 
     if isinstance(plan, Plan):
-        show_plan(plan, file)
+        show_plan(plan, file, args.top)
     else:
         print(plan, file=file)
     if other is not None:

@@ -35,7 +35,7 @@ def explain(plan: Plan) -> str:
         f"{p['seconds']:.4g} s a step, {p['tokens_per_second']:,.0f} tokens/s, {p['mfu']:.1%} of the devices' peak (MFU)",
         "  " + "; ".join(f"{told} {p[name]:.3g} s" for name, told in PARTS.items() if p[name] > 0.0005 * p["seconds"]),
         *_why(plan),
-        *_memory(p),
+        *_memory(plan),
         *_price(p),
         *_gathers(p),
         *_flows(plan),
@@ -68,12 +68,14 @@ def _why(plan: Plan) -> list[str]:
     return [text + (f" ({', '.join(parts)})" if parts else "")]
 
 
-def _memory(p: dict[str, Any]) -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     """The fullest rank at its peak, by category."""
+    p = plan.predicted or {}
     most = max(p["memory"], key=lambda m: m["bytes"])
+    where = f" on pipeline rank {most['rank']}" if plan.mesh.pipe > 1 else ""
     parts = [f"{name} {format_bytes(most[name])}" for name in CATEGORIES if most.get(name)]
     lines = [
-        f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])} on pipeline rank {most['rank']}, "
+        f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])}{where}, "
         f"at its peak ({most['at']}): {', '.join(parts)}"
     ]
     if most.get("host"):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["progress_bar", "show_plan", "show_what_if"]
 
 
-def show_plan(plan: Plan, file: IO[str] | None = None) -> None:
-    """The table, then the report; where a judged plan does not fit, that first."""
+def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
+    """The table, then the report; where a judged plan does not fit, that first. `top`: how many were asked for."""
     console = Console(file=file, highlight=False, soft_wrap=False)
     lines = explain(plan).splitlines()
     if (plan.predicted or {}).get("misfit"):
@@ -32,6 +32,11 @@ def show_plan(plan: Plan, file: IO[str] | None = None) -> None:
     for i, row in enumerate(rows):
         out.add_row(*row, style="bold" if i == 0 else "")
     console.print(out)
+    total = (plan.certificate or {}).get("layouts", 0)
+    if len(rows) < min(top, total):
+        shown = f"{len(rows)} plan{'s' * (len(rows) > 1)} of {total:,} layouts"
+        why = "are too large, or by their bounds no better than the certificate says"
+        console.print(f"{shown}: the others were not built out, as they {why}", style="dim", soft_wrap=True)
     console.print()
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
