@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -172,3 +177,19 @@ def test_a_rank_of_the_pipeline_is_named_where_there_is_one(capsys: pytest.Captu
     for pipe, named in ((1, False), (2, True)):
         assert main([*args, f"pipe={pipe}"]) == 0
         assert ("on pipeline rank" in capsys.readouterr().out) == named
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    """Standard error as a terminal: rich draws, which it does not for files."""
+    mine, theirs = pty.openpty()
+    command = [sys.executable, "-m", "fourfold", "plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "16"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=False)
+    os.close(theirs)
+    drawn = b""
+    with suppress(OSError):  # the other end is closed
+        while part := os.read(mine, 1 << 16):
+            drawn += part
+    os.close(mine)
+    assert done.returncode == 0, drawn.decode()
+    assert "s a step" in done.stdout
+    assert "searching" in drawn.decode()

@@ -22,9 +22,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from fourfold.errors import ScheduleError
+from fourfold.errors import PlanError, ScheduleError
 from fourfold.plan import Plan, Tensor
 from fourfold.planner.deal import Deal, deal_layers, least_idle
 from fourfold.planner.inner import Solved, free_bytes, frugal_bytes, rank_bound, solve_rank
@@ -198,6 +199,8 @@ class _Search:
         *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
         layout = replace(layout, tensor=least)
         self._start(layout, floor)
+        if self.wanted.get("optimizer") == "auto":  # which may leave all of it there
+            self._start(replace(layout, optimizer="device"), floor)
         if self.frugal and layout.replicas > 1:
             self._start(replace(layout, prefetch=0), floor)
         if self._free(layout):  # there is room to keep something on the grid
@@ -214,6 +217,8 @@ class _Search:
             self._start(replace(layout, optimizer="auto"), floor)
         if "activations" not in self.wanted.fixed:
             self._start(replace(layout, activations="host"), floor)
+        if self.frugal and not {"optimizer", "activations"} & self.wanted.fixed.keys():
+            self._start(replace(layout, optimizer="auto", activations="host"), floor)
 
     def _free(self, layout: Layout) -> bool:
         """Whether memory is no constraint."""
@@ -315,7 +320,20 @@ class _Search:
     def explain_misfit(self) -> None:
         from fourfold.planner.misfit import explain_misfit
 
-        explain_misfit(self.setting, self.wanted, self.solver)
+        explain_misfit(self.setting, self.wanted, self.solver, partial(any_fits, progress=self.progress))
+
+
+def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
+    """Whether the search finds a plan."""
+    for frugal in (False, True):
+        run = _Search(setting, wanted, progress, 1, frugal=frugal)
+        try:
+            run.go()
+        except PlanError:  # the batch cannot be spread over so many
+            return False
+        if run.built:
+            return True
+    return False
 
 
 def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float:
@@ -370,6 +388,8 @@ def build_out(
             if layout.optimizer == "auto":
                 plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
             price = max(s.price for s in solved)
+            if layout.optimizer == "auto" and found.share < 1:  # a byte of state that finds room need not cross
+                price = max(price, 1 / setting.cluster.host.link)
             gap = max(s.gap for s in solved)
             best = Candidate(layout, plan, prediction, price, gap)
             if prediction.seconds > cut or (before is not None and prediction.seconds > 0.9995 * before):

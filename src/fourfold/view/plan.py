@@ -64,13 +64,12 @@ def show_what_if(plan: Plan | str, other: Plan | str, changes: Sequence[str], fi
 def progress_bar() -> Iterator[Report]:
     """A bar on standard error while layouts are searched."""
     console = Console(stderr=True)
-    count = TextColumn("{task.completed:.0f} of {task.total:.0f} layouts{task.fields[best]}")
-    columns = (TextColumn("searching"), BarColumn(), count)
+    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.fields[told]}"))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, best="")
+        task = bar.add_task("", total=None, told="layouts")
 
         def report(done: int, total: int, best: float | None) -> None:
-            told = f", best {best:.4g} s" if best is not None else ""
-            bar.update(task, completed=done, total=max(1, total), best=told)
+            told = f"{done} of {total} layouts" + (f", best {best:.4g} s" if best is not None else "")
+            bar.update(task, completed=done, total=max(1, total), told=told)
 
         yield report
