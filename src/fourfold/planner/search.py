@@ -146,7 +146,7 @@ class _Search:
 
     # ---- outside ----
 
-    def go(self) -> None:
+    def go(self, any_one: bool = False) -> None:
         for layout in layouts(self.setting, self.wanted):
             self._wait(computed(self.setting, layout), layout, self._move)
         self.total = len(self.waiting)
@@ -154,6 +154,8 @@ class _Search:
             floor, _, layout, step = self.waiting[0]
             while self.pending and self.pending[0].seconds <= floor and self.simulated < SIMULATED:
                 self._build(heapq.heappop(self.pending))
+                if any_one and self.built:
+                    return
             enough = len(self.built) >= self.top or len(self.built) + len(self.pending) >= OTHERS * self.top
             if (floor > self._cut() and enough) or self.simulated >= SIMULATED:
                 self.unsolved = floor
@@ -328,15 +330,12 @@ class _Search:
 
 def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
     """Whether the search finds a plan."""
-    for frugal in (False, True):
-        run = _Search(setting, wanted, progress, 1, frugal=frugal)
-        try:
-            run.go()
-        except PlanError:  # the batch cannot be spread over so many
-            return False
-        if run.built:
-            return True
-    return False
+    run = _Search(setting, wanted, progress, 1, frugal=True)
+    try:
+        run.go(any_one=True)
+    except PlanError:  # the batch cannot be spread over so many
+        return False
+    return bool(run.built)
 
 
 def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float:
