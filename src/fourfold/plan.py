@@ -262,7 +262,7 @@ class Plan:
             case ".json":
                 schema.write_json(path, self.to_dict())
             case ".toml":
-                path.write_text(schema.dump_toml(self.to_dict()), encoding="utf-8")
+                schema.write_text(path, schema.dump_toml(self.to_dict()))
             case other:
                 raise PlanError(f"{path}: a plan is saved as .json or .toml; found '{other}'")
 

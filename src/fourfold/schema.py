@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import re
+import tempfile
 import tomllib
 import types
 import typing
@@ -21,7 +22,18 @@ from typing import Any, TypeVar
 
 from fourfold.errors import ConfigError, FourfoldError
 
-__all__ = ["build", "dump", "dump_toml", "format_bytes", "nearest", "parse_bytes", "read", "write_json"]
+__all__ = [
+    "build",
+    "check_writable",
+    "dump",
+    "dump_toml",
+    "format_bytes",
+    "nearest",
+    "parse_bytes",
+    "read",
+    "write_json",
+    "write_text",
+]
 
 T = TypeVar("T")
 
@@ -210,9 +222,31 @@ def _toml_value(value: Any) -> str:
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON so that a reader sees the old file or the new one, never half of it."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def check_writable(path: str | Path, what: str, error: type[FourfoldError]) -> None:
+    """Refuse a file (.json or .toml) that could not be written in the end, before the work for it starts."""
+    path = Path(path)
+    if path.suffix not in (".json", ".toml"):
+        raise error(f"{path}: {what} is saved as .json or .toml; found '{path.suffix}'")
+    if path.is_dir():
+        raise error(f"{path}: is a folder; name a file, for example {path / ('file' + path.suffix)}")
+    if not path.parent.is_dir():
+        raise error(f"{path}: cannot be written: there is no folder {path.parent}; make it first, or name another")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".fourfold-"):
+            pass
+    except OSError as e:
+        why = e.strerror or str(e)
+        raise error(f"{path}: cannot be written: no file can be made in {path.parent} ({why}); name another") from None
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

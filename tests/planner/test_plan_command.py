@@ -52,8 +52,17 @@ def test_json_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
         ([CONFIG, "--cluster", "h200", "--global-batch", "0"], "must be at least 1"),
         ([CONFIG, "--cluster", "h200", "--what-if", "memory"], "memory=40GiB"),
         ([CONFIG, "--cluster", "h200", "--top", "0"], "--top 0"),
+        ([CONFIG, "--cluster", "h200", "-o", "/nonexistent/plan.json"], "there is no folder /nonexistent"),
+        ([CONFIG, "--cluster", "h200", "-o", "/proc/plan.json"], "no file can be made in /proc"),
+        ([CONFIG, "--cluster", "h200", "--nodes", "0"], "--nodes 0 must be at least 1"),
+        ([CONFIG, "--cluster", "local", "--nodes", "0"], "--nodes 0 must be at least 1"),
+        ([CONFIG, "--cluster", "h200", "-o", "plan.yaml"], "saved as .json or .toml; found '.yaml'"),
     ],
 )
-def test_errors(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "-o" in args:  # refused before the search
+        monkeypatch.setattr("fourfold.commands.plan.find_plan", None)
     assert main(["plan", *args]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")

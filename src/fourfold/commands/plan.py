@@ -10,6 +10,7 @@ from typing import IO, Annotated, Literal
 
 import tyro
 
+from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import ConfigError, PlanError
@@ -67,6 +68,10 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     """Run the command; returns 0."""
     if args.top < 1:
         raise PlanError(f"--top {args.top} must be at least 1")
+    if args.nodes is not None and args.nodes < 1:
+        raise PlanError(f"--nodes {args.nodes} must be at least 1")
+    if args.out:
+        schema.check_writable(args.out, "a plan", PlanError)
     cluster = Cluster.find(args.cluster, args.nodes)
     setting = read_setting(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
