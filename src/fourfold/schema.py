@@ -48,6 +48,8 @@ def nearest(name: str, options: Iterable[str]) -> str:
 def read(path: str | Path, error: type[FourfoldError] = ConfigError) -> dict[str, Any]:
     """Read a TOML, JSON or YAML (with the `yaml` extra) file whose top level is a table."""
     path = Path(path)
+    if path.is_dir():
+        raise error(f"{path}: is a folder; name a file in it")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -66,3 +66,16 @@ def test_errors(
         monkeypatch.setattr("fourfold.commands.plan.find_plan", None)
     assert main(["plan", *args]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_models_are_told_by_what_is_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpt = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 128}
+    (tmp_path / "mine.json").write_text(json.dumps(gpt))
+    assert main(["plan", str(tmp_path / "mine.json"), "--cluster", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["model"] == "mine"
+    ours = {"model": {"layers": 2, "hidden": 64, "seq_len": 32}, "train": {"global_batch": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(ours))  # as in the folder of a run
+    assert main(["plan", str(tmp_path), "--cluster", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["global_batch"] == 8
+    assert main(["train", str(tmp_path / "mine.json")]) == 2
+    assert "this is a Hugging Face file" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import ConfigError, PlanError
+from fourfold.model.hf import hf_file
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.layout import Setting
@@ -124,9 +125,9 @@ def read_model(path: str, seq_len: int | None) -> tuple[ModelSpec, int | None]:
     if seq_len is not None and seq_len < 1:
         raise ConfigError(f"--seq-len {seq_len} must be at least 1")
     where = Path(path)
-    if where.is_dir() or where.name == "config.json":
+    if hf_file(where):
         return ModelSpec.from_hf(path, seq_len=seq_len or 0), None
-    config = Config.load(path)
+    config = Config.load(where / "config.json" if where.is_dir() else where)  # a folder of a run
     model: ModelConfig = config.model if seq_len is None else replace(config.model, seq_len=seq_len)
     return ModelSpec.from_config(model, where.stem), config.train.global_batch
 
