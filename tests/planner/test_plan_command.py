@@ -54,6 +54,21 @@ def test_json_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
         ([CONFIG, "--cluster", "h200", "--top", "0"], "--top 0"),
         ([CONFIG, "--cluster", "h200", "-o", "/nonexistent/plan.json"], "there is no folder /nonexistent"),
         ([CONFIG, "--cluster", "h200", "-o", "/proc/plan.json"], "no file can be made in /proc"),
+        ([CONFIG, "--cluster", "h200", "--fix", "col"], "--fix col has no value; write for example --fix col=4"),
+        ([CONFIG, "--cluster", "h200", "--fix", "mode"], "write for example --fix mode=keep"),
+        ([CONFIG, "--cluster", "h200", "--fix", "col=4", "col=2"], "--fix col=4 and col=2 contradict each other"),
+        (
+            ["configs/gpt-124m.toml", "--cluster", "h200", "--nodes", "2", "--fix", "pipe=16"],
+            "the model has 12 layers, which with its embedding and its head make at most 14 stages; use pipe=8 or less",
+        ),
+        (
+            [CONFIG, "--cluster", "h200", "--what-if", "memory=40GiB", "memory=20GiB"],
+            "--what-if memory=40GiB and memory=20GiB contradict each other",
+        ),
+        (
+            ["configs/llama-8b.toml", "--cluster", "l4-pcie", "--max-ranks", "1", "--global-batch", "1"],
+            "on 1 device need at least",
+        ),
         ([CONFIG, "--cluster", "h200", "--nodes", "0"], "--nodes 0 must be at least 1"),
         ([CONFIG, "--cluster", "local", "--nodes", "0"], "--nodes 0 must be at least 1"),
         ([CONFIG, "--cluster", "h200", "-o", "plan.yaml"], "saved as .json or .toml; found '.yaml'"),
@@ -62,7 +77,7 @@ def test_json_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "-o" in args:  # refused before the search
+    if "-o" in args or "--what-if" in args:  # refused before the search
         monkeypatch.setattr("fourfold.commands.plan.find_plan", None)
     assert main(["plan", *args]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")

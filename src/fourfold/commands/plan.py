@@ -76,6 +76,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     cluster = Cluster.find(args.cluster, args.nodes)
     setting = read_setting(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
+    other = replace(setting, cluster=cluster.what_if(_changes(args.what_if))) if args.what_if else None
     if args.judge:
         plan = judge(Plan.load(args.judge), setting)
     else:
@@ -87,7 +88,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         from fourfold.planner.export import export
 
         exported = export(plan, setting, args.export)
-    changed = _what_if(args, setting, wanted, plan) if args.what_if else None
+    changed = None if other is None else with_report(find_plan(other, wanted, args.top), other, args.top)
     if args.json:
         data = plan.to_dict()
         if changed is not None:
@@ -142,12 +143,13 @@ def _planned(setting: Setting, wanted: Constraints, args: PlanArgs) -> Plan:
         return with_report(find_plan(setting, wanted, args.top, progress), setting, args.top)
 
 
-def _what_if(args: PlanArgs, setting: Setting, wanted: Constraints, plan: Plan) -> Plan:
-    changes = {}
-    for text in args.what_if:
+def _changes(texts: tuple[str, ...]) -> dict[str, str]:
+    """`memory=40GiB` and the like by name."""
+    changes: dict[str, str] = {}
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"--what-if {text}: write for example memory=40GiB or bandwidth=x2")
-        changes[name] = value
-    other = replace(setting, cluster=setting.cluster.what_if(changes))
-    return with_report(find_plan(other, wanted, args.top), other, args.top)
+        if changes.setdefault(name, value) != value:
+            raise PlanError(f"--what-if {name}={changes[name]} and {text} contradict each other; give one")
+    return changes

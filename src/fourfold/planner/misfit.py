@@ -64,11 +64,12 @@ def explain_misfit(setting: Setting, wanted: Constraints, solver: Solver) -> Non
         if _fits(setting, rest):
             ways.append(f"leaving {name} free instead of {value}")
             break
+    ranks = f"{layout.mesh.ranks} device{'s' if layout.mesh.ranks > 1 else ''}"
     layout_told = f"{layout}, optimizer state on {layout.optimizer}"
     raise PlanError(
         f"no plan fits: a device has {format_bytes(cluster.memory)}, of which {format_bytes(cluster.usable)} are for tensors "
         f"(reserve {cluster.device.reserve}, margin {cluster.device.margin:.0%}); {spec.parameters / 1e9:.3g} B parameters on "
-        f"{layout.mesh.ranks} devices need at least {format_bytes(need)} on each ({layout_told}, everything sharded and "
+        f"{ranks} need at least {format_bytes(need)} on each ({layout_told}, everything sharded and "
         f"recomputed as far as it goes). What would do: {'; or '.join(ways)}"
     )
 
