@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,6 +41,15 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert out.returncode == 0, out.stderr
     assert "fourfold COMMAND" in out.stdout
     assert time.perf_counter() - start < 5  # measured: 0.2 s; the bound only catches an import of the wrong thing
+
+
+def test_a_terminal_without_our_signs_shows_what_it_can() -> None:
+    args = [sys.executable, "-m", "fourfold", "plan", "configs/gpt-tiny.toml", "--cluster", "h200", "--max-ranks", "2"]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    out = subprocess.run(args, capture_output=True, env=os.environ | plain)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.isascii()
+    assert b"s a step" in out.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "demo", "sample", "compare", "tokenize", "doctor"])

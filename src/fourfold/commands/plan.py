@@ -16,10 +16,10 @@ from fourfold.config import Config, ModelConfig
 from fourfold.errors import ConfigError, PlanError
 from fourfold.model.hf import hf_file
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Plan, Precision
+from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
 from fourfold.planner.layouts import Constraints, parse_fixes
-from fourfold.planner.make import default_batch, default_precision, find_plan, judge, with_report
+from fourfold.planner.make import default_batch, default_precision, find_plan, judge, named_precision, with_report
 from fourfold.planner.search import Progress
 
 __all__ = ["PlanArgs", "plan_command"]
@@ -112,9 +112,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
 def read_setting(args: PlanArgs, cluster: Cluster) -> Setting:
     """The question."""
     spec, batch = read_model(args.model, args.seq_len)
-    precision = Precision(compute=args.precision) if args.precision else default_precision(cluster)
-    if args.precision == "fp64":
-        precision = replace(precision, reduce="fp64")
+    precision = named_precision(args.precision) if args.precision else default_precision(cluster)
     size = args.global_batch if args.global_batch is not None else batch
     if size is not None and size < 1:
         raise PlanError(f"--global-batch {size} must be at least 1")
