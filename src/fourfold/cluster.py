@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fourfold import schema
-from fourfold.cluster_checks import check_cluster, check_count
+from fourfold.cluster_checks import check_cluster, check_count, check_pieces
 from fourfold.errors import ClusterError
 
 __all__ = ["Cluster", "Device", "Host", "Level", "preset_names"]
@@ -221,9 +221,11 @@ class Cluster:
                 if "level" not in data and _is_count(data.get("devices")):
                     whole = whole.with_devices(data["devices"])
                 data = _merged(whole.to_dict(), {"name": Path(path).stem} | data)
-            return schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
+            cluster = schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
+            check_pieces(cluster)
         except ClusterError as e:
             raise ClusterError(f"{path}: {e}") from None
+        return cluster
 
     @classmethod
     def find(cls, name: str, nodes: int | None = None) -> Cluster:

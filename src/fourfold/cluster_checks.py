@@ -11,12 +11,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fourfold import schema
+from fourfold.config import nearest_divisor
 from fourfold.errors import ClusterError
 
 if TYPE_CHECKING:
     from fourfold.cluster import Cluster, Level
 
-__all__ = ["check_cluster", "check_count"]
+__all__ = ["check_cluster", "check_count", "check_pieces"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "message")
 SLOWEST, FASTEST = 1e4, 1e21
@@ -89,23 +90,28 @@ def _check_levels(c: Cluster) -> None:
                 f"{where}: ranks = {level.ranks}, but {before}: levels must grow, the innermost first; "
                 f"use a multiple of {joined}, or 0 for all devices in the last level"
             )
-        if level.ranks % joined and level.ranks < c.ranks:
-            raise ClusterError(
-                f"{where}: ranks = {level.ranks} is no multiple of the {joined} that level[{i - 1}] joins; "
-                f"use {max(2, round(level.ranks / joined)) * joined}"
-            )
-        if 0 < level.ranks < c.ranks and c.ranks % level.ranks:
-            near = min((d for d in range(2, c.ranks + 1) if c.ranks % d == 0), key=lambda d: abs(d - level.ranks))
-            raise ClusterError(
-                f"{where}: ranks = {level.ranks} does not divide {_nodes(c)} · {c.devices} = {c.ranks} devices; "
-                f"the nearest that does is {near}"
-            )
         joined = level.ranks or c.ranks
     if c.level and joined < c.ranks:
         raise ClusterError(
             f"the levels join {joined} devices, but there are {_nodes(c)} · {c.devices} = {c.ranks}; "
             f"give the last level ranks = 0"
         )
+
+
+def check_pieces(c: Cluster) -> None:
+    """Of a file: every level is made of whole pieces of the one before. (A part of a machine need not be.)"""
+    below = 1
+    for i, level in enumerate(c.level):
+        where, ranks = f"level[{i}] ('{level.name}'): ranks = {level.ranks}", level.ranks or c.ranks
+        if ranks < c.ranks and ranks % below:
+            good = max(2, round(ranks / below)) * below
+            raise ClusterError(f"{where} is no multiple of the {below} that level[{i - 1}] joins; use {good}")
+        if ranks < c.ranks and c.ranks % ranks:
+            near = nearest_divisor(c.ranks, ranks)
+            raise ClusterError(
+                f"{where} does not divide {_nodes(c)} · {c.devices} = {c.ranks} devices; the nearest that does is {near}"
+            )
+        below = ranks
 
 
 def _check_level(where: str, level: Level) -> None:

@@ -237,10 +237,10 @@ def write_text(path: Path, text: str) -> None:
 def check_writable(path: str | Path, what: str, error: type[FourfoldError]) -> None:
     """Refuse a file (.json or .toml) that could not be written in the end, before the work for it starts."""
     path = Path(path)
+    if path.is_dir():
+        raise error(f"{path}: is a folder; name a file, for example {path / 'file.json'}")
     if path.suffix not in (".json", ".toml"):
         raise error(f"{path}: {what} is saved as .json or .toml; found '{path.suffix}'")
-    if path.is_dir():
-        raise error(f"{path}: is a folder; name a file, for example {path / ('file' + path.suffix)}")
     if not path.parent.is_dir():
         raise error(f"{path}: cannot be written: there is no folder {path.parent}; make it first, or name another")
     try:
