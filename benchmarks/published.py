@@ -67,9 +67,15 @@ def megatron() -> Iterator[Row]:
 # ---- AxoNN ----
 
 
+def v100() -> Cluster:
+    """As those runs used them: in fp16, whose bytes are those of our bf16."""
+    base = Cluster.preset("v100-16g")
+    return replace(base, device=replace(base.device, matrix=base.device.matrix | {"bf16": 125e12}))
+
+
 def summit(gpus: int) -> Cluster:
     """Six V100 a node, NVLink of 50 GB/s to each other and to the host, two InfiniBand rails of 12.5 GB/s a node."""
-    base = Cluster.preset("v100-16g")
+    base = v100()
     return replace(
         base,
         name="summit",
@@ -109,7 +115,7 @@ def axonn() -> Iterator[Row]:
 
 def hanayo_cluster(name: str) -> Cluster:
     """The four machines, by how their eight GPUs are joined."""
-    a100, v100 = Cluster.preset("a100-80g"), Cluster.preset("v100-16g")
+    a100 = Cluster.preset("a100-80g")
     pcie, nvlink = Level(name="PCIe", bandwidth=20e9, latency=1e-5), Level(name="NVLink", bandwidth=200e9, latency=5e-6)
     match name:
         case "PC":
@@ -120,7 +126,7 @@ def hanayo_cluster(name: str) -> Cluster:
             far = Level(name="InfiniBand", bandwidth=8e9, latency=1.5e-5)
             return replace(Cluster.preset("a100-40g"), level=(replace(pcie, ranks=3), far))
         case _:
-            return replace(v100, level=(replace(nvlink, bandwidth=100e9),))
+            return replace(v100(), level=(replace(nvlink, bandwidth=100e9),))
 
 
 def hanayo() -> Iterator[Row]:

@@ -35,7 +35,7 @@ def _presets() -> dict[str, Cluster]:
                 name="V100 16 GB",
                 memory="16GB",
                 reserve="1GiB",
-                matrix={"bf16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
+                matrix={"bf16": 15.7e12, "fp32": 15.7e12, "fp64": 7.8e12},  # its matrix units take fp16, and no bf16
                 efficiency=0.76,
                 attention=0.4,
                 processors=80,

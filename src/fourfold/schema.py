@@ -222,16 +222,16 @@ def _toml_value(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False)
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of it."""
-    write_text(path, json.dumps(data, indent=2) + "\n")
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON, whole or not at all."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def check_writable(path: str | Path, what: str, error: type[FourfoldError]) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,7 +72,7 @@ def test_json_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["configs/llama-8b.toml", "--cluster", "l4-pcie", "--max-ranks", "1", "--global-batch", "1"],
-            "on 1 device need at least",
+            "on 1 device need about",
         ),
         ([CONFIG, "--cluster", "h200", "--nodes", "0"], "--nodes 0 must be at least 1"),
         ([CONFIG, "--cluster", "local", "--nodes", "0"], "--nodes 0 must be at least 1"),
@@ -94,3 +99,134 @@ def test_models_are_told_by_what_is_in_their_files(tmp_path: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["predicted"]["global_batch"] == 8
     assert main(["train", str(tmp_path / "mine.json")]) == 2
     assert "this is a Hugging Face file" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Eight ranks of an H100, full of llama-1b."""
+    out = tmp_path_factory.mktemp("plans") / "p.json"
+    assert main(["plan", CONFIG, "--cluster", "h100-sxm", "--global-batch", "512", "-o", str(out)]) == 0
+    return str(out)
+
+
+def judged(plan: str, cluster: str, *more: str) -> list[str]:
+    return ["plan", CONFIG, "--cluster", cluster, "--global-batch", "512", "--judge", plan, *more]
+
+
+def test_a_judged_plan_that_does_not_fit(plan_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    capsys.readouterr()
+    assert main(judged(plan_file, "v100-16g", "-o", str(tmp_path / "x.json"))) == 2
+    text = capsys.readouterr().out
+    first = next(line for line in text.split("\n") if "GiB are needed" in line)
+    assert first.startswith("does NOT fit: ")
+    assert first.endswith(" too much")
+    assert text.startswith(first)
+    assert "what binds" not in text
+    assert not (tmp_path / "x.json").exists()
+    assert main(judged(plan_file, "v100-16g", "--json")) == 2
+    assert "too much" in json.loads(capsys.readouterr().out)["predicted"]["misfit"]
+    assert main(judged(plan_file, "h100-sxm")) == 0
+    text = capsys.readouterr().out
+    assert "% full" in text
+    assert "what binds" not in text
+
+
+def test_what_if_judges_the_same_plan(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(judged(plan_file, "h100-sxm", "--what-if", "memory=16GiB")) == 0
+    text = capsys.readouterr().out
+    assert "what if memory=16GiB: does NOT fit: " in text
+    assert "+0.0%" in text  # less memory makes the same plan neither faster nor slower
+    assert main(judged(plan_file, "v100-16g", "--what-if", "memory=x8")) == 0
+    text = capsys.readouterr().out
+    assert text.index("does NOT fit") < text.index("what if memory=x8: ")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--fix", "col=2"], "--fix: not with --judge"),
+        (["--schedule", "wave", "--top", "3"], "--schedule, --top: not with --judge"),
+        (["--max-ranks", "4"], "--max-ranks: not with --judge"),
+    ],
+)
+def test_judge_takes_no_options_of_the_search(
+    more: list[str], message: str, plan_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(judged(plan_file, "h100-sxm", *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_judge_needs_enough_devices(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(judged(plan_file, "l4-pcie", "--nodes", "1")) == 2
+    assert "l4-pcie has 4 devices; judge it on 2 nodes" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_what_if_where_the_base_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ["plan", "configs/llama-8b.toml", "--cluster", "v100-16g", "--global-batch", "8", "--fix", "data=8"]
+    args += ["optimizer=device", "activations=device"]
+    assert main([*args, "--what-if", "memory=80GiB", "-o", str(tmp_path / "x.json")]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("no plan fits")
+    assert "what if memory=80GiB: " in text
+    assert "nothing written" in text
+    assert not (tmp_path / "x.json").exists()
+    assert main([*args, "--what-if", "flops=x2"]) == 2
+    assert capsys.readouterr().out.count("no plan fits") == 2
+    assert main([*args, "--what-if", "memory=80GiB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["error"].startswith("no plan fits")
+    assert data["what_if"]["predicted"]["seconds"] > 0
+
+
+def test_training_knows_a_plan_of_another_model_or_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, file = "configs/gpt-tiny.toml", str(tmp_path / "p.json")
+    assert main(["plan", config, "--cluster", "local", "--nodes", "2", "-o", file]) == 0
+    run = ["train", config, "--plan", file, "--dry-run"]
+    capsys.readouterr()
+    for more, other in (
+        ([], ""),
+        (["--train.global-batch", "16"], "another batch (32 sequences, here 16)"),
+        (["--model.seq-len", "32"], "another model (gpt-tiny, 64 tokens)"),
+        (
+            ["--model.heads", "2"],
+            "another model (gpt-tiny, 64 tokens)",
+        ),  # as many parameters: the fingerprint tells
+    ):
+        assert main([*run, *more]) == 0
+        text = capsys.readouterr().out
+        assert ("\npredicted " in text) == (not other)
+        assert ("warning: the plan was made for" in text) == bool(other)
+        assert other in text
+
+
+def test_the_table_says_why_it_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "64", "--top"]
+    assert main([*args, "400"]) == 0
+    text = capsys.readouterr().out
+    assert "layouts: the others were not built out" in text
+    assert main([*args, "1"]) == 0
+    assert "not built out" not in capsys.readouterr().out
+
+
+def test_a_rank_of_the_pipeline_is_named_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "64", "--top", "1", "--fix"]
+    for pipe, named in ((1, False), (2, True)):
+        assert main([*args, f"pipe={pipe}"]) == 0
+        assert ("on pipeline rank" in capsys.readouterr().out) == named
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    """Standard error as a terminal: rich draws, which it does not for files."""
+    mine, theirs = pty.openpty()
+    command = [sys.executable, "-m", "fourfold", "plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "16"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=False)
+    os.close(theirs)
+    drawn = b""
+    with suppress(OSError):  # the other end is closed
+        while part := os.read(mine, 1 << 16):
+            drawn += part
+    os.close(mine)
+    assert done.returncode == 0, drawn.decode()
+    assert "s a step" in done.stdout
+    assert "searching" in drawn.decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ from fourfold.planner.predict import predict
 from fourfold.planner.rules import rules_of
 from fourfold.planner.search import build_out, dealt_out
 from fourfold.planner.units import Choice
+from fourfold.schema import parse_bytes
 
 
 def llama(layers: int = 16, hidden: int = 2048, seq_len: int = 2048) -> ModelSpec:
@@ -135,7 +137,9 @@ def test_more_never_makes_it_slower(what: str) -> None:
         what, ("x0.5", "x1", "x2")
     ):
         s = setting(batch=16, spec=spec, **{what: value})
-        times.append(find_plan(s, parse_fixes([])).best.prediction.seconds)
+        found = find_plan(s, parse_fixes([]))
+        times.append(found.best.prediction.seconds)
+        assert found.certificate["lower_bound"] <= min(times)  # a plan that fits in less of it fits in this, too
     for before, after in pairwise(times):
         assert after <= before * 1.002
 
@@ -181,6 +185,8 @@ def test_questions_that_make_no_sense(asked: dict[str, Any], message: str) -> No
         (["schedule=wave"], "1f1b", "contradict"),
         (["micro_batches=3"], None, "leave micro_batches"),
         ([], "wavy", "did you mean 'wave'"),
+        (["pipe=2", "waves=2"], "1f1b", "is for the schedule wave, and 1f1b was asked for"),
+        (["pipe=1"], "wave", "has no pipeline"),
     ],
 )
 def test_wrong_constraints(fix: list[str], schedule: str | None, message: str) -> None:
@@ -194,10 +200,61 @@ def test_nothing_fits() -> None:
     with pytest.raises(PlanError) as e:
         find_plan(setting(spec=big, memory="16GB", batch=8), parse_fixes(["data=8"]))
     text = str(e.value)
-    for part in ("no plan fits: a device has", "for tensors", "need at least", "What would do:", "devices with"):
+    for part in ("no plan fits: a device has", "for tensors", "need about", "What would do:", "devices with"):
         assert part in text
     with pytest.raises(PlanError, match="must divide the batch"):
         find_plan(setting(batch=3, spec=llama(2, 1024)), parse_fixes(["pipe=1", "col=1"]))
+
+
+@pytest.mark.parametrize(
+    ("memory", "nodes", "batch", "fixes"), [("16GB", 1, 8, []), ("5GB", 1, 8, ["col=1", "pipe=1", "recompute=none"])]
+)
+def test_what_would_do_does(memory: str, nodes: int, batch: int, fixes: list[str]) -> None:
+    s, wanted = setting(memory, nodes, batch, llama(40, 8192) if not fixes else llama(16, 4096)), parse_fixes(fixes)
+    with pytest.raises(PlanError, match="What would do: ") as e:
+        find_plan(s, wanted)
+    need = re.search(r"need about ([0-9.]+ GiB)", str(e.value))
+    assert need is not None
+    assert parse_bytes(need[1].replace(" ", ""), "need") > s.cluster.usable
+    ways = str(e.value).partition("What would do: ")[2].split("; or ")
+    assert ways
+    for way in ways:
+        if more := re.match(r"(\d+) nodes", way):
+            find_plan(setting(memory, int(more[1]), batch, s.spec), wanted)
+        elif large := re.match(r"devices with ([0-9.]+) GiB", way):
+            find_plan(setting(f"{float(large[1]) + 0.01}GiB", nodes, batch, s.spec), wanted)
+        else:
+            free = re.match(r"leaving (\w+) free", way)
+            assert free, way
+            find_plan(s, parse_fixes([f for f in fixes if not f.startswith(free[1])]))
+
+
+def test_at_most_so_many_ranks() -> None:
+    """More of them never take longer, and a number that divides badly is not forced on anyone."""
+    s = setting(batch=64, spec=llama(6, 1024))
+    times = [find_plan(s, parse_fixes([], None, n)).best.prediction.seconds for n in (4, 5, 6, 7, 8)]
+    for before, after in pairwise(times):
+        assert after <= before * (1 + 1e-9)
+    assert find_plan(s, parse_fixes(["pipe=1", "col=1"], None, 7)).best.layout.mesh.ranks == 4
+
+
+def test_a_schedule_that_is_asked_for_has_a_pipeline() -> None:
+    s = setting(batch=64, spec=llama(6, 1024))
+    for fixes, schedule in (([], "wave"), (["waves=2"], "wave"), (["stages_per_rank=2"], "interleaved")):
+        best = find_plan(s, parse_fixes(fixes, None if fixes else schedule)).best.layout
+        assert (best.schedule, best.mesh.pipe > 1) == (schedule, True)
+
+
+def test_state_that_finds_room_on_the_device_is_worth_the_link() -> None:
+    s = setting("10GB", batch=32, spec=llama(16, 2048))
+    wanted = parse_fixes(["data=8", "mode=replicate", "recompute=full", "activations=device", "micro_batches=4"])
+    best = find_plan(s, wanted).best
+    assert best.layout.optimizer == "auto"
+    more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(10**10 + 2**28)})), wanted).best
+    saved = best.prediction.seconds - more.prediction.seconds
+    assert saved == pytest.approx(best.price * 2**28, rel=0.15)
+    device, auto = (find_plan(setting(), parse_fixes([f"optimizer={o}"])).best.prediction for o in ("device", "auto"))
+    assert auto.seconds <= device.seconds
 
 
 def test_explanations() -> None:
@@ -264,7 +321,8 @@ def test_layouts_print() -> None:
 def test_the_plan_says_how_much_optimizer_state_stays_on_the_device() -> None:
     spec = ModelSpec.from_config(ModelConfig(family="gpt", layers=24, hidden=1536, heads=16, vocab=50304, seq_len=1024))
     cluster = Cluster.preset("v100-16g")
-    plan = make_plan(spec, cluster, global_batch=16, fix={"optimizer": "auto", "data": 1}, max_ranks=1)
+    bf16 = Precision(compute="bf16")
+    plan = make_plan(spec, cluster, global_batch=16, precision=bf16, fix={"optimizer": "auto", "data": 1}, max_ranks=1)
     state = spec.parameters * 10  # two moments, and half of a master
     assert 0.1 * state < int(plan.memory.device_state) < state
     again = judge(Plan.from_dict(plan.to_dict()), Setting(spec, cluster, 16, plan.precision))

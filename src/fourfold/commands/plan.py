@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -21,6 +22,9 @@ from fourfold.planner.layout import Setting
 from fourfold.planner.layouts import Constraints, parse_fixes
 from fourfold.planner.make import default_batch, default_precision, find_plan, judge, named_precision, with_report
 from fourfold.planner.search import Progress
+
+if TYPE_CHECKING:
+    from fourfold.planner.export import Exported
 
 __all__ = ["PlanArgs", "plan_command"]
 
@@ -52,9 +56,9 @@ class PlanArgs:
     max_ranks: int | None = None
     """Use at most so many devices."""
     what_if: tuple[str, ...] = ()
-    """Also plan with the cluster changed: memory=40GiB nodes=16 bandwidth=x2 flops=x1.5."""
+    """Also plan (or judge) with the cluster changed: memory=40GiB nodes=16 bandwidth=x2 flops=x1.5."""
     judge: str | None = None
-    """Do not search: predict this plan file."""
+    """Do not search: predict this plan file, and say whether it fits."""
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the best plan to this file (.json, .toml)."""
     export: Literal["torchtitan", "megatron"] | None = None
@@ -66,47 +70,90 @@ class PlanArgs:
 
 
 def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
-    """Run the command; returns 0."""
-    if args.top < 1:
-        raise PlanError(f"--top {args.top} must be at least 1")
-    if args.nodes is not None and args.nodes < 1:
-        raise PlanError(f"--nodes {args.nodes} must be at least 1")
-    if args.out:
-        schema.check_writable(args.out, "a plan", PlanError)
+    """Run the command; returns 0, or 2 where neither the plan fits nor that of a changed cluster."""
+    _check(args)
     cluster = Cluster.find(args.cluster, args.nodes)
     setting = read_setting(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
-    other = replace(setting, cluster=cluster.what_if(_changes(args.what_if))) if args.what_if else None
-    if args.judge:
-        plan = judge(Plan.load(args.judge), setting)
-    else:
-        plan = _planned(setting, wanted, args)
-    if args.out:
-        plan.save(args.out)
-    exported = None
-    if args.export:
-        from fourfold.planner.export import export
+    given = Plan.load(args.judge) if args.judge else None
+    changed = replace(setting, cluster=cluster.what_if(_changes(args.what_if))) if args.what_if else None
 
-        exported = export(plan, setting, args.export)
-    changed = None if other is None else with_report(find_plan(other, wanted, args.top), other, args.top)
+    def answer(question: Setting) -> Plan | str:
+        """The plan, or why there is none."""
+        try:
+            return judge(given, question) if given is not None else _planned(question, wanted, args)
+        except PlanError as e:
+            if changed is None:
+                raise
+            return str(e)
+
+    plan = answer(setting)
+    other = answer(changed) if changed is not None else None
+    exported = _write(plan, setting, args) if isinstance(plan, Plan) and _fits(plan) else None
+    status = 0 if _fits(plan) or _fits(other) else 2
     if args.json:
-        data = plan.to_dict()
-        if changed is not None:
-            data["what_if"] = changed.to_dict()
+        data = _json(plan)
+        if other is not None:
+            data["what_if"] = _json(other)
         if exported is not None:
             data["export"] = {"options": exported.options, "files": exported.files, "lost": exported.lost}
         print(json.dumps(data, indent=2), file=file)
-        return 0
+        return status
     from fourfold.view.plan import show_plan, show_what_if
 
-    show_plan(plan, file)
-    if changed is not None:
-        show_what_if(plan, changed, args.what_if, file)
+    if isinstance(plan, Plan):
+        show_plan(plan, file, args.top)
+    else:
+        print(plan, file=file)
+    if other is not None:
+        show_what_if(plan, other, args.what_if, file)
     if exported is not None:
         print(f"\n{exported}", file=file)
+        if exported.files and not args.out:
+            print("# its CSV file is written with -o: `-o plan.json` also writes plan.csv", file=file)
+    if not _fits(plan) and (args.out or args.export):
+        print("\nnothing written or exported: the plan does not fit", file=file)
+    elif args.out:
+        files = [args.out, *(exported.files if exported is not None else ())]
+        print(f"\nwritten to {' and '.join(files)}", file=file)
+    return status
+
+
+def _check(args: PlanArgs) -> None:
+    """Refuse options that would do nothing, and a file that could not be written in the end."""
+    for name, value in (("top", args.top), ("nodes", 1 if args.nodes is None else args.nodes)):
+        if value < 1:
+            raise PlanError(f"--{name} {value} must be at least 1")
     if args.out:
-        print(f"\nwritten to {args.out}", file=file)
-    return 0
+        schema.check_writable(args.out, "a plan", PlanError)
+    if args.judge:
+        searching = ("fix", "schedule", "max_ranks", "top", "precision", "moments")
+        idle = [n for n in searching if getattr(args, n) != getattr(PlanArgs, n)]
+        if idle:
+            names = ", ".join(f"--{n.replace('_', '-')}" for n in idle)
+            raise PlanError(f"{names}: not with --judge, which takes the plan as it is and searches nothing")
+
+
+def _fits(plan: Plan | str | None) -> bool:
+    return isinstance(plan, Plan) and not (plan.predicted or {}).get("misfit")
+
+
+def _json(plan: Plan | str) -> dict[str, Any]:
+    return plan.to_dict() if isinstance(plan, Plan) else {"error": plan}
+
+
+def _write(plan: Plan, setting: Setting, args: PlanArgs) -> Exported | None:
+    """The plan's file, and its export with the files that it names."""
+    if args.out:
+        plan.save(args.out)
+    if not args.export:
+        return None
+    from fourfold.planner.export import export
+
+    exported = export(plan, setting, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
+    if args.out:
+        exported.write()
+    return exported
 
 
 def read_setting(args: PlanArgs, cluster: Cluster) -> Setting:
@@ -141,7 +188,7 @@ def _planned(setting: Setting, wanted: Constraints, args: PlanArgs) -> Plan:
         return with_report(find_plan(setting, wanted, args.top, progress), setting, args.top)
 
 
-def _changes(texts: tuple[str, ...]) -> dict[str, str]:
+def _changes(texts: Sequence[str]) -> dict[str, str]:
     """`memory=40GiB` and the like by name."""
     changes: dict[str, str] = {}
     for text in texts:

@@ -208,18 +208,42 @@ def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
     m, batch = config.model, config.train.global_batch
     size, micro = plan.micro_batch_size(batch), plan.micro_batches(batch)
     share = f"{micro} × {size} sequences each, {plan.precision.compute}"
+    other = _made_for(config, plan)
     facts(
         [
             ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {number(parameter_count(m))} parameters"),
             ("data", f"{config.data.source}, {batch} × {m.seq_len} tokens a step"),
             ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
             *([("grid", _grid(config, plan))] if plan.mesh.row * plan.mesh.col > 1 else []),
-            *([("predicted", _predicted(plan))] if plan.predicted else []),
+            *([("predicted", _predicted(plan))] if plan.predicted and not other else []),
             ("steps", f"{config.train.steps}"),
             ("run", config.train.run_dir),
         ],
         console,
     )
+    if other:
+        console.print(
+            f"[yellow]warning:[/] {escape(other)}: what it predicted is not for this run; "
+            "`fourfold plan` with --judge predicts it anew",
+            soft_wrap=True,
+        )
+
+
+def _made_for(config: Config, plan: Plan) -> str:
+    """What the plan was made for, where that is another model or batch than the run's."""
+    from fourfold.model.operators import ModelSpec
+
+    p, batch = plan.predicted or {}, config.train.global_batch
+    if not p:
+        return ""
+    spec = ModelSpec.from_config(config.model)
+    known = (p.get("parameters"), p.get("seq_len"), (plan.certificate or {}).get("model", spec.fingerprint))
+    parts = []
+    if known != (spec.parameters, spec.seq_len, spec.fingerprint):
+        parts.append(f"another model ({p.get('model')}, {p.get('seq_len')} tokens)")
+    if p.get("global_batch") != batch:
+        parts.append(f"another batch ({p.get('global_batch')} sequences, here {batch})")
+    return f"the plan was made for {' and '.join(parts)}" if parts else ""
 
 
 def _predicted(plan: Plan) -> str:

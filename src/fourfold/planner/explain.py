@@ -29,12 +29,13 @@ def explain(plan: Plan) -> str:
         )
     p, c = plan.predicted, plan.certificate or {}
     lines = [
+        *([f"does NOT fit: {p['misfit']}"] if p.get("misfit") else []),
         f"{p['model']}, {_count(p['parameters'])} parameters, {p['global_batch']} × {p['seq_len']} tokens a step, "
         f"on {p['ranks']} × {p['cluster']}",
         f"{p['seconds']:.4g} s a step, {p['tokens_per_second']:,.0f} tokens/s, {p['mfu']:.1%} of the devices' peak (MFU)",
         "  " + "; ".join(f"{told} {p[name]:.3g} s" for name, told in PARTS.items() if p[name] > 0.0005 * p["seconds"]),
         *_why(plan),
-        *_memory(p),
+        *_memory(plan),
         *_price(p),
         *_gathers(p),
         *_flows(plan),
@@ -43,7 +44,7 @@ def explain(plan: Plan) -> str:
         lines.append(
             f"certificate: {c['layouts']:,} layouts searched in {c['seconds']:.2g} s ({c['simulated']} simulated, "
             f"{c['too_large']} solved and too large); under the planner's model none takes less than "
-            f"{c['lower_bound']:.4g} s: this plan is within {c['gap']:.2%} of the best"
+            f"{c['lower_bound']:.4g} s: this plan is at most {c['gap']:.2%} slower than the best"
         )
     return "\n".join(lines)
 
@@ -67,12 +68,14 @@ def _why(plan: Plan) -> list[str]:
     return [text + (f" ({', '.join(parts)})" if parts else "")]
 
 
-def _memory(p: dict[str, Any]) -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     """The fullest rank at its peak, by category."""
+    p = plan.predicted or {}
     most = max(p["memory"], key=lambda m: m["bytes"])
+    where = f" on pipeline rank {most['rank']}" if plan.mesh.pipe > 1 else ""
     parts = [f"{name} {format_bytes(most[name])}" for name in CATEGORIES if most.get(name)]
     lines = [
-        f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])} on pipeline rank {most['rank']}, "
+        f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])}{where}, "
         f"at its peak ({most['at']}): {', '.join(parts)}"
     ]
     if most.get("host"):
@@ -81,6 +84,8 @@ def _memory(p: dict[str, Any]) -> list[str]:
 
 
 def _price(p: dict[str, Any]) -> list[str]:
+    if not p["binding"]:  # judged: nothing else was tried
+        return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.1%} full"]
     if p["binding"] != "memory":
         return [f"what binds: {p['binding']}; more memory would not make this layout faster"]
     return [f"what binds: memory; a GiB more on every device would save about {p['price'] * 1e3:.3g} ms a step"]

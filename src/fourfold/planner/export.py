@@ -9,8 +9,10 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from fourfold import schema
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
@@ -32,16 +34,18 @@ class Exported:
     def __str__(self) -> str:
         lines = [f"# {self.system}", *self.options]
         lines += [f"# lost: {what}" for what in self.lost]
-        for name, text in self.files.items():
-            rows = text.strip().splitlines()
-            lines += [f"# file {name}: {len(rows)} rows", *rows[:4], *(["…"] if len(rows) > 4 else [])]
         return "\n".join(lines)
 
+    def write(self) -> None:
+        """Write the files."""
+        for name, text in self.files.items():
+            schema.write_text(Path(name), text)
 
-def export(plan: Plan, setting: Setting, system: Literal["torchtitan", "megatron"]) -> Exported:
-    """The plan for another system."""
+
+def export(plan: Plan, setting: Setting, system: Literal["torchtitan", "megatron"], csv: str = "") -> Exported:
+    """The plan for another system. `csv`: name of the schedule's file, where one is needed."""
     if system == "torchtitan":
-        return _torchtitan(plan, setting)
+        return _torchtitan(plan, setting, csv)
     if system == "megatron":
         return _megatron(plan, setting)
     raise PlanError(f"plans are exported to torchtitan and megatron; found '{system}'")
@@ -75,7 +79,7 @@ def _common_losses(plan: Plan, lost: list[str]) -> None:
         lost.append("the message-driven executor")
 
 
-def _torchtitan(plan: Plan, setting: Setting) -> Exported:
+def _torchtitan(plan: Plan, setting: Setting, csv: str) -> Exported:
     lost: list[str] = []
     units = _units(plan, setting, lost)
     _common_losses(plan, lost)
@@ -93,21 +97,10 @@ def _torchtitan(plan: Plan, setting: Setting) -> Exported:
         "training.seq_len": setting.spec.seq_len,
         "activation_checkpoint.mode": {"none": "none", "selective": "selective"}.get(units["recompute"], "full"),
     }
-    files = {}
+    files: dict[str, str] = {}
     if mesh.pipe > 1:
         options["parallelism.pipeline_parallel_microbatch_size"] = plan.micro_batch_size(batch)
-        names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
-        if plan.pipeline.schedule in names:
-            options["parallelism.pipeline_parallel_schedule"] = names[plan.pipeline.schedule]
-        else:
-            from fourfold.program.from_plan import schedule_of_plan
-
-            name = f"{plan.pipeline.schedule}.csv"
-            files[name] = schedule_of_plan(plan, plan.micro_batches(batch), layers=setting.spec.layers).to_csv()
-            options["parallelism.pipeline_parallel_schedule"] = "PipelineScheduleMulti"
-            options["parallelism.pipeline_parallel_schedule_csv"] = name
-        if isinstance(plan.pipeline.layers, tuple) and len(set(plan.pipeline.layers)) > 1:
-            lost.append(f"layers of every stage {list(plan.pipeline.layers)}: set module_fqns_per_model_part by hand")
+        _torchtitan_pipeline(plan, setting, csv, options, files, lost)
         if units["mode"] in ("zero2", "zero3") or units["reduce"] == "micro-batch":
             lost.append("sharding under the pipeline: parameters and gradients of a stage stay whole for a step there")
     elif plan.micro_batches(batch) > 1:
@@ -117,6 +110,53 @@ def _torchtitan(plan: Plan, setting: Setting) -> Exported:
     options["training.mixed_precision_param"] = {"bf16": "bfloat16"}.get(plan.precision.compute, "float32")
     options["training.mixed_precision_reduce"] = "float32"
     return Exported("torchtitan", tuple(f"--{k} {shlex.quote(str(v))}" for k, v in options.items()), tuple(lost), files)
+
+
+def _torchtitan_pipeline(
+    plan: Plan, setting: Setting, csv: str, options: dict[str, Any], files: dict[str, str], lost: list[str]
+) -> None:
+    """The schedule, by name or as CSV, its stages' places, and their layers.
+
+    torchtitan places stages by the schedule's name, also where a CSV has the ops: one a rank (1F1B), two in a V
+    (ZBVZeroBubble), or stage s on rank s mod p (PipelineScheduleMulti).
+    """
+    from fourfold.program.from_plan import schedule_of_plan
+
+    ranks, micro = plan.mesh.pipe, plan.micro_batches(setting.global_batch)
+    schedule = schedule_of_plan(plan, micro, layers=setting.spec.layers)
+    each, rest = divmod(schedule.stages, ranks)
+    loop = tuple(s % ranks for s in range(schedule.stages))
+    names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
+    name = names.get(plan.pipeline.schedule, "")
+    if not name:
+        file = csv or f"{Path(plan.pipeline.schedule).stem}.csv"
+        files[file] = schedule.to_csv()
+        options["parallelism.pipeline_parallel_schedule_csv"] = file
+        name = "PipelineScheduleMulti"
+        if schedule.placement == tuple(range(ranks)):
+            name = "1F1B"
+        elif schedule.placement == (*range(ranks), *reversed(range(ranks))):
+            name = "ZBVZeroBubble"
+        elif rest or schedule.placement != loop:
+            lost.append(
+                f"{each} stages on every rank, placed {list(schedule.placement)}: torchtitan places stage s on rank "
+                "s mod p, or two a rank in a V, and cannot run this schedule"
+            )
+    options["parallelism.pipeline_parallel_schedule"] = name
+    deal = setting.spec.layers  # the embedding and the head count as one layer each there, too
+    if each > 2:  # unless told, it makes two of a rank's layers
+        size = -(-deal // schedule.stages)
+        if -(-deal // size) == schedule.stages:
+            options["parallelism.pipeline_parallel_layers_per_stage"] = size
+        else:
+            lost.append(f"{each} stages on every rank: set module_fqns_per_model_part by hand, or it makes two")
+    few, more = divmod(deal, schedule.stages)
+    theirs = [few + (s < more) - (s == 0) - (s == schedule.stages - 1) for s in range(schedule.stages)]
+    if isinstance(plan.pipeline.layers, tuple) and list(plan.pipeline.layers) != theirs:
+        lost.append(
+            f"layers of every stage {list(plan.pipeline.layers)}: it takes {theirs}, unless module_fqns_per_model_part "
+            "is set by hand"
+        )
 
 
 def _megatron(plan: Plan, setting: Setting) -> Exported:
@@ -153,22 +193,54 @@ def _megatron(plan: Plan, setting: Setting) -> Exported:
         )
     elif units["recompute"] in ("full", "per-slice"):
         options.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    match plan.pipeline.schedule:
-        case "interleaved":
-            layers = setting.spec.layers - 2
-            each = layers // (mesh.pipe * plan.pipeline.stages_per_rank)
-            options.append(f"--num-layers-per-virtual-pipeline-stage {each}")
-        case "1f1b":
-            pass
-        case other if mesh.pipe > 1:
-            lost.append(f"schedule '{other}': 1F1B runs instead")
-    if isinstance(plan.pipeline.layers, tuple) and len(set(plan.pipeline.layers)) > 1:
-        lost.append(
-            f"layers of every stage {list(plan.pipeline.layers)}: only the first and last stage can differ there"
-        )
+    if mesh.pipe > 1:
+        _megatron_pipeline(plan, setting, options, lost)
     if plan.memory.optimizer != "device":
         options.append("--optimizer-cpu-offload")
         lost.append("the streamed update: its optimizer runs on the CPU")
     if plan.memory.activations != "device":
         lost.append("activations on the host")
     return Exported("Megatron-LM", tuple(options), tuple(lost))
+
+
+def _megatron_pipeline(plan: Plan, setting: Setting, options: list[str], lost: list[str]) -> None:
+    """The schedule and the layers of every rank: Megatron-LM refuses virtual stages that are not equal."""
+    ranks, layers, wish = plan.mesh.pipe, setting.spec.layers - 2, plan.pipeline.stages_per_rank
+    schedule, dealt = plan.pipeline.schedule, plan.pipeline.layers
+    told = list(dealt) if isinstance(dealt, tuple) else []
+    per_rank, rest = divmod(layers, ranks)
+    equal = not rest and len(set(told)) <= 1
+    if schedule == "interleaved":
+        counts = [] if rest else [n for n in range(2, per_rank + 1) if per_rank % n == 0]
+        if counts:
+            count = min(counts, key=lambda n: abs(n - wish))
+            options.append(f"--num-layers-per-virtual-pipeline-stage {per_rank // count}")
+            if count != wish or not equal:
+                lost.append(
+                    f"{wish} stages on every rank of {told or 'unequal'} layers: Megatron-LM refuses unequal ones; the nearest "
+                    f"it accepts is {count} of {per_rank // count} layers"
+                )
+            return
+        lost.append(
+            f"schedule 'interleaved': Megatron-LM refuses {layers} layers on {ranks} ranks unless virtual stages are equal; "
+            "1F1B runs instead"
+        )
+        told = []
+    elif schedule != "1f1b":
+        lost.append(f"schedule '{schedule}': 1F1B runs instead")
+        told = []
+    if equal:
+        return
+    if len(told) == ranks and len(set(told[1:-1])) <= 1 and told[0] and told[-1]:  # the first and the last may differ
+        first, last = told[0], told[-1]
+    else:
+        most = -(-layers // ranks)
+        each = most if layers > most * (ranks - 1) else per_rank
+        first, last = each, layers - each * (ranks - 1)
+        if told:
+            lost.append(
+                f"layers of every stage {told}: only the first and the last can differ there; the nearest is taken"
+            )
+    if (first, last) == (per_rank, per_rank):
+        return
+    options += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]

@@ -39,6 +39,8 @@ _WORDS = {
 
 
 FIXABLE = (*_NUMBERS, *_WORDS)
+FEW = 64
+"""Of at most so many ranks, every number above the half is looked at."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | 
             raise PlanError(f"--schedule {schedule}{schema.nearest(schedule, SCHEDULES)}")
         if fixed.setdefault("schedule", schedule) != schedule:
             raise PlanError(f"--schedule {schedule} and --fix schedule={fixed['schedule']} contradict each other")
+    named = fixed.get("schedule")
+    for name, suits in (("waves", "wave"), ("stages_per_rank", "interleaved")):
+        if name in fixed and named not in (None, suits):
+            raise PlanError(
+                f"--fix {name}={fixed[name]} is for the schedule {suits}, and {named} was asked for; leave one out"
+            )
+    if fixed.get("pipe") == 1 and (named not in (None, "1f1b") or fixed.keys() & {"waves", "stages_per_rank"}):
+        raise PlanError(
+            "--fix pipe=1 has no pipeline, and a schedule was asked for; leave one out, or use pipe=2 or more"
+        )
     if max_ranks is not None and max_ranks < 1:
         raise PlanError(f"--max-ranks {max_ranks} must be at least 1")
     return Constraints(fixed, max_ranks or 0)
@@ -80,17 +92,37 @@ def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | 
 
 def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
     """Every layout that the constraints allow."""
-    cluster, spec, batch = setting.cluster, setting.spec, setting.global_batch
-    ranks = min(cluster.ranks, wanted.max_ranks or cluster.ranks)
+    ranks, found = min(setting.cluster.ranks, wanted.max_ranks or setting.cluster.ranks), False
+    for number in _numbers(ranks, wanted):
+        for layout in _of_ranks(setting, wanted, number):
+            found = True
+            yield layout
+    if not found:
+        _explain_none(setting, wanted, ranks)
+
+
+def _numbers(ranks: int, wanted: Constraints) -> list[int]:
+    """How many ranks may be used: all; with `max_ranks`, also fewer, which may divide better, but more than half."""
+    if not wanted.max_ranks:
+        return [ranks]
+    if ranks <= FEW:
+        return list(range(ranks, ranks // 2, -1))
+    return sorted({ranks, ranks // 8 * 8, 1 << ranks.bit_length() - 1}, reverse=True)
+
+
+def _of_ranks(setting: Setting, wanted: Constraints, ranks: int) -> Iterator[Layout]:
+    spec, batch = setting.spec, setting.global_batch
     heads = spec.config.heads if spec.config is not None else 1
-    found = False
+    piped = wanted.fixed.keys() & {"waves", "stages_per_rank"} or wanted.get("schedule", "1f1b") != "1f1b"
     for pipe in _degrees(ranks, wanted.get("pipe")):
+        if pipe == 1 and piped:  # it was asked for
+            continue
         if pipe > spec.layers or (pipe > batch and "pipe" not in wanted.fixed and batch < pipe // 8):
             continue
         for col in _degrees(ranks // pipe, wanted.get("col")):
             if heads % col and "col" not in wanted.fixed:
                 continue
-            # without columns, rows are replicas that are sharded (zero3, zero2, keep) by another name
+            # without columns, rows are much like replicas that are sharded, but take more of the host, which no cost here knows
             for row in _degrees(ranks // pipe // col, wanted.get("row", 1 if col == 1 else None)):
                 rest = ranks // pipe // col // row
                 depth = wanted.get("depth", 1)
@@ -99,11 +131,7 @@ def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
                 mesh = Mesh(pipe=pipe, data=rest // depth, depth=depth, row=row, col=col)
                 if batch % mesh.batch_ways:
                     continue
-                for layout in _of_mesh(setting, mesh, wanted):
-                    found = True
-                    yield layout
-    if not found:
-        _explain_none(setting, wanted, ranks)
+                yield from _of_mesh(setting, mesh, wanted)
 
 
 def _of_mesh(setting: Setting, mesh: Mesh, wanted: Constraints) -> Iterator[Layout]:
@@ -131,6 +159,7 @@ def _schedules(setting: Setting, pipe: int, micro_batches: int, wanted: Constrai
         yield "1f1b", 1
         return
     names = (wanted.get("schedule"),) if wanted.get("schedule") else CHOSEN
+    names = ("wave",) if "waves" in wanted.fixed else ("interleaved",) if "stages_per_rank" in wanted.fixed else names
     for name in names:
         match name:
             case "interleaved":

@@ -21,6 +21,7 @@ from fourfold.planner.predict import layout_of_plan, predict
 from fourfold.planner.products import chosen_flows, flow_report
 from fourfold.planner.search import Candidate, Found, Progress, search
 from fourfold.planner.units import Choice, unit_cost
+from fourfold.schema import format_bytes
 
 __all__ = ["default_batch", "default_precision", "find_plan", "judge", "make_plan", "named_precision", "with_report"]
 
@@ -88,8 +89,9 @@ def named_precision(name: str) -> Precision:
 
 
 def default_precision(cluster: Cluster) -> Precision:
-    """bf16 on GPUs, fp32 on CPUs."""
-    return Precision(compute="bf16" if cluster.device.kind == "cuda" else "fp32")
+    """bf16 on GPUs that are faster with it, else fp32."""
+    d = cluster.device
+    return Precision(compute="bf16" if d.kind == "cuda" and d.matrix["bf16"] > d.matrix["fp32"] else "fp32")
 
 
 def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = None) -> int:
@@ -121,7 +123,12 @@ def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
 
 
 def judge(plan: Plan, setting: Setting) -> Plan:
-    """A plan as it is, its own or one written by hand, with the planner's prediction."""
+    """A plan as it is, its own or one written by hand, with the planner's prediction; `misfit` in it says why it does not fit."""
+    if plan.mesh.ranks > setting.cluster.ranks:
+        raise PlanError(
+            f"the plan's mesh is {plan.mesh.product()} ranks, but {setting.cluster.name} has {setting.cluster.ranks} devices; "
+            f"judge it on {-(-plan.mesh.ranks // setting.cluster.devices)} nodes"
+        )
     ways = plan.mesh.batch_ways * (plan.batch.micro_batches or 1)
     if setting.global_batch % ways:
         raise PlanError(
@@ -133,7 +140,29 @@ def judge(plan: Plan, setting: Setting) -> Plan:
     tensor = replace(plan.tensor, flows=chosen_flows(setting, layout))
     plan = replace(plan, tensor=tensor)
     candidate = Candidate(layout, plan, predict(plan, setting), 0.0, 0.0)
-    return replace(with_report(Found(candidate, (candidate,), {}), setting, 1), certificate=None)
+    told = with_report(Found(candidate, (candidate,), {}), setting, 1)
+    assert told.predicted is not None
+    # what more memory would buy, only the search knows
+    predicted = told.predicted | {"binding": "", "price": 0.0, "misfit": _misfit(candidate, setting.cluster)}
+    return replace(told, predicted=predicted, certificate=None)
+
+
+def _misfit(judged: Candidate, cluster: Cluster) -> str:
+    """By how much a plan does not fit, and where; nothing where it does."""
+    device = max(judged.prediction.memory, key=lambda m: m.peak)
+    host = max(judged.prediction.memory, key=lambda m: m.host)
+    parts = []
+    for what, rank, need, there in (
+        ("a device", device.rank, device.peak, cluster.usable),
+        ("the host, for each device,", host.rank, host.host, cluster.host_memory),
+    ):
+        if need > there:
+            where = f" on pipeline rank {rank}" if judged.layout.mesh.pipe > 1 else ""
+            parts.append(
+                f"{format_bytes(need)} are needed{where}, {what} has {format_bytes(there)} for tensors: "
+                f"{format_bytes(need - there)} too much"
+            )
+    return "; ".join(parts)
 
 
 def _short(c: Candidate) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from fourfold.errors import PlanError
@@ -13,6 +14,9 @@ from fourfold.planner.options import Solver
 from fourfold.schema import format_bytes
 
 __all__ = ["explain_misfit", "smallest"]
+
+TIMES = (1.05, 1.2, 1.5, 2.0, 3.0)
+"""How many times as large devices are tried."""
 
 
 def smallest(setting: Setting, wanted: Constraints, solver: Solver | None = None) -> tuple[float, Layout]:
@@ -42,37 +46,72 @@ def smallest(setting: Setting, wanted: Constraints, solver: Solver | None = None
     return best
 
 
-def explain_misfit(setting: Setting, wanted: Constraints, solver: Solver) -> None:
-    """Raise PlanError: what is needed, what there is, what would do."""
+def explain_misfit(
+    setting: Setting, wanted: Constraints, solver: Solver, fits: Callable[[Setting, Constraints], bool]
+) -> None:
+    """Raise PlanError: what is needed, what there is, what would do: ways for which `fits` has found a plan."""
     need, layout = smallest(setting, wanted, solver)
     cluster, spec = setting.cluster, setting.spec
-    ways = []
-    for times in (2, 4, 8, 16, 32, 64):
-        more = replace(cluster, nodes=cluster.nodes * times)
+
+    def tried(changed: Setting, rest: Constraints = wanted) -> bool:
         try:
-            if _fits(replace(setting, cluster=more), wanted):
+            return smallest(changed, rest)[0] <= changed.cluster.usable and fits(changed, rest)
+        except PlanError:  # the batch cannot be spread over so many
+            return False
+
+    ways = []
+    if wanted.max_ranks and wanted.max_ranks < cluster.ranks:
+        rest = Constraints(wanted.fixed)
+        if tried(setting, rest):
+            ways.append(f"all {cluster.ranks} devices instead of --max-ranks {wanted.max_ranks}")
+    else:
+        for times in (2, 4, 8, 16, 32, 64):
+            more = replace(cluster, nodes=cluster.nodes * times)
+            if tried(replace(setting, cluster=more)):
                 ways.append(f"{more.nodes} nodes instead of {cluster.nodes}")
                 break
-        except PlanError:  # the batch cannot be spread over so many
-            break
-    factor = cluster.memory / cluster.usable
-    ways.append(f"devices with {format_bytes(need * 1.02 * factor)}")
-    if setting.precision.compute != "bf16" and _fits(replace(setting, precision=Precision(compute="bf16")), wanted):
+    enough = _memory(setting, wanted, need, fits)
+    if enough is not None:
+        ways.append(f"devices with {format_bytes(enough.cluster.memory)}")
+        need = max(need, enough.cluster.usable)
+    bf16 = replace(setting, precision=Precision(compute="bf16"))
+    if setting.precision.compute != "bf16" and tried(bf16):
         ways.append("bf16 instead of " + setting.precision.compute)
     for name, value in wanted.fixed.items():
-        rest = Constraints({k: v for k, v in wanted.fixed.items() if k != name}, wanted.max_ranks)
-        if _fits(setting, rest):
+        if tried(setting, Constraints({k: v for k, v in wanted.fixed.items() if k != name}, wanted.max_ranks)):
             ways.append(f"leaving {name} free instead of {value}")
             break
-    ranks = f"{layout.mesh.ranks} device{'s' if layout.mesh.ranks > 1 else ''}"
-    layout_told = f"{layout}, optimizer state on {layout.optimizer}"
+    fixed = " ".join(f"{k}={v}" for k, v in wanted.fixed.items())
+    how = f"with {fixed}, the rest" if fixed else "everything"
+    devices = "device" if layout.mesh.ranks == 1 else "devices"
     raise PlanError(
         f"no plan fits: a device has {format_bytes(cluster.memory)}, of which {format_bytes(cluster.usable)} are for tensors "
         f"(reserve {cluster.device.reserve}, margin {cluster.device.margin:.0%}); {spec.parameters / 1e9:.3g} B parameters on "
-        f"{ranks} need at least {format_bytes(need)} on each ({layout_told}, everything sharded and "
-        f"recomputed as far as it goes). What would do: {'; or '.join(ways)}"
+        f"{layout.mesh.ranks} {devices} need about {format_bytes(need)} on each ({layout}, optimizer state on "
+        f"{layout.optimizer}, {how} sharded and recomputed as far as it goes). "
+        + (
+            f"What would do: {'; or '.join(ways)}"
+            if ways
+            else "Nothing near would do: a smaller model, or many more devices"
+        )
     )
 
 
-def _fits(setting: Setting, wanted: Constraints) -> bool:
-    return smallest(setting, wanted)[0] <= setting.cluster.usable
+def _memory(
+    setting: Setting, wanted: Constraints, need: float, fits: Callable[[Setting, Constraints], bool]
+) -> Setting | None:
+    """With devices that have enough memory, and not much more."""
+    cluster = setting.cluster
+
+    def larger(memory: float) -> Setting:
+        device = replace(cluster.device, memory=str(int(memory)))
+        return replace(setting, cluster=replace(cluster, device=device))
+
+    base = low = max(need * cluster.memory / cluster.usable, cluster.memory)
+    for times in TIMES:
+        found = larger(base * times)
+        if fits(found, wanted):
+            between = larger((low + base * times) / 2)
+            return between if times > TIMES[0] and fits(between, wanted) else found
+        low = base * times
+    return None

@@ -12,7 +12,9 @@
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
    above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
 
-The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`.
+The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all
+floors that are left. Within a layout the choice of units is that close to the best of its knapsack (`choice_gap`); the bound
+does not lean on that, since the knapsack adds up what the simulation overlaps.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from fourfold.errors import ScheduleError
+from fourfold.errors import PlanError, ScheduleError
 from fourfold.plan import Plan, Tensor
 from fourfold.planner.deal import Deal, deal_layers, least_idle
 from fourfold.planner.inner import Solved, free_bytes, frugal_bytes, rank_bound, solve_rank
@@ -101,7 +104,7 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
         plan, prediction = polished(setting, best.plan, best.prediction)
         best = ranked[0] = replace(best, plan=plan, prediction=prediction)
     seconds = best.prediction.seconds
-    lower = min([seconds - best.choice_gap, run.unsolved, run.passed, *(e.floor for e in run.pending)])
+    lower = min([seconds, run.unsolved, run.passed, *(e.floor for e in run.pending)])
     certificate = {
         "lower_bound": math.floor(lower * 1e6) / 1e6,
         "gap": round(max(0.0, seconds / lower - 1), 6),
@@ -198,6 +201,8 @@ class _Search:
         *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
         layout = replace(layout, tensor=least)
         self._start(layout, floor)
+        if self.wanted.get("optimizer") == "auto":  # which may leave all of it there
+            self._start(replace(layout, optimizer="device"), floor)
         if self.frugal and layout.replicas > 1:
             self._start(replace(layout, prefetch=0), floor)
         if self._free(layout):  # there is room to keep something on the grid
@@ -214,6 +219,8 @@ class _Search:
             self._start(replace(layout, optimizer="auto"), floor)
         if "activations" not in self.wanted.fixed:
             self._start(replace(layout, activations="host"), floor)
+        if self.frugal and not {"optimizer", "activations"} & self.wanted.fixed.keys():
+            self._start(replace(layout, optimizer="auto", activations="host"), floor)
 
     def _free(self, layout: Layout) -> bool:
         """Whether memory is no constraint."""
@@ -297,13 +304,14 @@ class _Search:
     # ---- one layout, built out ----
 
     def _build(self, estimate: _Estimate) -> None:
-        if estimate.floor > self._cut() and len(self.built) >= self.top:
-            self.passed = min(self.passed, estimate.floor)
+        floor = estimate.floor
+        if floor > self._cut() and len(self.built) >= self.top:
+            self.passed = min(self.passed, floor)
             return
         try:
-            least = dealt_out(self.setting, estimate.layout)[1].least(estimate.layout.micro_batches)
-            if least > self._cut() and len(self.built) >= self.top:
-                self.passed = min(self.passed, max(least, estimate.floor))
+            floor = max(floor, dealt_out(self.setting, estimate.layout)[1].least(estimate.layout.micro_batches))
+            self.passed = min(self.passed, floor)  # built or not: its units may have a better choice than the one tried
+            if floor > self._cut() and len(self.built) >= self.top:
                 return
             self.simulated += 1
             candidate = build_out(self.setting, self.solver, estimate.layout, 1.02 * self._cut(), frugal=self.frugal)
@@ -315,7 +323,20 @@ class _Search:
     def explain_misfit(self) -> None:
         from fourfold.planner.misfit import explain_misfit
 
-        explain_misfit(self.setting, self.wanted, self.solver)
+        explain_misfit(self.setting, self.wanted, self.solver, partial(any_fits, progress=self.progress))
+
+
+def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
+    """Whether the search finds a plan."""
+    for frugal in (False, True):
+        run = _Search(setting, wanted, progress, 1, frugal=frugal)
+        try:
+            run.go()
+        except PlanError:  # the batch cannot be spread over so many
+            return False
+        if run.built:
+            return True
+    return False
 
 
 def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float:
@@ -370,6 +391,8 @@ def build_out(
             if layout.optimizer == "auto":
                 plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
             price = max(s.price for s in solved)
+            if layout.optimizer == "auto" and found.share < 1:  # a byte of state that finds room need not cross
+                price = max(price, 1 / setting.cluster.host.link)
             gap = max(s.gap for s in solved)
             best = Candidate(layout, plan, prediction, price, gap)
             if prediction.seconds > cut or (before is not None and prediction.seconds > 0.9995 * before):

@@ -167,7 +167,7 @@ class Schedule:
             case ".json":
                 schema.write_json(path, self.to_dict())
             case ".csv":
-                path.write_text(self.to_csv(), encoding="utf-8")
+                schema.write_text(path, self.to_csv())
             case other:
                 raise ScheduleError(f"{path}: a schedule is saved as .json or .csv; found '{other}'")
 

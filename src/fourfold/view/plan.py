@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -19,26 +20,41 @@ if TYPE_CHECKING:
 __all__ = ["progress_bar", "show_plan", "show_what_if"]
 
 
-def show_plan(plan: Plan, file: IO[str] | None = None) -> None:
-    """The table, then the report."""
+def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
+    """The table, then the report; where a judged plan does not fit, that first. `top`: how many were asked for."""
     console = Console(file=file, highlight=False, soft_wrap=False)
+    lines = explain(plan).splitlines()
+    if (plan.predicted or {}).get("misfit"):
+        console.print(lines.pop(0), style="bold red", markup=False, soft_wrap=True)
+        console.print()
     rows = table(plan)
     out = Table("", "plan", "units", "step", "MFU", "memory", "exposed", "bubble", box=None, header_style="dim")
     for i, row in enumerate(rows):
         out.add_row(*row, style="bold" if i == 0 else "")
     console.print(out)
+    total = (plan.certificate or {}).get("layouts", 0)
+    if len(rows) < min(top, total):
+        shown = f"{len(rows)} plan{'s' * (len(rows) > 1)} of {total:,} layouts"
+        why = "are too large, or by their bounds no better than the certificate says"
+        console.print(f"{shown}: the others were not built out, as they {why}", style="dim", soft_wrap=True)
     console.print()
-    for line in explain(plan).splitlines():
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def show_what_if(plan: Plan, other: Plan, changes: Sequence[str], file: IO[str] | None = None) -> None:
-    """A changed cluster's plan beside this one's."""
-    assert plan.predicted is not None
+def show_what_if(plan: Plan | str, other: Plan | str, changes: Sequence[str], file: IO[str] | None = None) -> None:
+    """A changed cluster's plan beside this one's; either may be the reason why there is none."""
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    asked = f"\n[bold]what if {escape(' '.join(changes))}[/]: "
+    if isinstance(other, str):
+        console.print(asked + escape(other))
+        return
     assert other.predicted is not None
-    a, b = plan.predicted["seconds"], other.predicted["seconds"]
-    console = Console(file=file, highlight=False)
-    console.print(f"\n[bold]what if {' '.join(changes)}[/]: {b:.4g} s a step, {b / a - 1:+.1%}")
+    misfit, seconds = other.predicted.get("misfit"), other.predicted["seconds"]
+    told = (f"does NOT fit: {misfit}; " if misfit else "") + f"{seconds:.4g} s a step"
+    if isinstance(plan, Plan) and plan.predicted is not None:
+        told += f", {seconds / plan.predicted['seconds'] - 1:+.1%}"
+    console.print(asked + told)
     if other.alternatives:
         best = other.alternatives[0]
         console.print(f"  {best['plan']}; {best['units']}", markup=False, soft_wrap=True)
@@ -48,13 +64,12 @@ def show_what_if(plan: Plan, other: Plan, changes: Sequence[str], file: IO[str] 
 def progress_bar() -> Iterator[Report]:
     """A bar on standard error while layouts are searched."""
     console = Console(stderr=True)
-    count = TextColumn("{task.completed:.0f} of {task.total:.0f} layouts{task.fields[best]}")
-    columns = (TextColumn("searching"), BarColumn(), count)
+    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.fields[told]}"))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, best="")
+        task = bar.add_task("", total=None, told="layouts")
 
         def report(done: int, total: int, best: float | None) -> None:
-            told = f", best {best:.4g} s" if best is not None else ""
-            bar.update(task, completed=done, total=max(1, total), best=told)
+            told = f"{done} of {total} layouts" + (f", best {best:.4g} s" if best is not None else "")
+            bar.update(task, completed=done, total=max(1, total), told=told)
 
         yield report

@@ -1,0 +1,88 @@
+"""Exports: files beside the plan, stages where the other system puts them, arguments that it accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.cluster import Cluster
+from fourfold.config import Config
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision
+from fourfold.planner.export import Exported, export
+from fourfold.planner.layout import Setting
+from fourfold.program.ops import Schedule
+
+SPEC = ModelSpec.from_config(Config.load("configs/llama-8b.toml").model, "llama-8b")  # 32 layers
+
+
+def exported(system: str, pipe: int, **pipeline: object) -> Exported:
+    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    plan = Plan(mesh=Mesh(pipe=pipe), batch=Batch(micro_batches=16), pipeline=Pipeline(**pipeline))  # type: ignore[arg-type]
+    return export(plan, setting, system)  # type: ignore[arg-type]
+
+
+def option(found: Exported, name: str) -> str | None:
+    return next((o.split()[1] for o in found.options if o.split()[0].endswith(name)), None)
+
+
+def test_the_schedule_is_written_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "configs/llama-1b.toml", "--cluster", "h100-sxm", "--global-batch", "32", "--export", "torchtitan"]
+    args += ["--fix", "pipe=8", "waves=1", "data=1", "--schedule", "wave"]
+    assert main([*args, "-o", str(tmp_path / "p.json")]) == 0
+    text = capsys.readouterr().out
+    assert f"schedule_csv {tmp_path / 'p.csv'}" in text
+    assert f"written to {tmp_path / 'p.json'} and {tmp_path / 'p.csv'}" in text.replace("\n", " ")
+    assert Schedule.load(tmp_path / "p.csv").ranks == 8
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["p.csv", "p.json"]  # nothing half written is left
+    assert main(args) == 0
+    assert "-o plan.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "name", "runs"),
+    [
+        ({"schedule": "zb-h1"}, "1F1B", True),
+        ({"schedule": "wave"}, "ZBVZeroBubble", True),
+        ({"schedule": "wave", "waves": 2}, "PipelineScheduleMulti", False),
+        ({"schedule": "interleaved", "stages_per_rank": 2}, "Interleaved1F1B", True),
+    ],
+)
+def test_torchtitan_places_stages(pipeline: dict[str, object], name: str, runs: bool) -> None:
+    found = exported("torchtitan", 4, **pipeline)
+    assert option(found, "pipeline_parallel_schedule") == name
+    assert any("cannot run this schedule" in x for x in found.lost) != runs
+
+
+def test_torchtitan_stages_and_layers() -> None:
+    found = exported("torchtitan", 2, schedule="interleaved", stages_per_rank=3)
+    assert option(found, "layers_per_stage") == "6"  # 34 with the embedding and the head, in 6 stages
+    assert option(exported("torchtitan", 2, schedule="interleaved"), "layers_per_stage") is None
+    for layers, alike in (((8, 9, 8, 7), True), ((8, 8, 8, 8), False)):
+        lost = exported("torchtitan", 4, schedule="1f1b", layers=layers).lost
+        assert any("layers of every stage" in x for x in lost) != alike
+
+
+def test_megatron_gets_equal_virtual_stages() -> None:
+    name = "num-layers-per-virtual-pipeline-stage"
+    found = exported("megatron", 2, schedule="interleaved", stages_per_rank=3)
+    assert option(found, name) == "8"  # 16 layers of a rank in two, not three
+    assert any("refuses" in x and "2 of 8 layers" in x for x in found.lost)
+    found = exported("megatron", 2, schedule="interleaved", stages_per_rank=4)
+    assert option(found, name) == "4"
+    assert not any("refuses" in x for x in found.lost)
+    found = exported("megatron", 3, schedule="interleaved", stages_per_rank=2)  # 32 layers on 3 ranks
+    assert option(found, name) is None
+    assert any("refuses" in x for x in found.lost)
+    assert (option(found, "first-pipeline-num-layers"), option(found, "last-pipeline-num-layers")) == ("11", "10")
+
+
+def test_megatron_first_and_last_stage_may_differ() -> None:
+    found = exported("megatron", 4, schedule="1f1b", layers=(8, 9, 9, 6))
+    assert (option(found, "first-pipeline-num-layers"), option(found, "last-pipeline-num-layers")) == ("8", "6")
+    assert not any("layers of every stage" in x for x in found.lost)
+    found = exported("megatron", 4, schedule="1f1b", layers=(8, 9, 8, 7))
+    assert option(found, "last-pipeline-num-layers") is None
+    assert any("layers of every stage [8, 9, 8, 7]" in x for x in found.lost)
