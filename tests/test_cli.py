@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -42,6 +43,15 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert time.perf_counter() - start < 5  # measured: 0.2 s; the bound only catches an import of the wrong thing
 
 
+def test_a_terminal_without_our_signs_shows_what_it_can() -> None:
+    args = [sys.executable, "-m", "fourfold", "plan", "configs/gpt-tiny.toml", "--cluster", "h200", "--max-ranks", "2"]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    out = subprocess.run(args, capture_output=True, env=os.environ | plain)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.isascii()
+    assert b"s a step" in out.stdout
+
+
 @pytest.mark.parametrize("command", ["train", "demo", "sample", "compare", "tokenize", "doctor"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as e:
@@ -59,6 +69,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, capfd: pyte
         ("trian",): "unknown command 'trian'; did you mean 'train'?",
         ("train",): "name one config file, or --resume a run directory",
         ("train", "nowhere.toml"): "nowhere.toml: no such file",
+        ("train", str(tmp_path)): "is a folder; name a config file",
         ("train", str(tmp_path / "wrong.toml")): "not valid TOML",
         ("train", good, "--model.family", "gtp"): "gtp",
         ("train", good, "--model.layer", "3"): "--model.layers",

@@ -18,6 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 WITHOUT_TORCH = (
     "plan",
     "cluster",
+    "cluster_checks",
     "config",
     "schema",
     "piece",

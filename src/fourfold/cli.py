@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a run failed (or two runs diverge), 2 the input is at faul
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -57,6 +58,9 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # where a terminal has no "×", "?" is better than nothing
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help"):
         return _help()
     if args[0] == "--version":

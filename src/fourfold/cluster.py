@@ -22,19 +22,21 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from fourfold import schema
+from fourfold.cluster_checks import check_cluster, check_count, check_pieces
 from fourfold.errors import ClusterError
 
 __all__ = ["Cluster", "Device", "Host", "Level", "preset_names"]
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "message"]
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "message")
+LOCAL_RESERVE = "256MiB"
+"""What a rank on this machine has besides tensors."""
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9))
 """Blocks of the output that a processor of a GPU computes at once, and how well each keeps it busy."""
 
@@ -147,7 +149,7 @@ class Cluster:
     """Where the numbers are from."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_cluster(self)
 
     # ---- where clusters come from ----
 
@@ -157,7 +159,7 @@ class Cluster:
         from fourfold.presets import PRESETS
 
         if name == "local":
-            return cls.local(max(1, nodes))
+            return cls.local(nodes)
         if name not in PRESETS:
             raise ClusterError(
                 f"there is no cluster '{name}'; known: {', '.join(preset_names())}, or the path of a file"
@@ -167,15 +169,23 @@ class Cluster:
     @classmethod
     def local(cls, ranks: int) -> Cluster:
         """This machine as `ranks` CPU devices that share its cores and memory. Rough; `fourfold calibrate` measures."""
+        check_count("ranks of this machine", ranks)
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        share = max(1, min(cores, ranks)) / max(1, ranks)
+        most = int(memory * 0.8) // (schema.parse_bytes(LOCAL_RESERVE, "reserve") + 2**20)
+        if ranks > most:
+            raise ClusterError(
+                f"{ranks} ranks are too many for this machine: of its {schema.format_bytes(memory)} of memory each would "
+                f"have {schema.format_bytes(memory * 0.8 / ranks)}, but takes {LOCAL_RESERVE} "
+                f"before its first tensor; use {most} or fewer"
+            )
+        share = min(cores, ranks) / ranks
         rate = 40e9 * share
         device = Device(
             name="CPU core",
             kind="cpu",
             memory=str(int(memory * 0.8 / ranks)),
-            reserve="256MiB",
+            reserve=LOCAL_RESERVE,
             margin=0.06,
             matrix={"bf16": rate / 4, "fp32": rate, "fp64": rate / 2},
             efficiency=0.8,
@@ -198,18 +208,30 @@ class Cluster:
     def load(cls, path: str | Path) -> Cluster:
         """Read a cluster file (TOML, JSON, YAML). `preset = "h100-sxm"` in it takes what it does not say from there."""
         data = schema.read(path, ClusterError)
+        known = ["preset", *(f.name for f in fields(cls))]
+        for key in data:
+            if key not in known:
+                raise ClusterError(f"{path}: unknown field '{key}'{schema.nearest(key, known)}")
         base = data.pop("preset", None)
-        if base is not None:
-            if not isinstance(base, str):
-                raise ClusterError(f"{path}: preset must be a name; found {base!r}")
-            data = _merged(cls.preset(base).to_dict(), {"name": Path(path).stem} | data)
-        return schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
+        try:
+            if base is not None:
+                if not isinstance(base, str):
+                    raise ClusterError(f"preset must be a name; found {base!r}")
+                whole = cls.preset(base)
+                if "level" not in data and _is_count(data.get("devices")):
+                    whole = whole.with_devices(data["devices"])
+                data = _merged(whole.to_dict(), {"name": Path(path).stem} | data)
+            cluster = schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
+            check_pieces(cluster)
+        except ClusterError as e:
+            raise ClusterError(f"{path}: {e}") from None
+        return cluster
 
     @classmethod
     def find(cls, name: str, nodes: int | None = None) -> Cluster:
         """A preset or a file, with as many nodes as asked for."""
         if name in preset_names() or not Path(name).suffix:
-            return cls.preset(name, nodes or 1)
+            return cls.preset(name, 1 if nodes is None else nodes)
         cluster = cls.load(name)
         return cluster if nodes is None else replace(cluster, nodes=nodes)
 
@@ -222,13 +244,18 @@ class Cluster:
         if path.suffix == ".json":
             schema.write_json(path, self.to_dict())
         elif path.suffix == ".toml":
-            path.write_text(schema.dump_toml(self.to_dict()), encoding="utf-8")
+            schema.write_text(path, schema.dump_toml(self.to_dict()))
         else:
             raise ClusterError(f"{path}: a cluster is saved as .json or .toml; found '{path.suffix}'")
 
     def what_if(self, changes: Mapping[str, str]) -> Cluster:
         """This cluster with some things changed: memory=40GiB, nodes=16, bandwidth=x2, flops=x1.5, latency, host, link."""
         return _changed(self, changes)
+
+    def with_devices(self, devices: int) -> Cluster:
+        """This cluster with so many devices a node; what joined a node still does."""
+        levels = tuple(replace(x, ranks=devices) if x.ranks == self.devices else x for x in self.level)
+        return replace(self, devices=devices, level=levels)
 
     # ---- what it can do ----
 
@@ -374,83 +401,11 @@ def _full_rounds(m: float, n: float, rows: int, columns: int, processors: int) -
     return (m * n) / (math.ceil(blocks / processors) * processors * rows * columns)
 
 
-# ---- checks and changes ----
+# ---- changes ----
 
 
-def _check(c: Cluster) -> None:
-    def positive(where: str, value: float, least: float = 0.0) -> None:
-        if not (math.isfinite(value) and value > least):
-            raise ClusterError(f"{where} = {value:g} must be a finite number above {least:g}")
-
-    positive("nodes", c.nodes)
-    positive("devices", c.devices)
-    for name in ("bf16", "fp32", "fp64"):
-        if name not in c.device.matrix:
-            raise ClusterError(f"device.matrix has no rate for '{name}'; give FLOP/s for bf16, fp32 and fp64")
-    for name, rate in c.device.matrix.items():
-        if isinstance(rate, bool) or not isinstance(rate, int | float):
-            raise ClusterError(f"device.matrix.{name} must be a number; found {rate!r}")
-        positive(f"device.matrix.{name}", rate)
-    for name in ("efficiency", "attention"):
-        value = getattr(c.device, name)
-        positive(f"device.{name}", value)
-        if value > 1:
-            raise ClusterError(f"device.{name} = {value:g} is a share: it must not be above 1")
-    positive("device.attention_backward", c.device.attention_backward)
-    positive("device.memory_rate", c.device.memory_rate)
-    positive("device.eager", c.device.eager)
-    positive("host.link", c.host.link)
-    for name, value in (("queue", c.queue), ("call", c.call), ("small", c.small)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ClusterError(f"{name} = {value:g} must be a finite number, 0 or more")
-    if not (0 <= c.device.margin < 1 and 0 <= c.overlap <= 1 and c.device.operator >= 0 and c.device.processors >= 0):
-        raise ClusterError("device.margin and overlap are shares from 0 to 1; device.operator must not be negative")
-    schema.parse_bytes(c.host.memory, "host.memory", ClusterError)
-    if c.usable <= 0:
-        raise ClusterError(
-            f"device.memory = {c.device.memory} less device.reserve = {c.device.reserve} leaves nothing for tensors"
-        )
-    if not c.level and c.ranks > 1:
-        raise ClusterError(f"{c.ranks} devices, but no [[level]] of network between them; give bandwidth and latency")
-    joined = 1
-    for i, level in enumerate(c.level):
-        where = f"level[{i}] ('{level.name}')"
-        positive(f"{where}: bandwidth", level.bandwidth)
-        if not (math.isfinite(level.latency) and level.latency >= 0):
-            raise ClusterError(f"{where}: latency = {level.latency:g} must not be negative")
-        for kind, factor in level.factor.items():
-            if kind not in COLLECTIVES:
-                raise ClusterError(f"{where}: factor of '{kind}'{schema.nearest(kind, COLLECTIVES)}")
-            if isinstance(factor, bool) or not isinstance(factor, int | float):
-                raise ClusterError(f"{where}: factor.{kind} must be a number; found {factor!r}")
-            positive(f"{where}: factor.{kind}", factor)
-        for name, points in level.measured.items():
-            _check_measured(f"{where}: measured.'{name}'", name, points)
-        last = i == len(c.level) - 1
-        if (
-            level.ranks < 0
-            or (not last and level.ranks <= joined and level.ranks != 0)
-            or (not last and not level.ranks)
-        ):
-            raise ClusterError(f"{where}: ranks = {level.ranks} must grow from level to level; only the last may be 0")
-        joined = level.ranks or c.ranks
-    if c.level and joined < c.ranks:
-        raise ClusterError(
-            f"the levels join {joined} devices, but there are {c.nodes} nodes · {c.devices} = {c.ranks}; "
-            f"give the last level ranks = 0"
-        )
-
-
-def _check_measured(where: str, name: str, points: Any) -> None:
-    kind, _, members = name.partition(" ")
-    if kind not in COLLECTIVES or not re.fullmatch(r"[1-9]\d*", members):
-        raise ClusterError(f"{where}: a name is a collective and the ranks of its group, for example 'all_gather 4'")
-    try:
-        sizes = [float(size) for size, ratio in points if float(ratio) > 0]
-    except (TypeError, ValueError):
-        sizes = []
-    if not sizes or len(sizes) < len(points) or sizes != sorted(set(sizes)) or sizes[0] <= 0:
-        raise ClusterError(f"{where} must be pairs [bytes, ratio] of positive numbers, the smallest bytes first")
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -471,7 +426,7 @@ def _changed(c: Cluster, changes: Mapping[str, str]) -> Cluster:
         if what in ("nodes", "devices"):
             if not re.fullmatch(r"[1-9]\d*", text):
                 raise ClusterError(f"--what-if {what}={text}: give a whole number of at least 1")
-            c = replace(c, nodes=int(text)) if what == "nodes" else replace(c, devices=int(text))
+            c = replace(c, nodes=int(text)) if what == "nodes" else c.with_devices(int(text))
         elif what == "memory":
             size = _times(c.memory, text) or schema.parse_bytes(text, "--what-if memory", ClusterError)
             c = replace(c, device=replace(c.device, memory=str(int(size))))

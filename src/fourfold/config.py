@@ -28,6 +28,8 @@ __all__ = [
     "TrainConfig",
 ]
 
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -104,9 +106,11 @@ class ModelConfig:
         if self.hf is not None:
             from fourfold.model.hf import read_config
 
-            given = read_config(self.hf) | given
+            given = read_config(self.hf, self.seq_len) | given
         m = dataclasses.replace(self, **given | {"hf": None})
         _require(m, "model", layers=1, hidden=1, seq_len=1, vocab=2)
+        if m.layers > MOST_LAYERS:
+            raise ConfigError(f"model.layers = {m.layers} must be at most {MOST_LAYERS}")
         llama = m.family == "llama"
         heads = m.heads or max(1, m.hidden // 64)
         if not m.head_dim and m.hidden % heads:
@@ -295,7 +299,13 @@ class Config:
     def load(cls, path: str | Path) -> Config:
         """Read a config file. `model.hf` and `data` paths in it are relative to the working directory."""
         path = Path(path)
-        config = cls.from_dict(schema.read(path))
+        data = schema.read(path)
+        if "model_type" in data:
+            raise ConfigError(
+                f"{path}: this is a Hugging Face file, which says nothing about training; name it in a config file: "
+                f'[model] hf = "{path}"'
+            )
+        config = cls.from_dict(data)
         if not config.train.run_dir:
             train = dataclasses.replace(config.train, run_dir=f"runs/{path.stem}")
             config = dataclasses.replace(config, train=train)

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import re
+import tempfile
 import tomllib
 import types
 import typing
@@ -21,7 +22,18 @@ from typing import Any, TypeVar
 
 from fourfold.errors import ConfigError, FourfoldError
 
-__all__ = ["build", "dump", "dump_toml", "format_bytes", "nearest", "parse_bytes", "read", "write_json"]
+__all__ = [
+    "build",
+    "check_writable",
+    "dump",
+    "dump_toml",
+    "format_bytes",
+    "nearest",
+    "parse_bytes",
+    "read",
+    "write_json",
+    "write_text",
+]
 
 T = TypeVar("T")
 
@@ -36,6 +48,8 @@ def nearest(name: str, options: Iterable[str]) -> str:
 def read(path: str | Path, error: type[FourfoldError] = ConfigError) -> dict[str, Any]:
     """Read a TOML, JSON or YAML (with the `yaml` extra) file whose top level is a table."""
     path = Path(path)
+    if path.is_dir():
+        raise error(f"{path}: is a folder; name a file in it")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -218,6 +232,23 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, data: Any) -> None:
     """Write JSON, whole or not at all."""
     write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def check_writable(path: str | Path, what: str, error: type[FourfoldError]) -> None:
+    """Refuse a file (.json or .toml) that could not be written in the end, before the work for it starts."""
+    path = Path(path)
+    if path.is_dir():
+        raise error(f"{path}: is a folder; name a file, for example {path / 'file.json'}")
+    if path.suffix not in (".json", ".toml"):
+        raise error(f"{path}: {what} is saved as .json or .toml; found '{path.suffix}'")
+    if not path.parent.is_dir():
+        raise error(f"{path}: cannot be written: there is no folder {path.parent}; make it first, or name another")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".fourfold-"):
+            pass
+    except OSError as e:
+        why = e.strerror or str(e)
+        raise error(f"{path}: cannot be written: no file can be made in {path.parent} ({why}); name another") from None
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

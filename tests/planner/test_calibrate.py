@@ -37,12 +37,17 @@ def test_all_ranks_measure_one_cluster(tmp_path: Path) -> None:
     assert CPU.tries >= 3
 
 
-def test_the_command_writes_a_file_that_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_file_that_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "here.toml"
     assert main(["calibrate", "--nproc", "1", "--device", "cpu", "-o", str(out)]) == 0
     assert "written to" in capsys.readouterr().out
     assert main(["plan", "configs/gpt-tiny.toml", "--cluster", str(out)]) == 0
     assert main(["calibrate", "-o", str(tmp_path / "x.yaml")]) == 2
+    monkeypatch.setattr("fourfold.launch.local.launch_local", None)  # refused before anything is measured
+    assert main(["calibrate", "-o", "/nonexistent/x.toml"]) == 2
+    assert "there is no folder /nonexistent" in capsys.readouterr().err
 
 
 def config(**model: int) -> Config:

@@ -41,7 +41,29 @@ def test_a_file_may_start_from_a_preset(tmp_path: Path) -> None:
         ("[[level]]\n[level.factor]\nall_gathr = 2.0", "did you mean 'all_gather'?"),
         ("nodes = 2\n[[level]]\nranks = 8", "the levels join 8 devices, but there are 2 nodes · 8 = 16"),
         ("", "no [[level]] of network"),
-        ("overlap = 2.0\n[[level]]\nbandwidth = 1.0", "shares from 0 to 1"),
+        ("overlap = 2.0\n[[level]]\nbandwidth = 1.0", "overlap = 2 is a share"),
+        ("nodes = -1", "c.toml: nodes = -1 must be a whole number of at least 1"),
+        ("nods = 2", "c.toml: unknown field 'nods'; did you mean 'nodes'?"),
+        ("zzz = 2", "unknown field 'zzz'; known: preset, name, nodes"),
+        ("[[level]]\n[level.measured]\n'all_gather 4' = [[1, inf]]", "measured.'all_gather 4': ratio = inf must be"),
+        ("[[level]]\n[level.measured]\n'all_gather 4' = [[9, 1], [1, 1]]", "must grow from pair to pair"),
+        ("[[level]]\n[level.measured]\n'all_gather 4' = [1, 2]", "must be pairs [bytes, ratio]"),
+        ("[[level]]\nbandwidth = 1e-300", "bandwidth = 1e-300 must be bytes a second, at least 10000"),
+        ("[[level]]\nbandwidth = 1", "bandwidth = 1 must be bytes a second"),
+        ("[[level]]\nlatency = 1e9", "latency = 1e+09 must be a number from 0 to 1 (seconds)"),
+        ("[device]\noperator = inf", "device.operator = inf must be"),
+        ("[device]\noperator = nan", "device.operator = nan must be"),
+        ("[device]\noperator = 1e9", "device.operator = 1e+09 must be"),
+        ("[device]\neager = 5.0", "device.eager = 5 is a share"),
+        ("[device]\nmargin = 1.5", "device.margin = 1.5 is a share: it must be a number from 0 to below 1"),
+        ("[device]\nprocessors = -1", "device.processors = -1 must be a whole number"),
+        (
+            "[[level]]\nranks = 3\n[[level]]",
+            "ranks = 3 does not divide 1 node · 8 = 8 devices; the nearest that does is 2",
+        ),
+        ("[[level]]\nranks = 8\n[[level]]\nranks = 4", "level[0] joins 8: levels must grow"),
+        ("nodes = 3\n[[level]]\nranks = 4\n[[level]]\nranks = 6\n[[level]]", "ranks = 6 is no multiple of the 4"),
+        ("nodes = 1000000000\n[[level]]", "at most 1000000 are planned for"),
     ],
 )
 def test_nonsense_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -49,6 +71,21 @@ def test_nonsense_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ClusterError) as e:
         Cluster.load(tmp_path / "c.toml")
     assert message in str(e.value)
+
+
+def test_this_machine_has_at_least_one_rank_and_memory_for_each() -> None:
+    for ranks in (0, -1, 2.5):
+        with pytest.raises(ClusterError, match="must be a whole number of at least 1"):
+            Cluster.local(ranks)  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match="100000 ranks are too many for this machine.*use [0-9]+ or fewer") as e:
+        Cluster.local(100_000)
+    assert Cluster.local(int(str(e.value).split()[-3])).usable > 0
+
+
+def test_what_joins_a_node_follows_its_devices(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('preset = "h100-sxm"\nnodes = 3\ndevices = 4\n')
+    for c in (Cluster.load(tmp_path / "c.toml"), Cluster.preset("h100-sxm", 3).what_if({"devices": "4"})):
+        assert (c.ranks, c.level[0].ranks, c.level[1].ranks) == (12, 4, 0)
 
 
 def test_collectives_know_where_their_ranks_lie() -> None:

@@ -130,11 +130,70 @@ def test_hugging_face_files(tmp_path: Path) -> None:
     spec = ModelSpec.from_hf(folder, seq_len=128)
     assert (spec.name, spec.seq_len, spec.layers) == ("tiny", 128, 6)
     assert ModelSpec.from_hf(folder).seq_len == 4096
-    for bad in (
-        {"num_experts": 8},
-        {"sliding_window": 64, "model_type": "mistral"},
-        {"quantization_config": {"fp8": 1}},
-    ):
-        (folder / "config.json").write_text(json.dumps(HF | bad))
-        with pytest.raises(ConfigError, match="is not supported"):
-            ModelSpec.from_hf(folder)
+    (folder / "mine.json").write_text(json.dumps(HF))
+    assert ModelSpec.from_hf(folder / "mine.json").name == "mine"
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 128}
+EXPERTS = "a mixture of experts is not supported"
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (GPT2, {"n_embd": "768"}, "n_embd = '768' must be a whole number"),
+        (GPT2, {"n_embd": None}, "n_embd = null must be a whole number"),
+        (GPT2, {"n_embd": 0}, "n_embd = 0 must be a whole number from 1"),
+        (GPT2, {"n_head": 0}, "n_head = 0 must be"),
+        (GPT2, {"n_head": 7}, "n_head = 7 does not divide n_embd = 64; the nearest that does is 8"),
+        (GPT2, {"n_positions": 0}, "n_positions = 0 must be"),
+        (GPT2, {"n_positions": None}, "n_positions = null must be"),
+        (GPT2, {"n_layer": True}, "n_layer = True must be"),
+        (GPT2, {"n_layer": 100_000}, "n_layer = 100000 must be a whole number from 1 to 10000"),
+        (GPT2, {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' must be true or false"),
+        (HF, {"num_key_value_heads": 0}, "num_key_value_heads = 0 must be"),
+        (HF, {"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
+        (HF, {"rope_theta": -1}, "rope_theta = -1 must be a number above 0"),
+        (HF, {"rope_scaling": "llama3"}, "rope_scaling = 'llama3' must be a table"),
+        (HF, {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        (HF, {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor = '2' must be a number"),
+        (HF, {"model_type": "mixtral"}, f"Mixtral (model_type 'mixtral'): {EXPERTS}"),
+        (HF, {"model_type": "qwen3_moe"}, f"Qwen 3 MoE (model_type 'qwen3_moe'): {EXPERTS}"),
+        (HF, {"model_type": "deepseek_v3"}, "a mixture of experts, latent attention and FP8 weights are not supported"),
+        (HF, {"model_type": "gemma2"}, "sliding-window attention and soft-capping of logits are not supported"),
+        (HF, {"model_type": "other", "num_experts": 8}, f"num_experts = 8: {EXPERTS}"),
+        (HF, {"model_type": "other"}, "model_type 'other' is not supported; known: gpt2, bert"),
+        (HF, {"num_experts_per_tok": 2}, EXPERTS),
+        (HF, {"moe_intermediate_size": 64}, EXPERTS),
+        (HF, {"quantization_config": {"quant_method": "fp8"}}, "FP8 weights are not supported"),
+        (HF, {"quantization_config": {"bits": 4}}, "quantization_config: quantized weights are not supported"),
+        (HF, {"compression_config": {"quant_method": "gptq"}}, "quantized weights are not supported"),
+        (HF, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype = 'float8_e4m3fn': FP8 weights are not supported"),
+        (HF, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: rotary positions on a part"),
+        (HF, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        (HF, {"sliding_window": 64}, "sliding_window = 64 is shorter than the sequence of 4096 tokens"),
+        (HF, {"sliding_window": 64, "model_type": "mistral"}, "use sequences of at most 64"),
+    ],
+)
+def test_hugging_face_files_that_ask_for_more_or_nonsense(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(base | change))
+    with pytest.raises(ConfigError) as e:
+        ModelSpec.from_hf(tmp_path)
+    assert message in str(e.value)
+    assert "did you mean" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 4096},
+        {"sliding_window": 64, "use_sliding_window": False, "model_type": "qwen2"},
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4, "model_type": "qwen3"},
+        {"partial_rotary_factor": 1.0, "rope_scaling": None, "head_dim": None, "num_experts": 0},
+    ],
+)
+def test_hugging_face_files_that_only_look_so(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF | change))
+    assert ModelSpec.from_hf(tmp_path).layers == 6

@@ -152,8 +152,26 @@ def test_constraints_are_obeyed() -> None:
     piped = make_plan(s.spec, s.cluster, global_batch=32, fix=["pipe=4", "schedule=wave"])
     assert (piped.mesh.pipe, piped.pipeline.schedule) == (4, "wave")
     assert sum(piped.pipeline.layers) == 16  # type: ignore[arg-type]
-    few = make_plan(s.spec, s.cluster, global_batch=32, max_ranks=4)
-    assert few.mesh.ranks == 4
+    few = make_plan(s.spec, s.cluster, global_batch=32, max_ranks=4, fix="col=4 mode=zero3", precision="fp32")
+    assert (few.mesh.ranks, few.mesh.col, few.precision) == (4, 4, Precision(compute="fp32"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"precision": "bf61"}, "precision = 'bf61' is not one of its values; did you mean 'bf16'?"),
+        ({"moments": "fp8"}, "moments = 'fp8': AdamW's moments are of type 'fp32' or 'bf16'"),
+        ({"top": 0}, "top = 0 must be a whole number of at least 1"),
+        ({"max_ranks": 2.5}, "max_ranks = 2.5 must be a whole number"),
+        ({"global_batch": 2.5}, "global_batch = 2.5 must be a whole number"),
+        ({"fix": "col"}, "--fix col has no value"),
+    ],
+)
+def test_questions_that_make_no_sense(asked: dict[str, Any], message: str) -> None:
+    s = setting()
+    with pytest.raises(PlanError) as e:
+        make_plan(s.spec, s.cluster, **asked)
+    assert message in str(e.value)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fourfold.cluster import Cluster
 from fourfold.errors import ClusterError
+from fourfold.schema import check_writable
 
 __all__ = ["CalibrateArgs", "calibrate_command"]
 
@@ -35,16 +36,17 @@ class CalibrateArgs:
 
 
 def calibrate_command(args: CalibrateArgs) -> int:
-    if Path(args.out).suffix not in (".toml", ".json"):
-        raise ClusterError(f"{args.out}: a cluster is saved as .json or .toml")
     if args.nproc is not None and args.nproc < 1:
         raise ClusterError(f"--nproc {args.nproc}: at least one rank is needed")
     from fourfold.launch.place import current_place
 
     if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+        if current_place().rank == 0:
+            check_writable(args.out, "a cluster", ClusterError)
         if _measure(args, current_place(), None) and current_place().rank == 0:
             _tell(args)
         return 0
+    check_writable(args.out, "a cluster", ClusterError)
     from fourfold.launch.local import launch_local
 
     ranks = args.nproc or _gpus(args.device) or max(1, (os.cpu_count() or 2) // 2)

@@ -11,14 +11,16 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import ConfigError, PlanError
+from fourfold.model.hf import hf_file
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Plan, Precision
+from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
 from fourfold.planner.layouts import Constraints, parse_fixes
-from fourfold.planner.make import default_batch, default_precision, find_plan, judge, with_report
+from fourfold.planner.make import default_batch, default_precision, find_plan, judge, named_precision, with_report
 from fourfold.planner.search import Progress
 
 if TYPE_CHECKING:
@@ -118,9 +120,12 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
 
 
 def _check(args: PlanArgs) -> None:
-    """Refuse options that would do nothing."""
-    if args.top < 1:
-        raise PlanError(f"--top {args.top} must be at least 1")
+    """Refuse options that would do nothing, and a file that could not be written in the end."""
+    for name, value in (("top", args.top), ("nodes", 1 if args.nodes is None else args.nodes)):
+        if value < 1:
+            raise PlanError(f"--{name} {value} must be at least 1")
+    if args.out:
+        schema.check_writable(args.out, "a plan", PlanError)
     if args.judge:
         searching = ("fix", "schedule", "max_ranks", "top", "precision", "moments")
         idle = [n for n in searching if getattr(args, n) != getattr(PlanArgs, n)]
@@ -154,9 +159,7 @@ def _write(plan: Plan, setting: Setting, args: PlanArgs) -> Exported | None:
 def read_setting(args: PlanArgs, cluster: Cluster) -> Setting:
     """The question."""
     spec, batch = read_model(args.model, args.seq_len)
-    precision = Precision(compute=args.precision) if args.precision else default_precision(cluster)
-    if args.precision == "fp64":
-        precision = replace(precision, reduce="fp64")
+    precision = named_precision(args.precision) if args.precision else default_precision(cluster)
     size = args.global_batch if args.global_batch is not None else batch
     if size is not None and size < 1:
         raise PlanError(f"--global-batch {size} must be at least 1")
@@ -168,9 +171,9 @@ def read_model(path: str, seq_len: int | None) -> tuple[ModelSpec, int | None]:
     if seq_len is not None and seq_len < 1:
         raise ConfigError(f"--seq-len {seq_len} must be at least 1")
     where = Path(path)
-    if where.is_dir() or where.name == "config.json":
+    if hf_file(where):
         return ModelSpec.from_hf(path, seq_len=seq_len or 0), None
-    config = Config.load(path)
+    config = Config.load(where / "config.json" if where.is_dir() else where)  # a folder of a run
     model: ModelConfig = config.model if seq_len is None else replace(config.model, seq_len=seq_len)
     return ModelSpec.from_config(model, where.stem), config.train.global_batch
 
@@ -186,10 +189,12 @@ def _planned(setting: Setting, wanted: Constraints, args: PlanArgs) -> Plan:
 
 
 def _changes(texts: Sequence[str]) -> dict[str, str]:
-    changes = {}
+    """`memory=40GiB` and the like by name."""
+    changes: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise PlanError(f"--what-if {text}: write for example memory=40GiB or bandwidth=x2")
-        changes[name] = value
+        if changes.setdefault(name, value) != value:
+            raise PlanError(f"--what-if {name}={changes[name]} and {text} contradict each other; give one")
     return changes

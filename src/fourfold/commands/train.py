@@ -269,6 +269,11 @@ def loaded_defaults(args: list[str]) -> TrainArgs:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=resume))
     else:
         assert path is not None
+        if Path(path).is_dir():
+            raise ConfigError(
+                f"{path} is a folder; name a config file, for example configs/gpt-tiny.toml, or go on with a run: "
+                f"fourfold train --resume {path}"
+            )
         config = Config.load(path)
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return TrainArgs(config=path, resume=resume, **sections)

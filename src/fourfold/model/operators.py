@@ -163,13 +163,13 @@ class ModelSpec:
     @classmethod
     def from_hf(cls, path: str | Path, *, seq_len: int = 0) -> ModelSpec:
         """The spec of a Hugging Face config.json (a file, or the folder that holds it)."""
-        from fourfold.model.hf import read_config
+        from fourfold.model.hf import LONGEST, read_config
 
-        fields = read_config(path)
-        length = seq_len or min(4096, fields.get("positions") or 4096)
-        folder = Path(path).resolve()
-        folder = folder if folder.is_dir() else folder.parent
-        return cls.from_config(ModelConfig(**fields | {"seq_len": length}), folder.name)
+        fields = read_config(path, seq_len)
+        length = seq_len or min(LONGEST, fields["positions"])
+        file = Path(path).resolve()
+        name = file.name if file.is_dir() else file.parent.name if file.name == "config.json" else file.stem
+        return cls.from_config(ModelConfig(**fields | {"seq_len": length}), name)
 
     @classmethod
     def from_module(cls, module: nn.Module, sample: Any, name: str = "") -> ModelSpec:

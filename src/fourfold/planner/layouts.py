@@ -8,6 +8,7 @@ floor is what its busiest rank computes, with idling that no dealing of layers a
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,16 +59,17 @@ def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | 
     fixed: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if name not in FIXABLE or not equals:
+        if name not in FIXABLE:
             raise PlanError(f"--fix {text}{schema.nearest(name, FIXABLE)}; write for example --fix col=4")
-        if name in _WORDS:
-            if value not in _WORDS[name]:
-                raise PlanError(f"--fix {text}{schema.nearest(value, _WORDS[name])}")
-            fixed[name] = value
-        elif not value.isdigit() or int(value) < 1:
+        if not equals:
+            raise PlanError(f"--fix {text} has no value; write for example --fix {name}={_WORDS.get(name, (4,))[-1]}")
+        if name in _WORDS and value not in _WORDS[name]:
+            raise PlanError(f"--fix {text}{schema.nearest(value, _WORDS[name])}")
+        if name not in _WORDS and not re.fullmatch(r"0*[1-9][0-9]{0,8}", value):
             raise PlanError(f"--fix {text}: {name} is a whole number of at least 1")
-        else:
-            fixed[name] = int(value)
+        given = value if name in _WORDS else int(value)
+        if fixed.setdefault(name, given) != given:
+            raise PlanError(f"--fix {name}={fixed[name]} and {text} contradict each other; give one")
     if schedule is not None:
         if schedule not in SCHEDULES:
             raise PlanError(f"--schedule {schedule}{schema.nearest(schedule, SCHEDULES)}")
@@ -199,7 +201,11 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
         raise PlanError(f"--fix asks for {told} = {product} ranks, but there are {ranks}; leave one axis free")
     pipe = wanted.get("pipe", 1)
     if pipe > setting.spec.layers:
-        raise PlanError(f"--fix pipe={pipe}: the model has {setting.spec.layers} layers; use at most that many stages")
+        most = setting.spec.layers
+        raise PlanError(
+            f"--fix pipe={pipe}: the model has {most - 2} layers, which with its embedding and its head make at most {most} "
+            f"stages; use pipe={max(d for d in _divisors(ranks) if d <= most)} or less"
+        )
     if "micro_batches" in wanted.fixed or "micro_batch_size" in wanted.fixed:
         raise PlanError(
             f"no mesh of {ranks} ranks cuts {batch} sequences into the micro-batches that --fix asks for; "
@@ -207,7 +213,7 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
         )
     raise PlanError(
         f"{batch} sequences cannot be spread over {ranks} ranks: data · row must divide the batch, and "
-        f"pipe ≤ {setting.spec.layers} layers and col (a divisor of the heads) take the rest; "
+        f"pipe ≤ {setting.spec.layers} stages and col (a divisor of the heads) take the rest; "
         f"use a global batch that is a multiple of {ranks}, or fewer ranks (--max-ranks)"
     )
 

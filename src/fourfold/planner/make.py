@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
@@ -22,10 +23,12 @@ from fourfold.planner.search import Candidate, Found, Progress, search
 from fourfold.planner.units import Choice, unit_cost
 from fourfold.schema import format_bytes
 
-__all__ = ["default_batch", "default_precision", "find_plan", "judge", "make_plan", "with_report"]
+__all__ = ["default_batch", "default_precision", "find_plan", "judge", "make_plan", "named_precision", "with_report"]
 
 TOKENS = 4 * 2**20
 """Tokens of a step where no batch is given."""
+COMPUTE = ("bf16", "fp32", "fp64")
+MOMENTS = ("fp32", "bf16")
 
 
 def make_plan(
@@ -33,24 +36,30 @@ def make_plan(
     cluster: Cluster,
     *,
     global_batch: int = 0,
-    precision: Precision | None = None,
+    precision: Precision | str | None = None,
     moments: Literal["fp32", "bf16"] = "fp32",
-    fix: Mapping[str, Any] | Sequence[str] = (),
+    fix: Mapping[str, Any] | Sequence[str] | str = (),
     max_ranks: int | None = None,
     top: int = 5,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that fits, with its report. Raises PlanError, saying what would fit, where there is none.
 
-    `fix` decides some things beforehand: {"col": 4, "schedule": "wave"}; see docs/planning.md.
+    `precision`: "bf16", "fp32" or "fp64"; without, bf16 on GPUs and fp32 on CPUs. `fix` decides some things beforehand:
+    {"col": 4, "schedule": "wave"}, ["col=4", "schedule=wave"] or "col=4"; see docs/planning.md.
     """
+    if moments not in MOMENTS:
+        raise PlanError(f"moments = {moments!r}: AdamW's moments are of type {' or '.join(map(repr, MOMENTS))}")
+    for name, value in (("top", top), ("max_ranks", 1 if max_ranks is None else max_ranks)):
+        _check_count(name, value)
+    fix = fix.split() if isinstance(fix, str) else fix
     texts = [f"{k}={v}" for k, v in fix.items()] if isinstance(fix, Mapping) else list(fix)
     wanted = parse_fixes(texts, None, max_ranks)
     setting = Setting(
         spec,
         cluster,
         global_batch or default_batch(spec, cluster, max_ranks),
-        precision or default_precision(cluster),
+        named_precision(precision) if isinstance(precision, str) else precision or default_precision(cluster),
         moments,
     )
     return with_report(find_plan(setting, wanted, top, progress), setting, top)
@@ -58,14 +67,25 @@ def make_plan(
 
 def find_plan(setting: Setting, wanted: Constraints, top: int = 5, progress: Progress | None = None) -> Found:
     """The search, with the question checked."""
-    if setting.global_batch < 1:
-        raise PlanError(f"global_batch = {setting.global_batch} must be at least 1")
+    _check_count("global_batch", setting.global_batch)
     usual = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)  # its many objects live to the end: looking them through takes a sixth of it
     try:
         return search(setting, wanted, progress, top)
     finally:
         gc.set_threshold(*usual)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name} = {value!r} must be a whole number of at least 1")
+
+
+def named_precision(name: str) -> Precision:
+    """Computing in this type; gradients are summed in fp32, or in fp64 for fp64."""
+    if name not in COMPUTE:
+        raise PlanError(f"precision = {name!r} is not one of its values{schema.nearest(name, COMPUTE)}")
+    return schema.build(Precision, {"compute": name, "reduce": "fp64" if name == "fp64" else "fp32"}, error=PlanError)
 
 
 def default_precision(cluster: Cluster) -> Precision:
