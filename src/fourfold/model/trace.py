@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -27,7 +30,7 @@ _PRODUCTS = ("mm", "addmm")
 _BATCHED = ("bmm", "baddbmm")
 _VIEWS = (
     *("view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select"),
-    *("detach", "split", "split_with_sizes", "unbind", "alias", "as_strided"),
+    *("detach", "split", "split_with_sizes", "unbind", "alias", "as_strided", "empty"),
 )
 
 
@@ -68,15 +71,36 @@ class _Counter(TorchDispatchMode):
         elif name in _BATCHED:
             a, b = args[-2], args[-1]
             notes.attention += 2.0 * a.numel() * b.shape[-1]
-        elif "scaled_dot_product" in name or name == "_flash_attention_forward":
-            q, k = args[0], args[1]
-            causal = 0.5 if any(x is True for x in [*args, *(kwargs or {}).values()]) else 1.0
-            notes.attention += causal * 4.0 * q.numel() * k.shape[-2]
-            notes.product_outputs += tensors[0].numel()
         else:
             read = sum(t.numel() for t in tree_flatten(args)[0] if isinstance(t, Tensor))
             notes.moved += made + read
         notes.largest = max(notes.largest, made)
+        return out
+
+
+class _Attending(TorchFunctionMode):
+    """Attention as devices run it, in one operator; without storage torch would take it apart, scores and all."""
+
+    def __init__(self, counter: _Counter):
+        super().__init__()
+        self.counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        given |= kwargs or {}
+        q, k, v = given["query"], given["key"], given["value"]
+        self.counter.notes.attention += (2.0 if given.get("is_causal") else 4.0) * q.numel() * k.shape[-2]
+        self.counter.notes.product_outputs += q.numel()
+        return _Attention.apply(q, k, v)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+        ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device))
         return out
 
 
@@ -157,7 +181,7 @@ def _watched(model: nn.Module, layers: list[nn.Module], notes: list[_Notes]) -> 
         handles.append(layer.register_forward_pre_hook(enter(i + 1)))
         handles.append(layer.register_forward_hook(leave))
     try:
-        with counter, saved_tensors_hooks(pack, lambda t: t):
+        with counter, _Attending(counter), saved_tensors_hooks(pack, lambda t: t):
             yield
     finally:
         for handle in handles:
