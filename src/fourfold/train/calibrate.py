@@ -197,14 +197,14 @@ class _Calibration:
 
             took = steady(step)
             setting = Setting(ModelSpec.from_config(config.model), made, 8, plan.precision)
-            fast = replace(made, device=replace(made.device, eager=1e9))
-            full, free = (
+            half = replace(made, device=replace(made.device, eager=0.5))
+            once, twice = (
                 predict(
                     plan, replace(setting, cluster=replace(c, level=(Level(bandwidth=1e12, latency=1e-6),)))
                 ).compute
-                for c in (made, fast)
+                for c in (made, half)
             )
-            moved, left = moved + full - free, left + took - free
+            moved, left = moved + twice - once, left + took - (2 * once - twice)
         return min(1.0, moved / left) if left > 0 else 1.0
 
     def _memory(self) -> int:
