@@ -39,22 +39,27 @@ def _level(rank: int, ranks: int) -> Level:
     return calibration._levels()[0]
 
 
+def _off(level: Level) -> dict[str, float]:
+    """What was measured over what the links are shaped to, where that is far from 1."""
+    cluster, size, rate = replace(declared(4), level=(level,)), 1 << 20, parse_rate(RATE)
+    found = {"message": cluster.message(size, 1) * rate / size}
+    for kind, members, received in (("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5), ("all_reduce", 4, 1.5)):
+        found[kind] = cluster.collective(kind, size, members) * rate / (received * size)  # type: ignore[arg-type]
+    far = {name: ratio for name, ratio in found.items() if abs(ratio - 1) > 0.25}
+    return far if abs(level.bandwidth / rate - 1) < 0.1 else far | {"bandwidth": level.bandwidth / rate}
+
+
 @shaped
 def test_calibration_finds_the_links() -> None:
-    for _ in range(3):  # others use the machine too
+    for _ in range(6):  # others use the machine too
         with Network(4, RATE) as net:
             level = net.run_ranks(_level)[0]
-        if abs(level.bandwidth / parse_rate(RATE) - 1) < 0.1:
+        if not _off(level):
             break
         time.sleep(1)
-    assert level.bandwidth == pytest.approx(parse_rate(RATE), rel=0.1)
+    assert not _off(level)
     assert level.latency < 5e-3  # not shaped: what processes and sockets take
     cluster = replace(declared(4), level=(level,))
-    size = 1 << 20
-    for kind, members, received in (("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5), ("all_reduce", 4, 1.5)):
-        ideal = received * size / parse_rate(RATE)
-        assert cluster.collective(kind, size, members) == pytest.approx(ideal, rel=0.25), kind  # type: ignore[arg-type]
-    assert cluster.message(size, 1) == pytest.approx(size / parse_rate(RATE), rel=0.25)
     # small ones do not take bytes over rate: that is what sizes are measured for
     assert cluster.collective("all_gather", 1 << 14, 4) > 1.3 * 0.75 * (1 << 14) / parse_rate(RATE)
 
