@@ -89,7 +89,7 @@ def _trained(rank: int, ranks: int, plan: dict[str, Any], steps: int) -> tuple[l
     ("ranks", "micro_batches", "rules", "gathers"),
     [
         (2, 1, [{"match": "*", "mode": "zero3"}], 2 * 5),  # four units, one of them used twice
-        (3, 2, [{"match": "*", "mode": "keep"}], 4),
+        (3, 4, [{"match": "*", "mode": "keep"}], 4),
         (
             2,
             3,
@@ -126,6 +126,28 @@ def test_any_module_trains_as_in_one_process(
             assert torch.allclose(found[2][name], value, rtol=0, atol=1e-9), name
         if gathers is not None:
             assert found[3] == gathers
+
+
+def _quiet(rank: int, ranks: int, mode: str) -> list[bool]:
+    model = ff.parallelize(
+        Net(),
+        ff.Plan.from_dict(
+            {"mesh": {"data": ranks}, "unit": [{"match": "*", "mode": mode}], "batch": {"micro_batches": 3}}
+        ),
+    )
+    found: list[bool] = []
+    model.module.register_forward_pre_hook(lambda *_: found.append(model.driver.quiet))
+    size = 12 // ranks
+    model.step([t[rank * size : (rank + 1) * size] for t in batch(0)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "quiet"),
+    [("replicate", [True, True, False]), ("keep", [False, True, False]), ("zero3", [False] * 3)],
+)
+def test_where_nothing_is_to_be_done_hooks_do_nothing(mode: str, quiet: list[bool]) -> None:
+    assert run_ranks(_quiet, 2, mode) == [quiet] * 2
 
 
 def test_alone_it_is_the_module() -> None:

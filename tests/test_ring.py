@@ -215,9 +215,9 @@ def test_sums_beside_computing_are_gloos_where_it_moves_no_more(ranks: int) -> N
     assert run_ranks(lanes, ranks) == [(True, ranks == 2)] * ranks
 
 
-def moved(rank: int, ranks: int) -> dict[str, tuple[float, float]]:
-    """Bytes through the busiest interface, over the ledger's."""
-    found: dict[str, Any] = {}
+def moved(rank: int, ranks: int) -> dict[tuple[str, str], float]:
+    """Bytes through the busiest interface, over the ledger's: the least of three, as TCP may send a packet again."""
+    found: dict[tuple[str, str], float] = {}
     whole, mine = torch.ones(1 << 18), torch.ones((1 << 18) // ranks)
     for wish in ("ring", "gloo"):
         os.environ["FOURFOLD_COLLECTIVES"] = wish
@@ -231,10 +231,10 @@ def moved(rank: int, ranks: int) -> dict[str, tuple[float, float]]:
         for kind, call in calls.items():
             with Ledger() as ledger:
                 call()
-            seen = measure(call)
+            seen = min(max(m.received, m.sent) for m in (measure(call) for _ in range(3)))
             needed = torch.tensor([ledger.received])
             dist.all_reduce(needed, op=dist.ReduceOp.MAX)
-            found[wish, kind] = max(seen.received, seen.sent) / needed.item()
+            found[wish, kind] = seen / needed.item()
     return found
 
 

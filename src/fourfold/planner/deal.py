@@ -78,7 +78,7 @@ def least_idle(setting: Setting, layout: Layout) -> float:
     if mesh.pipe == 1 or layout.schedule == "synthesized":  # whose stages are its own
         return 0.0
     times = _times(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.steps)
-    placed = (zigzag if layout.schedule in ("wave", "zb-v") else loop)(mesh.pipe, layout.stages_per_rank)
+    placed = (zigzag if layout.zigzags else loop)(mesh.pipe, layout.stages_per_rank)
     split, hop = layout.puts_weights_off, layout.message_seconds(setting)
     work = [0.0, *accumulate(sum(t) for t in times)]
     first = [0.0, *accumulate(t[0] for t in times)] if split else work

@@ -33,6 +33,9 @@ class Solved:
     bound: float
     price: float
     memory: float
+    """Bytes held, without those held for a while."""
+    needs: float
+    """The least budget in which the choice would be this one or better."""
     options: tuple[tuple[str, tuple[tuple[Choice, int], ...], tuple[tuple[Choice, int], ...]], ...]
     """By kind: how many units are sharded how, and how many recompute how."""
     free: bool
@@ -132,12 +135,12 @@ def _free(rank: _Rank) -> Solved:
     seconds = sum(n * o.seconds for n, (o,) in zip(counts, picked, strict=True))
     memory = sum(n * o.memory for n, (o,) in zip(counts, picked, strict=True))
     chosen = Chosen(tuple({0: n} for n in counts), seconds, memory, seconds, 0.0)
-    return _solved(rank.table, (chosen, picked), seconds, free=True)
+    return _solved(rank.table, (chosen, picked), seconds, rank.free, free=True)
 
 
 def _solve_rank(table: Table, budget: float) -> Solved | None:
     best: tuple[Chosen, list[list[Option]]] | None = None
-    bound = None
+    bound, needs = None, 0.0
     heights = _apart({o.transient for _, _, options in table[0::2] for o in options})
     works = _apart({o.transient for _, _, options in table[1::2] for o in options})
     below: dict[tuple[int, float], tuple[list[Option], Group]] = {}  # of a row, options with no more transient bytes
@@ -164,10 +167,10 @@ def _solve_rank(table: Table, budget: float) -> Solved | None:
                 continue
             bound = chosen.bound if bound is None else min(bound, chosen.bound)
             if best is None or chosen.seconds < best[0].seconds - SAME:
-                best = (chosen, [options for options, _ in rows])
+                best, needs = (chosen, [options for options, _ in rows]), chosen.memory + height + work
     if best is None or bound is None:
         return None
-    return _solved(table, best, bound, free=False)
+    return _solved(table, best, bound, needs, free=False)
 
 
 def _apart(values: set[float]) -> list[float]:
@@ -241,6 +244,7 @@ def _solved(
     table: Table,
     best: tuple[Chosen, list[list[Option]]],
     bound: float,
+    needs: float,
     free: bool,
 ) -> Solved:
     chosen, allowed = best
@@ -249,4 +253,4 @@ def _solved(
         for counts, options in zip(chosen.counts, allowed, strict=True)
     ]
     options = tuple((table[i][0], picked[i], picked[i + 1]) for i in range(0, len(table), 2))
-    return Solved(chosen.seconds, bound, 0.0 if free else chosen.price, chosen.memory, options, free)
+    return Solved(chosen.seconds, bound, 0.0 if free else chosen.price, chosen.memory, needs, options, free)

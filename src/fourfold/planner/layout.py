@@ -88,6 +88,11 @@ class Layout:
         return self.mesh.row * self.mesh.col > 1 and self.mesh.pipe > 1 and self.schedule.startswith("zb")
 
     @property
+    def zigzags(self) -> bool:
+        """Whether stages go down the ranks and up again."""
+        return self.schedule in ("wave", "zb-v")
+
+    @property
     def puts_weights_off(self) -> bool:
         """Whether weight gradients have an op of their own in the schedule."""
         return self.mesh.pipe > 1 and self.schedule in ("zb-h1", "zb-v", "synthesized")

@@ -242,7 +242,7 @@ def loads(
 
     `apart`: whether weight gradients are computed apart (default: as the schedule does).
     """
-    mesh, zigzag = layout.mesh, layout.schedule in ("wave", "zb-v")
+    mesh, zigzag = layout.mesh, layout.zigzags
     size, tensor = layout.micro_batch_size, layout.tensor
     ranks, held, works = _held(
         setting,
@@ -344,9 +344,8 @@ def waits(setting: Setting, layout: Layout, average: Sequence[float], busiest: f
     if p == 1:
         return 0.0
     hop = layout.message_seconds(setting)
-    hops = v * (p - 1) if layout.schedule in ("wave", "zb-v") else v * p - 1
-    split = layout.schedule in ("zb-h1", "zb-v", "synthesized")
-    loop = sum(average[:2] if split else average) * p + 2 * hops * hop
+    hops = v * (p - 1) if layout.zigzags else v * p - 1
+    loop = sum(average[:2] if layout.puts_weights_off else average) * p + 2 * hops * hop
     return 2 * hops * hop + max(0.0, m - p) * max(0.0, loop / in_flight(layout, 0) - busiest)
 
 

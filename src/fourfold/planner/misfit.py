@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 from fourfold.errors import PlanError
 from fourfold.plan import Precision
@@ -48,7 +49,7 @@ def smallest(setting: Setting, wanted: Constraints, solver: Solver | None = None
 
 def explain_misfit(
     setting: Setting, wanted: Constraints, solver: Solver, fits: Callable[[Setting, Constraints], bool]
-) -> None:
+) -> NoReturn:
     """Raise PlanError: what is needed, what there is, what would do: ways for which `fits` has found a plan."""
     need, layout = smallest(setting, wanted, solver)
     cluster, spec = setting.cluster, setting.spec

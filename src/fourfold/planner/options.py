@@ -135,13 +135,13 @@ def sharding_options(setting: Setting, layout: Layout, kind: str, piped: bool, h
         forward, backward = 2 * forward, backward + 2 * forward
     if not layout.prefetch:  # nothing is under way while something computes
         forward = backward = 0.0
-    return [_sharding(setting, alone, kind, c, piped, forward, backward) for c in choices]
+    return [o for c in choices for o in _sharding(setting, alone, kind, c, piped, forward, backward)]
 
 
 def _sharding(
     setting: Setting, layout: Layout, kind: str, choice: Choice, piped: bool, forward: float, backward: float
-) -> Option:
-    """A mode, whose gathers and reductions have so many seconds to hide behind."""
+) -> list[Option]:
+    """A mode, whose gathers and reductions have so many seconds to hide behind: with its state here, on the host, or either."""
     m, overlap = layout.micro_batches, setting.cluster.overlap
     cost = shared(setting, layout, kind, choice)
 
@@ -163,14 +163,16 @@ def _sharding(
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
         again, once = (_work(computes(setting, layout, kind, c)) for c in (choice, Choice()))
         seconds += m * (again - once)
-    state = setting.state if layout.optimizer == "device" else 0.0
-    memory = cost.parameters + cost.local * state
+    memory = cost.parameters
     if choice.mode in ("keep", "zero2"):
         memory += cost.whole
     at_once = sharded and (choice.reduce == "micro-batch" or (m == 1 and not piped))
     memory += cost.reduced if at_once else cost.gradients
     transient = (1 + layout.prefetch) * cost.transient + (cost.gradients if at_once else 0.0)
-    return Option(choice, seconds, memory, transient)
+    held = cost.local * (setting.state if layout.optimizer == "device" else setting.streamed)
+    here = Option(choice, seconds, memory + held, transient)
+    there = Option(choice, seconds + held / setting.cluster.host.link, memory, transient)  # it crosses the host's link
+    return {"device": [here], "host": [there]}.get(layout.optimizer, [here, there])
 
 
 def _work(c: Compute) -> float:

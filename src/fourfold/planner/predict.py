@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from fourfold import schema
+from fourfold.cluster import Cluster
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.operators import UnitSpec
 from fourfold.plan import Mesh, Plan
@@ -36,11 +37,10 @@ from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
 
-__all__ = ["BUFFERS", "Judged", "Prediction", "choice_of", "judged", "layout_of_plan", "predict", "stage_layers"]
+__all__ = ["Judged", "Prediction", "choice_of", "fits", "judged", "layout_of_plan", "predict", "stage_layers"]
 
 BUCKET, RING = 2**24, 4
 """Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
-BUFFERS = RING * BUCKET
 MOST_OPS = 150_000
 """Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
 
@@ -98,6 +98,11 @@ class Prediction:
             "peak_bytes": round(self.peak.peak),
             "memory": [m.to_dict() for m in self.memory],
         }
+
+
+def fits(memory: Sequence[RankMemory], cluster: Cluster) -> bool:
+    """Whether all ranks have room for what they hold, on their devices and hosts."""
+    return all(m.peak <= cluster.usable and m.host <= cluster.host_memory for m in memory)
 
 
 def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
@@ -220,8 +225,7 @@ class Judged:
 
     @property
     def fits(self) -> bool:
-        cluster = self.setting.cluster
-        return all(m.peak <= cluster.usable and m.host <= cluster.host_memory for m in self.memory)
+        return fits(self.memory, self.setting.cluster)
 
     @cached_property
     def _timed(self) -> tuple[float, int, float, float]:
@@ -327,9 +331,8 @@ class Judged:
             moved = 2 * s.state + 3 * s.reduce + s.compute
         else:
             moved = 2 * s.state + 5 * s.reduce + (45 if s.compute < 4 else 2 * s.compute)
-        on_device = local * moved / cluster.device.memory_rate
-        away = local * (1 - self.share) * s.streamed / cluster.host.link
-        return max(on_device * self.share, away) if self.share < 1 else on_device
+        on_device = local * moved / cluster.device.memory_rate  # what is streamed is updated there, too
+        return max(on_device, local * (1 - self.share) * s.streamed / cluster.host.link)
 
     def _share(self, given: float | None) -> float:
         """The share of the optimizer's state that is on the device."""

@@ -4,9 +4,8 @@
    the grid moves, for each of what may be kept and where, then by the relaxed choice of its units (`inner`). A floor counts
    no idling but what cannot be avoided.
 2. Where it still is the lowest, every rank's units are chosen by the knapsack: an estimate of the layout's time.
-3. The best estimates are built out, unless their layers as dealt out to stages, simulated with nothing but computing, are too
-   slow: every rank's own choice, the schedule simulated, memory replayed; where the replay disagrees with the budget, the
-   budget is moved and the rank chosen again, until it fits.
+3. The best estimates are built out (`build`), unless their layers as dealt out to stages, simulated with nothing but computing,
+   are too slow.
 4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
    hundredth). The winner's neighbours, with other modes, are simulated too (`polish`).
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
@@ -28,47 +27,30 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fourfold.errors import PlanError, ScheduleError
-from fourfold.plan import Plan, Tensor
-from fourfold.planner.deal import Deal, deal_layers, least_idle
-from fourfold.planner.inner import Solved, free_bytes, frugal_bytes, rank_bound, solve_rank
+from fourfold.plan import Tensor
+from fourfold.planner.build import Candidate, build_out, dealt_out, stretched
+from fourfold.planner.deal import least_idle
+from fourfold.planner.inner import free_bytes, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
 from fourfold.planner.options import RankLoad, Solver
-from fourfold.planner.polish import polished
-from fourfold.planner.predict import BUFFERS, Prediction, _schedule, _shape_of, _simulated, judged
-from fourfold.planner.products import chosen_flows, ladder
-from fourfold.planner.rules import rules_of
-from fourfold.planner.stages import units_of_stages
-from fourfold.planner.units import Choice
-from fourfold.program.costs import Costs
-from fourfold.program.engine import Problem, peaks
-from fourfold.program.ops import Schedule
+from fourfold.planner.polish import FEW, polished
+from fourfold.planner.predict import fits
+from fourfold.planner.products import ladder
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
-STRETCH = 1.4
-"""Of the budget: what a choice of the frugal search may add up to."""
 MANY, LITTLE = 2000, 0.01
 """Of more layouts than that, those that could win by less than this share are left out; the certificate's gap says so."""
 SIMULATED = 48
 """Layouts that are built out at most."""
 OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
+NEAR, SHARES = 0.002, (1.05, 1.02, 1.0, 0.997, 0.994, 0.99, 0.985, 0.98, 0.97, 0.96, 0.94, 0.92)
+"""Plans that are slower than the best by so little are looked at once more, and with so much of the memory: sums of units are
+not what replay and simulation find. Less may be chosen better, and what is too much may fit with little changed."""
 Progress = Callable[[int, int, float | None], None]
 """Called with layouts done, layouts in all, and the best seconds so far."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that fits, with what it takes."""
-
-    layout: Layout
-    plan: Plan
-    prediction: Prediction
-    price: float
-    """Seconds that another byte on every device would save."""
-    choice_gap: float
-    """Seconds by which the choice of units may be above the best one."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +81,7 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     if not run.built:
         run.explain_misfit()
     ranked = _distinct(run.built)
-    best = ranked[0]
-    if "mode" not in wanted.fixed and best.layout.replicas > 1:
-        plan, prediction = polished(setting, best.plan, best.prediction)
-        best = ranked[0] = replace(best, plan=plan, prediction=prediction)
+    best = ranked[0] = run.finished(ranked)
     seconds = best.prediction.seconds
     lower = min([seconds, run.unsolved, run.passed, *(e.floor for e in run.pending)])
     certificate = {
@@ -125,7 +104,7 @@ def _distinct(built: list[Candidate]) -> list[Candidate]:
     best: dict[Layout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
         key = replace(c.layout, optimizer="device", activations="device", tensor=Tensor())
-        if key not in best or c.prediction.seconds < 0.998 * best[key].prediction.seconds:
+        if key not in best or c.prediction.seconds < best[key].prediction.seconds:
             best[key] = c
     return sorted(best.values(), key=lambda c: c.prediction.seconds)
 
@@ -209,10 +188,7 @@ class _Search:
             self._start(replace(layout, prefetch=0), floor)
         if self._free(layout):  # there is room to keep something on the grid
             for tensor in richer:
-                other = replace(layout, tensor=tensor)
-                self._start(other, floor)
-                if self._free(other):
-                    break
+                self._start(replace(layout, tensor=tensor), floor)
             return
         if self.setting.cluster.device.kind == "cpu":
             return
@@ -226,14 +202,8 @@ class _Search:
 
     def _free(self, layout: Layout) -> bool:
         """Whether memory is no constraint."""
-        for load in loads(self.setting, layout)[0]:
-            room = self._room(layout, load)
-            if room < free_bytes(self.solver, layout, load):
-                return False
-            solved = solve_rank(self.solver, layout, load, room)
-            if solved is None or self._stream(layout, load, self._budget(layout) - solved.memory):
-                return False
-        return True
+        ranks = loads(self.setting, layout)[0]
+        return all(self._room(layout, load) >= free_bytes(self.solver, layout, load) for load in ranks)
 
     def _start(self, layout: Layout, floor: float) -> None:
         """Its own computing is known."""
@@ -266,8 +236,7 @@ class _Search:
             if solved is None:
                 self.too_large += 1
                 return
-            stream = self._stream(layout, load, self._budget(layout) - solved.memory)
-            total = m * sum(work) + solved.seconds + stream
+            total = m * sum(work) + solved.seconds
             if total > worst:
                 worst, parts = total, work
         idle = bubble(layout, *parts) + waits(setting, layout, mean(works), max(map(sum, works)))
@@ -289,20 +258,6 @@ class _Search:
         elements = self.setting.spec.units[0].matrices / (layout.mesh.row * layout.mesh.col)
         return elements * (self.setting.compute + self.setting.reduce)
 
-    def _stream(self, layout: Layout, load: RankLoad, room: float) -> float:
-        """Seconds of a streamed update of what does not fit on the device."""
-        if layout.optimizer == "device":
-            return 0.0
-        s = self.setting
-        grid = layout.mesh.row * layout.mesh.col
-        kinds = s.spec.kinds
-        held = sum(n * (kinds[k].matrices / grid + kinds[k].vectors) for k, n in load.units)
-        share = 0.0
-        if layout.optimizer == "auto":
-            room -= min(BUFFERS, held) * s.streamed
-            share = max(0.0, min(1.0, room / (held * s.streamed)))
-        return (1 - share) * held / layout.replicas * s.streamed / s.cluster.host.link
-
     # ---- one layout, built out ----
 
     def _build(self, estimate: _Estimate) -> None:
@@ -316,11 +271,36 @@ class _Search:
             if floor > self._cut() and len(self.built) >= self.top:
                 return
             self.simulated += 1
-            candidate = build_out(self.setting, self.solver, estimate.layout, 1.02 * self._cut(), frugal=self.frugal)
+            candidate = build_out(self.setting, self.solver, estimate.layout, frugal=self.frugal)
         except ScheduleError:
             return
         if candidate is not None:
             self.built.append(candidate)
+
+    def finished(self, ranked: list[Candidate]) -> Candidate:
+        """The fastest, of those near the best, of what would be chosen with a little less memory, and of what is near those."""
+        near = ranked[0].prediction.seconds * (1 + NEAR)
+        close = [c for c in ranked if c.prediction.seconds <= near]
+        tried = {c.plan: c for c in close[: 1 if self.total > MANY else None]}
+        open_home = "optimizer" not in self.wanted.fixed and self.setting.cluster.device.kind != "cpu"
+        polishes, binds = "mode" not in self.wanted.fixed, any(c.price > 0 for c in tried.values())
+        few = polishes and binds and len(self.setting.spec.units) <= FEW
+        shares = [share for share in SHARES if binds and (few or share <= 1)][:: 3 if self.total > MANY else 1]
+        for c in list(tried.values()):
+            here, auto = replace(c.layout, optimizer="device"), replace(c.layout, optimizer="auto")
+            for layout in (here, auto) if open_home else (c.layout,):
+                for share in shares:
+                    other = build_out(self.setting, self.solver, layout, frugal=self.frugal, share=share)
+                    if other is not None and (other.prediction.seconds <= near or share > 1):
+                        tried.setdefault(other.plan, other)
+        done = []
+        for c in tried.values():
+            if polishes and c.layout.replicas > 1:
+                plan, prediction = polished(self.setting, c.plan, c.prediction, few)
+                c = replace(c, plan=plan, prediction=prediction)
+            if fits(c.prediction.memory, self.setting.cluster):
+                done.append(c)
+        return min(done, key=lambda c: c.prediction.seconds)
 
     def explain_misfit(self) -> None:
         from fourfold.planner.misfit import explain_misfit
@@ -336,90 +316,3 @@ def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = 
     except PlanError:  # the batch cannot be spread over so many
         return False
     return bool(run.built)
-
-
-def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float:
-    """The budget, or a little more where that is the least with which there is a choice."""
-    least = frugal_bytes(solver, layout, load)
-    return least * (1 + 1e-9) if budget < least < STRETCH * budget else budget
-
-
-def build_out(
-    setting: Setting, solver: Solver, layout: Layout, cut: float = float("inf"), *, frugal: bool = False
-) -> Candidate | None:
-    """The plan of a layout with every rank's own choices, simulated and replayed; None where it does not fit.
-
-    Above `cut` seconds, a plan that fits is not made better.
-    """
-    schedule, deal = dealt_out(setting, layout)
-    counts = deal.counts
-    stages = units_of_stages(setting.spec, counts)
-    flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
-    shape = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat)
-    flight = peaks(shape, schedule.order)
-    rank_units = [[u for s in held for u in stages[s]] for held in schedule.stages_of]
-    tied = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
-    usable = setting.cluster.usable
-    budgets = [float(usable)] * schedule.ranks
-    layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(counts))
-    best: Candidate | None = None
-    before: float | None = None
-    for turn in range(6):
-        solved: list[Solved] = []
-        for rank, units in enumerate(rank_units):
-            kinds: dict[str, int] = {}
-            for u in units:
-                kinds[u.kind] = kinds.get(u.kind, 0) + 1
-            load = RankLoad(tuple(kinds.items()), flight[rank], tied and rank == schedule.placement[-1])
-            if frugal and turn == 0:
-                budgets[rank] = stretched(solver, layout, load, budgets[rank])
-            answer = solve_rank(solver, layout, load, budgets[rank])
-            if answer is None:
-                return best
-            solved.append(answer)
-        choices = _assigned(rank_units, solved)
-        if setting.spec.tied:  # its matrix is the embedding's, and so is what is done with it
-            lender = choices[setting.spec.units[0].name]
-            head = setting.spec.units[-1].name
-            choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
-        plan = layout.plan(setting, rules_of(choices), layers, flows=chosen_flows(setting, layout))
-        found = judged(plan, setting, choices)
-        over = [m.peak - usable for m in found.memory]
-        if found.fits and (best is None or found.seconds < best.prediction.seconds):
-            prediction = found.prediction()
-            if layout.optimizer == "auto":
-                plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
-            price = max(s.price for s in solved)
-            if layout.optimizer == "auto" and found.share < 1:  # a byte of state that finds room need not cross
-                price = max(price, 1 / setting.cluster.host.link)
-            gap = max(s.gap for s in solved)
-            best = Candidate(layout, plan, prediction, price, gap)
-            if prediction.seconds > cut or (before is not None and prediction.seconds > 0.9995 * before):
-                break
-            before = prediction.seconds
-        moved = False
-        for rank, excess in enumerate(over):
-            if excess > 0 or (not solved[rank].free and -excess > 0.01 * usable):
-                budgets[rank] -= excess if excess > 0 else 0.95 * excess
-                moved = True
-        if not moved:
-            break
-    return best
-
-
-def dealt_out(setting: Setting, layout: Layout) -> tuple[Schedule, Deal]:
-    """A layout's schedule and its layers by stage."""
-    schedule = _schedule(_shape_of(layout.plan(setting, (), None)), _simulated(layout), setting.spec.layers)
-    return schedule, deal_layers(setting, layout, schedule, layout.message_seconds(setting))
-
-
-def _assigned(rank_units: list[list[Any]], solved: list[Solved]) -> dict[str, Choice]:
-    """A choice for every unit: within a rank and kind, those that hold least go to the earlier layers."""
-    out: dict[str, Choice] = {}
-    for units, answer in zip(rank_units, solved, strict=True):
-        by_kind: dict[str, list[str]] = {}
-        for u in units:
-            by_kind.setdefault(u.kind, []).append(u.name)
-        for kind, names in by_kind.items():
-            out.update(zip(names, answer.choices(kind), strict=True))
-    return out

@@ -93,18 +93,25 @@ class Executor:
         self._evaluating = False
         self._feed: Feed | None = None
         self._whole: set[Op] = set()  # backwards of the program under way that are not in parts
+        self._full: set[int] = set()  # stages that run forwards again when their accumulators are there
 
     def run(self, program: Program, feed: Feed, *, evaluate: bool = False) -> dict[int, Any]:
         """Run a program to its end; returns what the last stage made of each micro-batch, where it is on this rank."""
         self.begin(feed, evaluate=evaluate)
-        self._whole = {i for i in program.instructions if isinstance(i, Op) and i.kind == "B"}
+        begun = set()
+        for i in program.instructions:
+            if isinstance(i, Op) and i.kind == "B":
+                self._whole.add(i)
+                begun.add(i.stage)
+            elif isinstance(i, (Op, Part)) and i.kind == "F" and i.stage in begun:
+                self._full.add(i.stage)
         for instruction in program.instructions:
             self.do(instruction)
         return self.end()
 
     def begin(self, feed: Feed, *, evaluate: bool = False) -> None:
         self.values, self.spans = Values(), []
-        self._feed, self._evaluating, self._whole = feed, evaluate, set()
+        self._feed, self._evaluating, self._whole, self._full = feed, evaluate, set(), set()
 
     def end(self) -> dict[int, Any]:
         """The step is over: everything has been sent; nothing is left over."""
@@ -167,7 +174,7 @@ class Executor:
                     out = here.evaluate(value, self._extra(stage, micro_batch))
                     self._release(stage, micro_batch)
                 else:
-                    whole = Op(stage, "B", micro_batch) in self._whole
+                    whole = Op(stage, "B", micro_batch) in self._whole and (stage in self._full or here.accumulates)
                     out = here.forward(micro_batch, value, self._extra(stage, micro_batch), whole=whole)
                 self._made(stage, "F", micro_batch, out)
             case "B" | "I":

@@ -12,8 +12,9 @@ alone.
 
 [Note: whole ops]
 Where nothing happens between the links of a micro-batch, in its forward or in its backward, cutting its graph is of no use. Links
-whose accumulators are there already, and such that autograd can add to them, then have one graph: a seventh less of the host's
-time where units are small.
+whose accumulators are such that autograd can add to them then have one graph: a seventh less of the host's time where units are
+small. The accumulators must all be there when its backward begins; made link by link, they would come as activations go. So who
+asks for it sees to it that they are there already, or will be beside as many activations later in the step.
 
 Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
 its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
@@ -143,7 +144,7 @@ class Stage:
 
         `whole`: its backward, too, is going to be asked for as a whole: [Note: whole ops].
         """
-        if whole and self._uncut and all(link.unit.accumulates() for link in self.links):
+        if whole and self._uncut:
             return self._forward_whole(micro_batch, value, extra)
         for index in range(len(self.links)):
             value = self.forward_part(index, micro_batch, value, extra)
@@ -270,6 +271,11 @@ class Stage:
         finally:
             link.module.train()
             self._ends(index == len(self.links) - 1)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the accumulators of all links are there."""
+        return all(link.unit.accumulates() for link in self.links)
 
     @property
     def in_flight(self) -> int:

@@ -9,6 +9,9 @@ The verbs are the same, and so are the modes; what a program would say, hooks fi
 
 A unit whose inputs need no gradient (an embedding) is completed by `close`, after the backward. Every rank of a replica group
 must call the units in the same order.
+
+A micro-batch in which nothing is to be done (all units are there and stay, nothing is reduced) is *quiet*: autograd adds to all
+accumulators, and no hook does anything. They are there from its start then; as they are when the next one starts.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class HookDriver:
     def __init__(self, parts: Sequence[Hooked], prefetch: int = 1):
         self.parts, self.prefetch = list(parts), prefetch
         self.last = True  # whether this is the step's last micro-batch
+        self.quiet = False
         self._order: list[Hooked] = []  # as the forward used them last
         self._seen: list[Hooked] = []
         for part in self.parts:
@@ -57,6 +61,10 @@ class HookDriver:
     def open(self, *, last: bool) -> None:
         """A micro-batch begins; `last`: of its step."""
         self.last, self._seen = last, []
+        self.quiet = not last and all(_idle(part) for part in self.parts)
+        if self.quiet:
+            for part in self.parts:
+                part.unit.lend_grads()
 
     def close(self) -> None:
         """After the backward: complete what hooks could not, and release what was gathered in vain."""
@@ -69,6 +77,7 @@ class HookDriver:
                 part.unit.release()
         if self._seen:
             self._order = self._seen
+        self.quiet = False
 
     def finish(self) -> None:
         """The step is over: all gradients are reduced, those of units that were not used as zeros."""
@@ -89,6 +98,8 @@ class HookDriver:
 
     def _before(self, part: Hooked) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.quiet:
+                return None
             self._use(part, 1)
             if part not in self._seen:
                 self._seen.append(part)
@@ -107,6 +118,8 @@ class HookDriver:
 
     def _after(self, part: Hooked) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self.quiet:
+                return
             if part.mode == "zero3" or not torch.is_grad_enabled():
                 part.unit.release()
             for tensor in _tensors(output):
@@ -147,6 +160,12 @@ class HookDriver:
         if self._reduces(part):
             part.unit.reduce()
             part.reduced = True
+
+
+def _idle(part: Hooked) -> bool:
+    """Whether nothing is to be done for a unit in a micro-batch that is not the last."""
+    there = part.mode == "replicate" or (part.mode == "keep" and part.unit.ready())
+    return there and part.reduce == "step" and part.unit.lends_grads()
 
 
 class _Boundary(torch.autograd.Function):

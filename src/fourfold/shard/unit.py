@@ -281,7 +281,6 @@ class Unit:
 
     # ---- gradients ----
 
-    @torch.no_grad()
     def main_grad(self, name: str) -> Tensor:
         """The accumulator of one parameter, of the reduce dtype and the parameter's shape."""
         into = self._accumulator(name)
@@ -330,10 +329,12 @@ class Unit:
         if self.lent:
             return
         self.lent = True
-        self._whole_grad()
+        whole, there = self._whole_grad(), self._grads
+        if self._fresh >= self.params.keys():
+            whole.zero_()
+            self._fresh -= self.params.keys()
         for name, p in self.params.items():
-            there = name in self._grads and name not in self._fresh
-            p.grad = self._grads[name] if there else self.main_grad(name)
+            p.grad = there[name] if name in there and name not in self._fresh else self.main_grad(name)
 
     def take_grads_back(self) -> None:
         if self.lent:

@@ -1,0 +1,77 @@
+"""Does more memory, or a faster network, ever make the plan slower? Random models and clusters, a little more step by step.
+
+    python -m benchmarks.monotone [--seconds 300] [--seed 0]
+
+Each step adds 0.2, 1 or 3 percent of memory, or somewhat more bandwidth, and plans again. The search inside a layout compares
+choices by estimates and by simulations of some of them, so that nothing but trying shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from fourfold.cluster import Cluster
+from fourfold.config import ModelConfig
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Precision
+from fourfold.planner.layout import Setting
+from fourfold.planner.layouts import parse_fixes
+from fourfold.planner.make import find_plan
+
+MODELS = (
+    ModelConfig(family="gpt", layers=12, hidden=768, heads=12, vocab=50304, seq_len=1024),
+    ModelConfig(family="llama", layers=24, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, seq_len=2048),
+    ModelConfig(family="llama", layers=28, hidden=3584, heads=28, kv_heads=4, ffn=18944, vocab=152064, seq_len=4096),
+    ModelConfig(family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192),
+    ModelConfig(family="gpt", layers=40, hidden=5120, heads=40, vocab=50304, seq_len=2048),
+)
+PRESETS = ("v100-16g", "a100-40g", "a100-80g", "h100-sxm", "l4-pcie")
+STEPS = 8
+
+
+def climb(chance: random.Random) -> tuple[int, list[str]]:
+    """One random case: how many plans were compared with those for less, and which were slower."""
+    model, preset = chance.choice(MODELS), chance.choice(PRESETS)
+    base = Cluster.preset(preset, nodes=chance.choice((1, 1, 2, 4)))
+    batch, what = chance.choice((32, 64, 96, 256)), chance.choice(("memory", "memory", "bandwidth"))
+    precision = Precision(compute="fp32" if preset.startswith("v100") else "bf16")
+    memory, more = base.memory * chance.uniform(0.5, 1.5), chance.choice((1.002, 1.01, 1.03))
+    compared, slower, best = 0, [], float("inf")
+    for step in range(STEPS):
+        memory *= more
+        value = str(int(memory)) if what == "memory" else f"x{(1.02 * more) ** step:.4f}"
+        setting = Setting(ModelSpec.from_config(model), base.what_if({what: value}), batch, precision)
+        try:
+            seconds = find_plan(setting, parse_fixes([])).best.prediction.seconds
+        except PlanError:  # too small
+            seconds = float("inf")
+        if best < float("inf"):
+            compared += 1
+            if seconds > best * (1 + 1e-9):
+                slower.append(
+                    f"{model.family} of {model.layers} layers, {preset}, batch {batch}, {what} {value}: "
+                    f"{seconds:.6f} s, was {best:.6f} with less ({100 * (seconds / best - 1):.4f} % slower)"
+                )
+        best = min(best, seconds)
+    return compared, slower
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0, help="how long to try")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    chance, end, compared, slower = random.Random(args.seed), time.monotonic() + args.seconds, 0, 0
+    while time.monotonic() < end:
+        more, worse = climb(chance)
+        compared, slower = compared + more, slower + len(worse)
+        for line in worse:
+            print(line, flush=True)
+    print(f"{slower} of {compared} plans were slower than one for less")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""One layout built out: every rank's own choice of units, memory replayed, the schedule simulated.
+
+The knapsack adds up what a rank's units hold; the replay follows them, and finds heights that meet or do not. So a rank's budget
+is moved until what is chosen with it just fits by the replay. Ranks hold what they hold whatever the others choose: each has its
+own budget, and the schedule is simulated only when all of them fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from fourfold.plan import Plan
+from fourfold.planner.deal import Deal, deal_layers
+from fourfold.planner.inner import Solved, frugal_bytes, solve_rank
+from fourfold.planner.layout import Layout, Setting
+from fourfold.planner.options import RankLoad, Solver
+from fourfold.planner.predict import Judged, Prediction, _schedule, _shape_of, _simulated, judged
+from fourfold.planner.products import chosen_flows
+from fourfold.planner.rules import rules_of
+from fourfold.planner.stages import units_of_stages
+from fourfold.planner.units import Choice
+from fourfold.program.costs import Costs
+from fourfold.program.engine import Problem, peaks
+from fourfold.program.ops import Schedule
+
+__all__ = ["Candidate", "build_out", "dealt_out", "stretched"]
+
+STRETCH = 1.4
+"""Of the budget: what a choice of the frugal search may add up to."""
+TURNS = 12
+"""Choices of a rank that are replayed at most."""
+CLOSE = 0.01
+"""Of a device's memory: as near to all of it as a choice is brought."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, with what it takes."""
+
+    layout: Layout
+    plan: Plan
+    prediction: Prediction
+    price: float
+    """Seconds that another byte on every device would save."""
+    choice_gap: float
+    """Seconds by which the choice of units may be above the best one."""
+
+
+class _Seat:
+    """A rank of the pipeline, and the budget with which what its units choose just fits."""
+
+    def __init__(self, solver: Solver, layout: Layout, load: RankLoad, budget: float, usable: float):
+        self._solver, self._layout, self._load, self._usable = solver, layout, load, usable
+        self._budget, self._enough, self._too_much, self._stride = budget, 0.0, inf, 1.0
+        self.tried, self.settled = self._choose(), False
+        self.fits: Solved | None = None
+
+    def _choose(self) -> Solved | None:
+        return solve_rank(self._solver, self._layout, self._load, self._budget)
+
+    def weigh(self, peak: float) -> None:
+        """What was tried holds so much at its height: keep it, and try a little more, or try less."""
+        if self.tried is None or (self.settled and peak <= self._usable):
+            return
+        if (excess := peak - self._usable) > 0:
+            if self.settled:  # with others' choices, as of a tied weight, it no longer fits
+                self.fits, self._enough, self.settled = None, 0.0, False
+            self._too_much = min(self._too_much, self.tried.needs)  # with as much or more it would be chosen again
+            self._budget, self._stride = self._too_much - self._stride * excess, 2 * self._stride
+        else:
+            if self.fits is None or self.tried.seconds <= self.fits.seconds:
+                self.fits, self._enough = self.tried, self._budget
+            self.settled = self.tried.free or -excess <= CLOSE * self._usable
+            self._budget, self._stride = self._budget - 0.95 * excess, 1.0
+        if self.fits is not None:
+            if not self._enough < self._budget < self._too_much:
+                self._budget = (self._enough + self._too_much) / 2
+            self.settled = self.settled or self._too_much - self._enough <= CLOSE * self._usable
+        if not self.settled:
+            self.tried = self._choose()
+        if self.settled or self.tried is None:
+            self.settle()
+
+    def settle(self) -> Solved | None:
+        """Take the best that fits."""
+        self.tried, self.settled = self.fits, self.fits is not None
+        return self.tried
+
+
+def build_out(
+    setting: Setting, solver: Solver, layout: Layout, *, frugal: bool = False, share: float = 1.0
+) -> Candidate | None:
+    """The plan of a layout with every rank's own choices, simulated and replayed; None where it does not fit.
+
+    `share`: of a device's memory, for what is chosen; with more than all of it, the plan need not fit.
+    """
+    schedule, deal = dealt_out(setting, layout)
+    stages = units_of_stages(setting.spec, deal.counts)
+    flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
+    flight = peaks(Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat), schedule.order)
+    rank_units = [[u for s in held for u in stages[s]] for held in schedule.stages_of]
+    tied = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
+    usable = float(setting.cluster.usable)
+    fills = layout.optimizer == "auto" and share < 1  # the state takes what is left of all there is
+    limit = usable if fills else share * usable
+    seats = []
+    for rank, units in enumerate(rank_units):
+        load = RankLoad(
+            tuple(Counter(u.kind for u in units).items()), flight[rank], tied and rank == schedule.placement[-1]
+        )
+        budget = stretched(solver, layout, load, share * usable) if frugal else share * usable
+        seats.append(_Seat(solver, layout, load, budget, limit))
+    layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(deal.counts))
+
+    def planned(solved: Sequence[Solved]) -> tuple[Plan, Judged]:
+        choices = _assigned(rank_units, solved)
+        if setting.spec.tied:  # its matrix is the embedding's, and so is what is done with it
+            lender = choices[setting.spec.units[0].name]
+            head = setting.spec.units[-1].name
+            choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
+        plan = layout.plan(setting, rules_of(choices), layers, flows=chosen_flows(setting, layout))
+        return plan, judged(plan, setting, choices)
+
+    for turn in range(TURNS):
+        tried = [s.settle() if turn == TURNS - 1 else s.tried for s in seats]
+        solved = [s for s in tried if s is not None]
+        if len(solved) < len(seats):
+            break
+        plan, found = planned(solved)
+        for seat, memory in zip(seats, found.memory, strict=True):
+            seat.weigh(memory.peak)
+        if [s.tried for s in seats] == tried and all(s.settled for s in seats):
+            return _candidate(setting, layout, plan, found, solved) if found.fits or share > 1 else None
+    return None
+
+
+def _candidate(setting: Setting, layout: Layout, plan: Plan, found: Judged, solved: Sequence[Solved]) -> Candidate:
+    prediction, price = found.prediction(), max(s.price for s in solved)
+    if layout.optimizer == "auto":
+        plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
+        if found.share < 1:  # a byte of state that finds room need not cross
+            price = max(price, 1 / setting.cluster.host.link)
+    return Candidate(layout, plan, prediction, price, max(s.gap for s in solved))
+
+
+def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float:
+    """The budget, or a little more where that is the least with which there is a choice."""
+    least = frugal_bytes(solver, layout, load)
+    return least * (1 + 1e-9) if budget < least < STRETCH * budget else budget
+
+
+def dealt_out(setting: Setting, layout: Layout) -> tuple[Schedule, Deal]:
+    """A layout's schedule and its layers by stage."""
+    schedule = _schedule(_shape_of(layout.plan(setting, (), None)), _simulated(layout), setting.spec.layers)
+    return schedule, deal_layers(setting, layout, schedule, layout.message_seconds(setting))
+
+
+def _assigned(rank_units: list[list[Any]], solved: Sequence[Solved]) -> dict[str, Choice]:
+    """A choice for every unit: within a rank and kind, those that hold least go to the earlier layers."""
+    out: dict[str, Choice] = {}
+    for units, answer in zip(rank_units, solved, strict=True):
+        by_kind: dict[str, list[str]] = {}
+        for u in units:
+            by_kind.setdefault(u.kind, []).append(u.name)
+        for kind, names in by_kind.items():
+            out.update(zip(names, answer.choices(kind), strict=True))
+    return out
