@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -92,27 +92,21 @@ class _Seat:
 
 
 def build_out(
-    setting: Setting, solver: Solver, layout: Layout, *, frugal: bool = False, share: float = 1.0
+    setting: Setting, solver: Solver, layout: Layout, limit: float, *, frugal: bool = False
 ) -> Candidate | None:
-    """The plan of a layout with every rank's own choices, simulated and replayed; None where it does not fit.
-
-    `share`: of a device's memory, for what is chosen; with more than all of it, the plan need not fit.
-    """
+    """The plan of a layout with every rank's own choices, simulated and replayed; None where none fits into `limit` bytes."""
     schedule, deal = dealt_out(setting, layout)
     stages = units_of_stages(setting.spec, deal.counts)
     flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
     flight = peaks(Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat), schedule.order)
     rank_units = [[u for s in held for u in stages[s]] for held in schedule.stages_of]
     tied = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
-    usable = float(setting.cluster.usable)
-    fills = layout.optimizer == "auto" and share < 1  # the state takes what is left of all there is
-    limit = usable if fills else share * usable
     seats = []
     for rank, units in enumerate(rank_units):
         load = RankLoad(
             tuple(Counter(u.kind for u in units).items()), flight[rank], tied and rank == schedule.placement[-1]
         )
-        budget = stretched(solver, layout, load, share * usable) if frugal else share * usable
+        budget = stretched(solver, layout, load, limit) if frugal else limit
         seats.append(_Seat(solver, layout, load, budget, limit))
     layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(deal.counts))
 
@@ -123,7 +117,7 @@ def build_out(
             head = setting.spec.units[-1].name
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         plan = layout.plan(setting, rules_of(choices), layers, flows=chosen_flows(setting, layout))
-        return plan, judged(plan, setting, choices)
+        return plan, judged(plan, setting, choices, limit)
 
     for turn in range(TURNS):
         tried = [s.settle() if turn == TURNS - 1 else s.tried for s in seats]
@@ -134,16 +128,14 @@ def build_out(
         for seat, memory in zip(seats, found.memory, strict=True):
             seat.weigh(memory.peak)
         if [s.tried for s in seats] == tried and all(s.settled for s in seats):
-            return _candidate(setting, layout, plan, found, solved) if found.fits or share > 1 else None
+            return _candidate(setting, layout, plan, found, solved) if found.fits else None
     return None
 
 
 def _candidate(setting: Setting, layout: Layout, plan: Plan, found: Judged, solved: Sequence[Solved]) -> Candidate:
     prediction, price = found.prediction(), max(s.price for s in solved)
-    if layout.optimizer == "auto":
-        plan = replace(plan, memory=replace(plan.memory, device_state=str(int(prediction.device_state))))
-        if found.share < 1:  # a byte of state that finds room need not cross
-            price = max(price, 1 / setting.cluster.host.link)
+    if layout.optimizer == "auto" and found.share < 1:  # a byte of state that finds room need not cross
+        price = max(price, 1 / setting.cluster.host.link)
     return Candidate(layout, plan, prediction, price, max(s.gap for s in solved))
 
 

@@ -55,6 +55,7 @@ class _Walk:
     """A way from plan to plan, each better than the one before."""
 
     setting: Setting
+    limit: float
     plan: Plan
     prediction: Prediction
     choices: dict[str, Choice]
@@ -69,9 +70,9 @@ class _Walk:
 
     def _cost(self, seconds: float, held: Any) -> float:
         """Once the plan fits, it goes on fitting; before, what is too much counts."""
-        cluster = self.setting.cluster
-        over = max(m.peak for m in held.memory) / cluster.usable - 1
-        if any(m.host > cluster.host_memory for m in held.memory) or (over > 0 and self.peak <= cluster.usable):
+        host = self.setting.cluster.host_memory
+        over = max(m.peak for m in held.memory) / self.limit - 1
+        if any(m.host > host for m in held.memory) or (over > 0 and self.peak <= self.limit):
             return float("inf")
         return seconds * (1 + PENALTY * max(0.0, over))
 
@@ -81,7 +82,7 @@ class _Walk:
         if tried == self.choices:
             return None
         plan = replace(self.plan, unit=rules_of(tried))
-        found = judged(plan, self.setting, tried)
+        found = judged(plan, self.setting, tried, self.limit)
         now, then = self.prediction, max(m.peak for m in found.memory)
         if not self.few and self._cost(0.5 * now.seconds, found) >= self.least:
             return None
@@ -91,12 +92,14 @@ class _Walk:
         return change
 
 
-def polished(setting: Setting, plan: Plan, prediction: Prediction, few: bool = False) -> tuple[Plan, Prediction]:
+def polished(
+    setting: Setting, plan: Plan, prediction: Prediction, limit: float, few: bool = False
+) -> tuple[Plan, Prediction]:
     """The plan, or a faster one with other modes that fits; from one that does not, the way leads to one that does, if any.
 
     `few`: units are tried one by one and two by two.
     """
-    walk = _Walk(setting, plan, prediction, {u.name: choice_of(plan, u) for u in setting.spec.units}, few)
+    walk = _Walk(setting, limit, plan, prediction, {u.name: choice_of(plan, u) for u in setting.spec.units}, few)
     modes = MODES[: None if few and plan.micro_batches(setting.global_batch) > 1 else 4]
     for _ in range(ROUNDS if few else 1):
         before = walk.least
@@ -104,7 +107,7 @@ def polished(setting: Setting, plan: Plan, prediction: Prediction, few: bool = F
             walk.go(dict.fromkeys(names, mode)) for names in _groups(setting, walk.choices, few) for mode in modes
         ]
         if walk.least == before and few:
-            for move in _pairs([c for c in changes if c is not None], setting.cluster.usable - walk.peak):
+            for move in _pairs([c for c in changes if c is not None], limit - walk.peak):
                 walk.go(move)
                 if walk.least < before:
                     break

@@ -100,9 +100,9 @@ class Prediction:
         }
 
 
-def fits(memory: Sequence[RankMemory], cluster: Cluster) -> bool:
-    """Whether all ranks have room for what they hold, on their devices and hosts."""
-    return all(m.peak <= cluster.usable and m.host <= cluster.host_memory for m in memory)
+def fits(memory: Sequence[RankMemory], cluster: Cluster, limit: float) -> bool:
+    """Whether all ranks have room for what they hold, `limit` bytes on their devices and what there is on their hosts."""
+    return all(m.peak <= limit and m.host <= cluster.host_memory for m in memory)
 
 
 def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
@@ -153,13 +153,15 @@ def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
     return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
 
 
-def predict(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None) -> Prediction:
-    """What a plan takes and holds. `choices` by unit name, where they are at hand; else the plan's rules say them."""
-    return judged(plan, setting, choices).prediction()
+def predict(plan: Plan, setting: Setting, limit: float | None = None) -> Prediction:
+    """What a plan takes and holds; `limit`: bytes of a device, if not all that are usable."""
+    return judged(plan, setting, limit=limit).prediction()
 
 
-def judged(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None) -> Judged:
-    """The same, of which time and memory are found when they are asked for."""
+def judged(
+    plan: Plan, setting: Setting, choices: dict[str, Choice] | None = None, limit: float | None = None
+) -> Judged:
+    """The same, found when asked for. `choices` by unit name, where they are at hand; else the plan's rules say them."""
     spec, layout = setting.spec, layout_of_plan(plan, setting)
     try:
         schedule = _schedule(_shape_of(plan), _simulated(layout), spec.layers)
@@ -171,7 +173,8 @@ def judged(plan: Plan, setting: Setting, choices: dict[str, Choice] | None = Non
     stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
     told = plan.memory.device_state
     on_device = float(schema.parse_bytes(told, "memory.device_state", PlanError)) if told else None
-    return Judged(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch)
+    limit = setting.cluster.usable if limit is None else limit
+    return Judged(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch, limit)
 
 
 def choice_of(plan: Plan, unit: UnitSpec) -> Choice:
@@ -198,8 +201,9 @@ class Judged:
         counts: Sequence[int],
         state_on_device: float | None,
         prefetch: int,
+        limit: float,
     ):
-        self.prefetch = prefetch
+        self.prefetch, self.limit = prefetch, limit
         self._times: dict[object, StageTimes] = {}  # of stages that are alike, once
         self._tails: dict[object, float] = {}
         self.walks: dict[Any, Any] = {}
@@ -225,7 +229,7 @@ class Judged:
 
     @property
     def fits(self) -> bool:
-        return fits(self.memory, self.setting.cluster)
+        return fits(self.memory, self.setting.cluster, self.limit)
 
     @cached_property
     def _timed(self) -> tuple[float, int, float, float]:
@@ -343,7 +347,7 @@ class Judged:
         if given is not None:
             return min(1.0, given / self._most_state())
         self.share = 0.0
-        room = min(self.setting.cluster.usable - self._memory(r).peak for r in range(self.schedule.ranks))
+        room = min(self.limit - self._memory(r).peak for r in range(self.schedule.ranks))
         return max(0.0, min(1.0, room / self._most_state()))
 
     def _most_state(self) -> float:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fourfold.errors import PlanError, ScheduleError
-from fourfold.plan import Tensor
+from fourfold.plan import Plan, Tensor
 from fourfold.planner.build import Candidate, build_out, dealt_out, stretched
 from fourfold.planner.deal import least_idle
 from fourfold.planner.inner import free_bytes, rank_bound, solve_rank
@@ -35,7 +35,7 @@ from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
 from fourfold.planner.options import RankLoad, Solver
 from fourfold.planner.polish import FEW, polished
-from fourfold.planner.predict import fits
+from fourfold.planner.predict import fits, predict
 from fourfold.planner.products import ladder
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
@@ -43,12 +43,17 @@ __all__ = ["Candidate", "Found", "Progress", "search"]
 MANY, LITTLE = 2000, 0.01
 """Of more layouts than that, those that could win by less than this share are left out; the certificate's gap says so."""
 SIMULATED = 48
-"""Layouts that are built out at most."""
+"""Layouts that are built out at most, and of which the plan fits; of those that turn out not to fit, three times as many."""
 OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
-NEAR, SHARES = 0.002, (1.05, 1.02, 1.0, 0.997, 0.994, 0.99, 0.985, 0.98, 0.97, 0.96, 0.94, 0.92)
-"""Plans that are slower than the best by so little are looked at once more, and with so much of the memory: sums of units are
-not what replay and simulation find. Less may be chosen better, and what is too much may fit with little changed."""
+HOPE, NEAR = 0.03, 0.01
+"""Plans that are slower than the best by no more are polished; of those, the ones that are nearer are looked at once more."""
+POLISHED = 4
+"""Of what a layout's units choose for several amounts of memory, how many are polished: the fastest."""
+RUNGS = 256
+"""Amounts of memory for which plans are sought, of each doubling ([Note: a ladder of memory])."""
+ABOVE = (0, 8, 18)
+"""Rungs up from an amount: what is chosen for more than it may fit with little changed."""
 Progress = Callable[[int, int, float | None], None]
 """Called with layouts done, layouts in all, and the best seconds so far."""
 
@@ -73,15 +78,16 @@ class _Estimate(NamedTuple):
 def search(setting: Setting, wanted: Constraints, progress: Progress | None = None, top: int = 5) -> Found:
     """The fastest plan; raises PlanError, with what would do, where none fits."""
     began = time.perf_counter()
-    run = _Search(setting, wanted, progress, top)
+    usable = setting.cluster.usable
+    run = _Search(setting, wanted, progress, top, _amount(_rung(usable)))
     run.go()
     if not run.built:
-        run = _Search(setting, wanted, progress, top, frugal=True)
+        run = _Search(setting, wanted, progress, top, usable, frugal=True)
         run.go()
     if not run.built:
         run.explain_misfit()
-    ranked = _distinct(run.built)
-    best = ranked[0] = run.finished(ranked)
+    best = run.finished(_distinct(run.built))
+    ranked = _distinct([best, *run.built])
     seconds = best.prediction.seconds
     lower = min([seconds, run.unsolved, run.passed, *(e.floor for e in run.pending)])
     certificate = {
@@ -111,8 +117,16 @@ def _distinct(built: list[Candidate]) -> list[Candidate]:
 
 class _Search:
     def __init__(
-        self, setting: Setting, wanted: Constraints, progress: Progress | None, top: int, *, frugal: bool = False
+        self,
+        setting: Setting,
+        wanted: Constraints,
+        progress: Progress | None,
+        top: int,
+        limit: float,
+        *,
+        frugal: bool = False,
     ):
+        self.limit = limit
         self.setting, self.wanted, self.progress, self.top, self.frugal = setting, wanted, progress, top, frugal
         self.solver = Solver(setting, {k: str(v) for k, v in wanted.fixed.items()})
         self.waiting: list[tuple[float, int, Layout, Callable[[Layout, float], None]]] = []
@@ -122,6 +136,7 @@ class _Search:
         self.total = self.solved = self.simulated = self.too_large = 0
         self.unsolved = self.passed = float("inf")
         self._number = 0
+        self._known: dict[tuple[Layout, float], Candidate | None] = {}
 
     # ---- outside ----
 
@@ -131,18 +146,18 @@ class _Search:
         self.total = len(self.waiting)
         while self.waiting:
             floor, _, layout, step = self.waiting[0]
-            while self.pending and self.pending[0].seconds <= floor and self.simulated < SIMULATED:
+            while self.pending and self.pending[0].seconds <= floor and not self._enough():
                 self._build(heapq.heappop(self.pending))
                 if any_one and self.built:
                     return
             enough = len(self.built) >= self.top or len(self.built) + len(self.pending) >= OTHERS * self.top
-            if (floor > self._cut() and enough) or self.simulated >= SIMULATED:
+            if (floor > self._cut() and enough) or self._enough():
                 self.unsolved = floor
                 break
             heapq.heappop(self.waiting)
             step(layout, floor)
         left: list[_Estimate] = []
-        while self.pending and self.simulated < SIMULATED:
+        while self.pending and not self._enough():
             estimate = heapq.heappop(self.pending)
             if estimate.floor > self._cut() and len(self.built) >= self.top:
                 left.append(estimate)
@@ -157,6 +172,9 @@ class _Search:
     def _wait(self, floor: float, layout: Layout, step: Callable[[Layout, float], None]) -> None:
         self._number += 1
         heapq.heappush(self.waiting, (floor, self._number, layout, step))
+
+    def _enough(self) -> bool:
+        return len(self.built) >= SIMULATED or self.simulated >= 4 * SIMULATED
 
     def _best(self) -> float | None:
         return min((c.prediction.seconds for c in self.built), default=None)
@@ -250,7 +268,7 @@ class _Search:
 
     def _budget(self, layout: Layout) -> float:
         """Bytes for units on a device."""
-        return self.setting.cluster.usable - 6 * layout.message(self.setting)
+        return self.limit - 6 * layout.message(self.setting)
 
     def _tied(self, layout: Layout, load: RankLoad) -> float:
         if not load.tied_copy:
@@ -271,36 +289,69 @@ class _Search:
             if floor > self._cut() and len(self.built) >= self.top:
                 return
             self.simulated += 1
-            candidate = build_out(self.setting, self.solver, estimate.layout, frugal=self.frugal)
+            candidate = build_out(self.setting, self.solver, estimate.layout, self.limit, frugal=self.frugal)
         except ScheduleError:
             return
         if candidate is not None:
             self.built.append(candidate)
 
     def finished(self, ranked: list[Candidate]) -> Candidate:
-        """The fastest, of those near the best, of what would be chosen with a little less memory, and of what is near those."""
-        near = ranked[0].prediction.seconds * (1 + NEAR)
-        close = [c for c in ranked if c.prediction.seconds <= near]
-        tried = {c.plan: c for c in close[: 1 if self.total > MANY else None]}
-        open_home = "optimizer" not in self.wanted.fixed and self.setting.cluster.device.kind != "cpu"
-        polishes, binds = "mode" not in self.wanted.fixed, any(c.price > 0 for c in tried.values())
-        few = polishes and binds and len(self.setting.spec.units) <= FEW
-        shares = [share for share in SHARES if binds and (few or share <= 1)][:: 3 if self.total > MANY else 1]
-        for c in list(tried.values()):
-            here, auto = replace(c.layout, optimizer="device"), replace(c.layout, optimizer="auto")
-            for layout in (here, auto) if open_home else (c.layout,):
-                for share in shares:
-                    other = build_out(self.setting, self.solver, layout, frugal=self.frugal, share=share)
-                    if other is not None and (other.prediction.seconds <= near or share > 1):
-                        tried.setdefault(other.plan, other)
-        done = []
-        for c in tried.values():
-            if polishes and c.layout.replicas > 1:
-                plan, prediction = polished(self.setting, c.plan, c.prediction, few)
-                c = replace(c, plan=plan, prediction=prediction)
-            if fits(c.prediction.memory, self.setting.cluster):
-                done.append(c)
-        return min(done, key=lambda c: c.prediction.seconds)
+        """The fastest, of those near the best, of what would be chosen with a little less memory, and of what is near those.
+
+        [Note: a ladder of memory]
+        More memory must not make a plan slower, but the choice of units is a knapsack's, whose sums are not what replay and
+        simulation find: with less, something better may be found. So the plans of some lesser amounts are found, too, each
+        as if there were no more. Amounts are rungs of one ladder, whatever the memory: those that are tried for a little less
+        memory are tried for a little more.
+        """
+        many, hope = self.total > MANY, (1 + HOPE) * ranked[0].prediction.seconds
+        first = [self._polished(c, self.limit) for c in ranked[: 1 if many else None] if c.prediction.seconds <= hope]
+        best = min(c.prediction.seconds for c in first)
+        close = [c for c in first if c.prediction.seconds <= (1 + NEAR) * best]
+        few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in close)
+        limits = [self.limit, *(_amount(k) for k in _lower(_rung(self.limit), sparse=many or few))]
+        for layout in dict.fromkeys(home for c in close for home in self._homes(c.layout)):
+            starts = self._starts(layout, limits, few)
+            starts.sort(key=lambda s: s[0].prediction.seconds)
+            close += [self._polished(*start, few) for start in starts[: None if few else POLISHED]]
+        done = {c.plan: self._filled(c) for c in close if fits(c.prediction.memory, self.setting.cluster, self.limit)}
+        return min(done.values(), key=lambda c: c.prediction.seconds)
+
+    def _homes(self, layout: Layout) -> list[Layout]:
+        """With the optimizer's state on the device and where there is room, unless the user said where."""
+        if "optimizer" in self.wanted.fixed or self.setting.cluster.device.kind == "cpu":
+            return [layout]
+        return [replace(layout, optimizer="device"), replace(layout, optimizer="auto")]
+
+    def _starts(self, layout: Layout, limits: list[float], few: bool) -> list[tuple[Candidate, float]]:
+        """What is chosen for so much memory, or for a little more; each with the most that it is to fit into."""
+        found: dict[Plan, tuple[Candidate, float]] = {}
+        for limit in limits:
+            for up in ABOVE if few else ABOVE[:1]:
+                c = self._built(layout, limit if not up else _amount(_rung(limit) + up))
+                if c is not None:
+                    found.setdefault(c.plan, (c, limit))
+        return list(found.values())
+
+    def _built(self, layout: Layout, limit: float) -> Candidate | None:
+        if (layout, limit) not in self._known:
+            self._known[layout, limit] = build_out(self.setting, self.solver, layout, limit, frugal=self.frugal)
+        return self._known[layout, limit]
+
+    def _polished(self, c: Candidate, limit: float, few: bool = False) -> Candidate:
+        if "mode" in self.wanted.fixed or c.layout.replicas == 1:
+            return c
+        now = c.prediction if c.layout.optimizer != "auto" else predict(c.plan, self.setting, limit=limit)
+        plan, prediction = polished(self.setting, c.plan, now, limit, few)
+        return replace(c, plan=plan, prediction=prediction)
+
+    def _filled(self, c: Candidate) -> Candidate:
+        """With as much of the optimizer's state on the device as there is room for, where that is left open."""
+        if c.layout.optimizer != "auto":
+            return c
+        prediction = predict(c.plan, self.setting)
+        state = replace(c.plan.memory, device_state=str(int(prediction.device_state)))
+        return replace(c, plan=replace(c.plan, memory=state), prediction=prediction)
 
     def explain_misfit(self) -> None:
         from fourfold.planner.misfit import explain_misfit
@@ -308,9 +359,26 @@ class _Search:
         explain_misfit(self.setting, self.wanted, self.solver, partial(any_fits, progress=self.progress))
 
 
+def _rung(amount: float) -> int:
+    """The highest that is not above the amount."""
+    rung = math.floor(RUNGS * math.log2(amount))
+    return rung + 1 if _amount(rung + 1) <= amount else rung if _amount(rung) <= amount else rung - 1
+
+
+def _amount(rung: int) -> float:
+    return float(math.floor(2.0 ** (rung / RUNGS)))
+
+
+def _lower(rung: int, sparse: bool) -> list[int]:
+    """Rungs below one: those of 4 percent, and some of 8."""
+    strides = ((16, 4), (32, 8)) if sparse else ((16, 1), (32, 4))
+    found = {k for far, stride in strides for k in range(rung - far, rung) if k % stride == 0}
+    return sorted(found, reverse=True)
+
+
 def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
     """Whether the search finds a plan."""
-    run = _Search(setting, wanted, progress, 1, frugal=True)
+    run = _Search(setting, wanted, progress, 1, setting.cluster.usable, frugal=True)
     try:
         run.go(any_one=True)
     except PlanError:  # the batch cannot be spread over so many
