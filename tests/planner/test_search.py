@@ -93,7 +93,7 @@ def test_no_layout_is_better_than_the_best() -> None:
     every = []
     for layout in layouts(s, wanted):
         for placed in (layout, replace(layout, optimizer="auto"), replace(layout, activations="host")):
-            candidate = build_out(s, solver, placed)
+            candidate = build_out(s, solver, placed, s.cluster.usable)
             if candidate is not None:
                 every.append(candidate.prediction.seconds)
     assert len(every) > 60
@@ -113,7 +113,7 @@ def test_floors_rise_and_hold(layers: int, nodes: int, every: int) -> None:
         assert first <= then * (1 + 1e-9), layout
         if number % every:
             continue
-        found = build_out(s, solver, layout)
+        found = build_out(s, solver, layout, s.cluster.usable)
         if found is not None:
             schedules.add((layout.schedule, layout.micro_batches > layout.mesh.pipe))
             dealt = dealt_out(s, layout)[1].least(layout.micro_batches)
@@ -121,7 +121,7 @@ def test_floors_rise_and_hold(layers: int, nodes: int, every: int) -> None:
                 layout
             )
         hosted = replace(layout, **{"activations": "host"} if number % 2 else {"optimizer": "auto"})
-        found = build_out(s, solver, hosted)
+        found = build_out(s, solver, hosted, s.cluster.usable)
         if found is not None:
             for load, work in zip(*loads(s, hosted), strict=True):
                 least = rank_bound(solver, hosted, load, s.cluster.usable)

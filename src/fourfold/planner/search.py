@@ -35,7 +35,7 @@ from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
 from fourfold.planner.options import RankLoad, Solver
 from fourfold.planner.polish import FEW, polished
-from fourfold.planner.predict import fits, predict
+from fourfold.planner.predict import Prediction, fits, predict
 from fourfold.planner.products import ladder
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
@@ -48,7 +48,7 @@ OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
 HOPE, NEAR = 0.03, 0.01
 """Plans that are slower than the best by no more are polished; of those, the ones that are nearer are looked at once more."""
-POLISHED = 4
+POLISHED = 8
 """Of what a layout's units choose for several amounts of memory, how many are polished: the fastest."""
 RUNGS = 256
 """Amounts of memory for which plans are sought, of each doubling ([Note: a ladder of memory])."""
@@ -310,18 +310,18 @@ class _Search:
         close = [c for c in first if c.prediction.seconds <= (1 + NEAR) * best]
         few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in close)
         limits = [self.limit, *(_amount(k) for k in _lower(_rung(self.limit), sparse=many or few))]
-        for layout in dict.fromkeys(home for c in close for home in self._homes(c.layout)):
-            starts = self._starts(layout, limits, few)
-            starts.sort(key=lambda s: s[0].prediction.seconds)
+        for homes in dict.fromkeys(self._homes(c.layout) for c in close):
+            starts = [start for layout in homes for start in self._starts(layout, limits, few)]
+            starts.sort(key=lambda s: self._at(s[0], self.limit).seconds)
             close += [self._polished(*start, few) for start in starts[: None if few else POLISHED]]
         done = {c.plan: self._filled(c) for c in close if fits(c.prediction.memory, self.setting.cluster, self.limit)}
         return min(done.values(), key=lambda c: c.prediction.seconds)
 
-    def _homes(self, layout: Layout) -> list[Layout]:
+    def _homes(self, layout: Layout) -> tuple[Layout, ...]:
         """With the optimizer's state on the device and where there is room, unless the user said where."""
         if "optimizer" in self.wanted.fixed or self.setting.cluster.device.kind == "cpu":
-            return [layout]
-        return [replace(layout, optimizer="device"), replace(layout, optimizer="auto")]
+            return (layout,)
+        return replace(layout, optimizer="device"), replace(layout, optimizer="auto")
 
     def _starts(self, layout: Layout, limits: list[float], few: bool) -> list[tuple[Candidate, float]]:
         """What is chosen for so much memory, or for a little more; each with the most that it is to fit into."""
@@ -341,9 +341,12 @@ class _Search:
     def _polished(self, c: Candidate, limit: float, few: bool = False) -> Candidate:
         if "mode" in self.wanted.fixed or c.layout.replicas == 1:
             return c
-        now = c.prediction if c.layout.optimizer != "auto" else predict(c.plan, self.setting, limit=limit)
-        plan, prediction = polished(self.setting, c.plan, now, limit, few)
+        plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, few)
         return replace(c, plan=plan, prediction=prediction)
+
+    def _at(self, c: Candidate, limit: float) -> Prediction:
+        """With so much memory, of which state may take what is left."""
+        return c.prediction if c.layout.optimizer != "auto" else predict(c.plan, self.setting, limit)
 
     def _filled(self, c: Candidate) -> Candidate:
         """With as much of the optimizer's state on the device as there is room for, where that is left open."""
