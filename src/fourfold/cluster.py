@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fourfold import schema
-from fourfold.cluster_checks import check_cluster, check_count, check_pieces
+from fourfold.cluster_checks import check_cluster, check_pieces
 from fourfold.errors import ClusterError
 
 __all__ = ["Cluster", "Device", "Host", "Level", "preset_names"]
@@ -169,7 +169,7 @@ class Cluster:
     @classmethod
     def local(cls, ranks: int) -> Cluster:
         """This machine as `ranks` CPU devices that share its cores and memory. Rough; `fourfold calibrate` measures."""
-        check_count("ranks of this machine", ranks)
+        schema.check_count("ranks of this machine", ranks, ClusterError)
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         most = int(memory * 0.8) // (schema.parse_bytes(LOCAL_RESERVE, "reserve") + 2**20)
@@ -218,7 +218,7 @@ class Cluster:
                 if not isinstance(base, str):
                     raise ClusterError(f"preset must be a name; found {base!r}")
                 whole = cls.preset(base)
-                if "level" not in data and _is_count(data.get("devices")):
+                if "level" not in data and schema.whole(data.get("devices"), 1):
                     whole = whole.with_devices(data["devices"])
                 data = _merged(whole.to_dict(), {"name": Path(path).stem} | data)
             cluster = schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
@@ -402,10 +402,6 @@ def _full_rounds(m: float, n: float, rows: int, columns: int, processors: int) -
 
 
 # ---- changes ----
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fourfold.errors import ClusterError
 if TYPE_CHECKING:
     from fourfold.cluster import Cluster, Level
 
-__all__ = ["check_cluster", "check_count", "check_pieces"]
+__all__ = ["check_cluster", "check_pieces"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "message")
 SLOWEST, FASTEST = 1e4, 1e21
@@ -32,8 +32,8 @@ MOST = 1_000_000
 
 def check_cluster(c: Cluster) -> None:
     """Raises ClusterError where a rule is broken."""
-    check_count("nodes", c.nodes)
-    check_count("devices", c.devices)
+    schema.check_count("nodes", c.nodes, ClusterError)
+    schema.check_count("devices", c.devices, ClusterError)
     if c.ranks > MOST:
         raise ClusterError(f"{_nodes(c)} · {c.devices} = {c.ranks} devices; at most {MOST} are planned for")
     _check_device(c)
@@ -50,12 +50,6 @@ def check_cluster(c: Cluster) -> None:
     _check_levels(c)
 
 
-def check_count(where: str, value: Any) -> None:
-    """A whole number of at least 1."""
-    if not _whole(value) or value < 1:
-        raise ClusterError(f"{where} = {value!r} must be a whole number of at least 1")
-
-
 def _check_device(c: Cluster) -> None:
     d = c.device
     for name in ("bf16", "fp32", "fp64"):
@@ -69,7 +63,7 @@ def _check_device(c: Cluster) -> None:
     _share("device.margin", d.margin, least=0.0, below=True)
     _between("device.attention_backward", d.attention_backward, 0.1, 100.0, "times the forward's")
     _between("device.operator", d.operator, 0.0, LONGEST, "seconds")
-    if not _whole(d.processors) or d.processors < 0:
+    if not schema.whole(d.processors):
         raise ClusterError(f"device.processors = {d.processors!r} must be a whole number, 0 (not modelled) or more")
 
 
@@ -80,7 +74,7 @@ def _check_levels(c: Cluster) -> None:
     for i, level in enumerate(c.level):
         where, last = f"level[{i}] ('{level.name}')", i == len(c.level) - 1
         _check_level(where, level)
-        if not _whole(level.ranks) or level.ranks < 0:
+        if not schema.whole(level.ranks):
             raise ClusterError(f"{where}: ranks = {level.ranks!r} must be a whole number, 0 (all devices) or more")
         if not last and not level.ranks:
             raise ClusterError(f"{where}: ranks = 0 joins all devices; only the last level may")
@@ -145,10 +139,6 @@ def _nodes(c: Cluster) -> str:
 
 
 # ---- kinds of numbers ----
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _number(value: Any) -> bool:

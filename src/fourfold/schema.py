@@ -24,6 +24,7 @@ from fourfold.errors import ConfigError, FourfoldError
 
 __all__ = [
     "build",
+    "check_count",
     "check_writable",
     "dump",
     "dump_toml",
@@ -31,6 +32,7 @@ __all__ = [
     "nearest",
     "parse_bytes",
     "read",
+    "whole",
     "write_json",
     "write_text",
 ]
@@ -249,6 +251,17 @@ def check_writable(path: str | Path, what: str, error: type[FourfoldError]) -> N
     except OSError as e:
         why = e.strerror or str(e)
         raise error(f"{path}: cannot be written: no file can be made in {path.parent} ({why}); name another") from None
+
+
+def whole(value: Any, least: int = 0) -> bool:
+    """Whether it is a whole number, and not a truth value, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_count(where: str, value: Any, error: type[FourfoldError]) -> None:
+    """A whole number of at least 1."""
+    if not whole(value, 1):
+        raise error(f"{where} = {value!r} must be a whole number of at least 1")
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -51,7 +51,7 @@ def make_plan(
     if moments not in MOMENTS:
         raise PlanError(f"moments = {moments!r}: AdamW's moments are of type {' or '.join(map(repr, MOMENTS))}")
     for name, value in (("top", top), ("max_ranks", 1 if max_ranks is None else max_ranks)):
-        _check_count(name, value)
+        schema.check_count(name, value, PlanError)
     fix = fix.split() if isinstance(fix, str) else fix
     texts = [f"{k}={v}" for k, v in fix.items()] if isinstance(fix, Mapping) else list(fix)
     wanted = parse_fixes(texts, None, max_ranks)
@@ -67,18 +67,13 @@ def make_plan(
 
 def find_plan(setting: Setting, wanted: Constraints, top: int = 5, progress: Progress | None = None) -> Found:
     """The search, with the question checked."""
-    _check_count("global_batch", setting.global_batch)
+    schema.check_count("global_batch", setting.global_batch, PlanError)
     usual = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)  # its many objects live to the end: looking them through takes a sixth of it
     try:
         return search(setting, wanted, progress, top)
     finally:
         gc.set_threshold(*usual)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name} = {value!r} must be a whole number of at least 1")
 
 
 def named_precision(name: str) -> Precision:

@@ -78,7 +78,7 @@ _SIZES = ("ranks", "micro_batches")
 def at_least(**values: tuple[Any, int]) -> None:
     """Raise unless every value is a whole number of at least its least."""
     for name, (value, least) in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not schema.whole(value, least):
             raise ScheduleError(f"{name} = {value!r} must be a whole number of at least {least}; use {least}")
 
 
