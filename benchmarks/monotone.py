@@ -27,6 +27,7 @@ MODELS = (
     ModelConfig(family="llama", layers=28, hidden=3584, heads=28, kv_heads=4, ffn=18944, vocab=152064, seq_len=4096),
     ModelConfig(family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192),
     ModelConfig(family="gpt", layers=40, hidden=5120, heads=40, vocab=50304, seq_len=2048),
+    ModelConfig(family="gpt", layers=6, hidden=4096, heads=32, vocab=50304, seq_len=1024, tie=False),
 )
 PRESETS = ("v100-16g", "a100-40g", "a100-80g", "h100-sxm", "l4-pcie")
 STEPS = 8
