@@ -40,8 +40,9 @@ from fourfold.planner.products import ladder
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
-MANY, LITTLE = 2000, 0.01
-"""Of more layouts than that, those that could win by less than this share are left out; the certificate's gap says so."""
+MANY, LITTLE, UNLIKELY = 2000, 0.01, 0.05
+"""Of more layouts than MANY, those are left out that could win by less than a share of LITTLE, or that keep all on the device and
+whose estimate is above the best by more than UNLIKELY; the certificate's gap says so."""
 SIMULATED = 48
 """Layouts that are built out at most, and of which the plan fits; of those that turn out not to fit, three times as many."""
 OTHERS = 4
@@ -215,7 +216,7 @@ class _Search:
             self._start(replace(layout, optimizer="auto"), floor)
         if "activations" not in self.wanted.fixed:
             self._start(replace(layout, activations="host"), floor)
-        if self.frugal and not {"optimizer", "activations"} & self.wanted.fixed.keys():
+        if not {"optimizer", "activations"} & self.wanted.fixed.keys():
             self._start(replace(layout, optimizer="auto", activations="host"), floor)
 
     def _free(self, layout: Layout) -> bool:
@@ -279,14 +280,14 @@ class _Search:
     # ---- one layout, built out ----
 
     def _build(self, estimate: _Estimate) -> None:
-        floor = estimate.floor
-        if floor > self._cut() and len(self.built) >= self.top:
+        floor, shown = estimate.floor, len(self.built) >= self.top
+        if floor > self._cut() and shown:
             self.passed = min(self.passed, floor)
             return
         try:
             floor = max(floor, dealt_out(self.setting, estimate.layout)[1].least(estimate.layout.micro_batches))
             self.passed = min(self.passed, floor)  # built or not: its units may have a better choice than the one tried
-            if floor > self._cut() and len(self.built) >= self.top:
+            if (floor > self._cut() or self._unlikely(estimate)) and shown:
                 return
             self.simulated += 1
             candidate = build_out(self.setting, self.solver, estimate.layout, self.limit, frugal=self.frugal)
@@ -294,6 +295,13 @@ class _Search:
             return
         if candidate is not None:
             self.built.append(candidate)
+
+    def _unlikely(self, estimate: _Estimate) -> bool:
+        """Activations on the host are estimated as if each unit waited for its own."""
+        best = self._best()
+        if best is None or self.total <= MANY or estimate.layout.activations == "host":
+            return False
+        return estimate.seconds > (1 + UNLIKELY) * best
 
     def finished(self, ranked: list[Candidate]) -> Candidate:
         """The fastest, of those near the best, of what would be chosen with a little less memory, and of what is near those.
@@ -309,7 +317,8 @@ class _Search:
         best = min(c.prediction.seconds for c in first)
         close = [c for c in first if c.prediction.seconds <= (1 + NEAR) * best]
         few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in close)
-        limits = [self.limit, *(_amount(k) for k in _lower(_rung(self.limit), sparse=many or few))]
+        lower = _lower(_rung(self.limit), sparse=many or few) if not many or any(c.price > 0 for c in close) else []
+        limits = [self.limit, *map(_amount, lower)]
         for homes in dict.fromkeys(self._homes(c.layout) for c in close):
             starts = [start for layout in homes for start in self._starts(layout, limits, few)]
             starts.sort(key=lambda s: self._at(s[0], self.limit).seconds)
