@@ -33,8 +33,8 @@ STRETCH = 1.4
 """Of the budget: what a choice of the frugal search may add up to."""
 TURNS = 12
 """Choices of a rank that are replayed at most."""
-CLOSE = 0.01
-"""Of a device's memory: as near to all of it as a choice is brought."""
+CLOSE, FINE = 0.01, 0.001
+"""Of a device's memory: as near to all of it as a choice is brought, and to one that is too large as others are sought."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class _Seat:
     def __init__(self, solver: Solver, layout: Layout, load: RankLoad, budget: float, usable: float):
         self._solver, self._layout, self._load, self._usable = solver, layout, load, usable
         self._budget, self._enough, self._too_much, self._stride = budget, 0.0, inf, 1.0
+        self._too_little, self._fills = 0.0, layout.optimizer == "auto"  # with state, whatever was chosen
         self.tried, self.settled = self._choose(), False
         self.fits: Solved | None = None
 
@@ -74,13 +75,18 @@ class _Seat:
         else:
             if self.fits is None or self.tried.seconds <= self.fits.seconds:
                 self.fits, self._enough = self.tried, self._budget
-            self.settled = self.tried.free or -excess <= CLOSE * self._usable
+            full = -excess <= CLOSE * self._usable and not (self._fills and self._too_much < inf)
+            self.settled = self.tried.free or full
             self._budget, self._stride = self._budget - 0.95 * excess, 1.0
+        least = self._too_little if self.fits is None else self._enough
+        if not least < self._budget < self._too_much:
+            self._budget = (least + self._too_much) / 2
         if self.fits is not None:
-            if not self._enough < self._budget < self._too_much:
-                self._budget = (self._enough + self._too_much) / 2
             self.settled = self.settled or self._too_much - self._enough <= CLOSE * self._usable
         if not self.settled:
+            self.tried = self._choose()
+        while self.tried is None and self.fits is None and self._too_much - self._budget > FINE * self._usable:
+            self._too_little, self._budget = self._budget, (self._budget + self._too_much) / 2
             self.tried = self._choose()
         if self.settled or self.tried is None:
             self.settle()

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from fourfold.errors import PlanError, ScheduleError
@@ -55,6 +56,8 @@ RUNGS = 256
 """Amounts of memory for which plans are sought, of each doubling ([Note: a ladder of memory])."""
 ABOVE = (0, 8, 18)
 """Rungs up from an amount: what is chosen for more than it may fit with little changed."""
+LOOKED = 4
+"""Of plans within HOPE, how many are looked at with a little less memory."""
 Progress = Callable[[int, int, float | None], None]
 """Called with layouts done, layouts in all, and the best seconds so far."""
 
@@ -67,6 +70,14 @@ class Found:
     ranked: tuple[Candidate, ...]
     """The best plan of every layout that was built out, the fastest first."""
     certificate: dict[str, Any] = field(default_factory=dict)
+
+
+class _Start(NamedTuple):
+    """What is polished, and the memory for which."""
+
+    seconds: float
+    plan: Candidate
+    limit: float
 
 
 class _Estimate(NamedTuple):
@@ -314,33 +325,32 @@ class _Search:
         """
         many, hope = self.total > MANY, (1 + HOPE) * ranked[0].prediction.seconds
         first = [self._polished(c, self.limit) for c in ranked[: 1 if many else None] if c.prediction.seconds <= hope]
-        best = min(c.prediction.seconds for c in first)
-        close = [c for c in first if c.prediction.seconds <= (1 + NEAR) * best]
-        few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in close)
-        lower = _lower(_rung(self.limit), sparse=many or few) if not many or any(c.price > 0 for c in close) else []
-        limits = [self.limit, *map(_amount, lower)]
-        for homes in dict.fromkeys(self._homes(c.layout) for c in close):
-            starts = [start for layout in homes for start in self._starts(layout, limits, few)]
-            starts.sort(key=lambda s: self._at(s[0], self.limit).seconds)
-            close += [self._polished(*start, few) for start in starts[: None if few else POLISHED]]
-        done = {c.plan: self._filled(c) for c in close if fits(c.prediction.memory, self.setting.cluster, self.limit)}
-        return min(done.values(), key=lambda c: c.prediction.seconds)
+        first = sorted(first, key=lambda c: c.prediction.seconds)[:LOOKED]
+        few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in first)
+        sparse, dense = ([self.limit, *_lower(self.limit, stride)] for stride in (4, 1))
+        best = [min(c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, sparse))) for c in first]
+        done = list(first)
+        for c, seconds in zip(first, best, strict=True):
+            if seconds <= (1 + NEAR) * min(best):
+                starts = self._starts(c.layout, sparse if many or few else dense, few)
+                done += [self._polished(s.plan, s.limit, few) for s in starts[: None if few else POLISHED]]
+        done = [self._filled(c) for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
+        return min(done, key=lambda c: c.prediction.seconds)
 
-    def _homes(self, layout: Layout) -> tuple[Layout, ...]:
-        """With the optimizer's state on the device and where there is room, unless the user said where."""
-        if "optimizer" in self.wanted.fixed or self.setting.cluster.device.kind == "cpu":
-            return (layout,)
-        return replace(layout, optimizer="device"), replace(layout, optimizer="auto")
+    def _starts(self, layout: Layout, limits: list[float], few: bool = False) -> list[_Start]:
+        """What is chosen for so much memory, or for a little more; the fastest first, with all the memory there is.
 
-    def _starts(self, layout: Layout, limits: list[float], few: bool) -> list[tuple[Candidate, float]]:
-        """What is chosen for so much memory, or for a little more; each with the most that it is to fit into."""
-        found: dict[Plan, tuple[Candidate, float]] = {}
-        for limit in limits:
-            for up in ABOVE if few else ABOVE[:1]:
-                c = self._built(layout, limit if not up else _amount(_rung(limit) + up))
-                if c is not None:
-                    found.setdefault(c.plan, (c, limit))
-        return list(found.values())
+        With the optimizer's state on the device and where there is room, unless the user said where or layouts are many.
+        """
+        homes = [layout]
+        if "optimizer" not in self.wanted.fixed and self.setting.cluster.device.kind != "cpu" and self.total <= MANY:
+            homes = [replace(layout, optimizer="device"), replace(layout, optimizer="auto")]
+        found: dict[Plan, _Start] = {}
+        for home, limit, up in product(homes, limits, ABOVE if few else ABOVE[:1]):
+            c = self._built(home, _amount(_rung(limit) + up) if up else limit)
+            if c is not None and c.plan not in found:
+                found[c.plan] = _Start(self._at(c, self.limit).seconds, c, limit)
+        return sorted(found.values(), key=lambda s: s.seconds)
 
     def _built(self, layout: Layout, limit: float) -> Candidate | None:
         if (layout, limit) not in self._known:
@@ -381,11 +391,11 @@ def _amount(rung: int) -> float:
     return float(math.floor(2.0 ** (rung / RUNGS)))
 
 
-def _lower(rung: int, sparse: bool) -> list[int]:
-    """Rungs below one: those of 4 percent, and some of 8."""
-    strides = ((16, 4), (32, 8)) if sparse else ((16, 1), (32, 4))
-    found = {k for far, stride in strides for k in range(rung - far, rung) if k % stride == 0}
-    return sorted(found, reverse=True)
+def _lower(amount: float, stride: int) -> list[float]:
+    """The amounts of rungs below one, the highest first: one of `stride` down to 4 percent less, fewer down to 8."""
+    top = _rung(amount)
+    far = 2 * stride if stride > 1 else 4
+    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (stride if k >= top - 16 else far) == 0]
 
 
 def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
