@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -52,6 +52,8 @@ HOPE, NEAR = 0.03, 0.01
 """Plans that are slower than the best by no more are polished; of those, the ones that are nearer are looked at once more."""
 POLISHED = 8
 """Of what a layout's units choose for several amounts of memory, how many are polished: the fastest."""
+SLOWER = (0.9, 0.6)
+"""Of the networks' bandwidth: what is chosen as if there were so much may be better with all of it, too."""
 RUNGS = 256
 """Amounts of memory for which plans are sought, of each doubling ([Note: a ladder of memory])."""
 ABOVE = (0, 8, 18)
@@ -148,7 +150,8 @@ class _Search:
         self.total = self.solved = self.simulated = self.too_large = 0
         self.unsolved = self.passed = float("inf")
         self._number = 0
-        self._known: dict[tuple[Layout, float], Candidate | None] = {}
+        self._known: dict[tuple[Layout, float, float], Candidate | None] = {}
+        self._others: dict[float, tuple[Setting, Solver]] = {1.0: (setting, self.solver)}
 
     # ---- outside ----
 
@@ -332,13 +335,15 @@ class _Search:
         done = list(first)
         for c, seconds in zip(first, best, strict=True):
             if seconds <= (1 + NEAR) * min(best):
-                starts = self._starts(c.layout, sparse if many or few else dense, few)
+                starts = self._starts(c.layout, sparse if many or few else dense, few, () if many else SLOWER)
                 done += [self._polished(s.plan, s.limit, few) for s in starts[: None if few else POLISHED]]
         done = [self._filled(c) for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
         return min(done, key=lambda c: c.prediction.seconds)
 
-    def _starts(self, layout: Layout, limits: list[float], few: bool = False) -> list[_Start]:
-        """What is chosen for so much memory, or for a little more; the fastest first, with all the memory there is.
+    def _starts(
+        self, layout: Layout, limits: list[float], few: bool = False, slower: Sequence[float] = ()
+    ) -> list[_Start]:
+        """What is chosen for so much memory, for a little more, or with a slower network; the fastest, as it is here, first.
 
         With the optimizer's state on the device and where there is room, unless the user said where or layouts are many.
         """
@@ -350,12 +355,29 @@ class _Search:
             c = self._built(home, _amount(_rung(limit) + up) if up else limit)
             if c is not None and c.plan not in found:
                 found[c.plan] = _Start(self._at(c, self.limit).seconds, c, limit)
+        for home, share in product(homes, slower):
+            c = self._built(home, self.limit, share)
+            if c is not None and c.plan not in found:
+                found[c.plan] = _Start(c.prediction.seconds, c, self.limit)
         return sorted(found.values(), key=lambda s: s.seconds)
 
-    def _built(self, layout: Layout, limit: float) -> Candidate | None:
-        if (layout, limit) not in self._known:
-            self._known[layout, limit] = build_out(self.setting, self.solver, layout, limit, frugal=self.frugal)
-        return self._known[layout, limit]
+    def _built(self, layout: Layout, limit: float, bandwidth: float = 1.0) -> Candidate | None:
+        """The layout's plan with so much memory, chosen as if networks had that share of their bandwidth."""
+        key = (layout, limit, bandwidth)
+        if key not in self._known:
+            setting, solver = self._with(bandwidth)
+            c = build_out(setting, solver, layout, limit, frugal=self.frugal)
+            if c is not None and setting is not self.setting:
+                c = replace(c, prediction=predict(c.plan, self.setting, limit))
+            self._known[key] = c
+        return self._known[key]
+
+    def _with(self, bandwidth: float) -> tuple[Setting, Solver]:
+        if bandwidth not in self._others:
+            cluster = self.setting.cluster.what_if({"bandwidth": f"x{bandwidth}"})
+            setting = replace(self.setting, cluster=cluster)
+            self._others[bandwidth] = setting, Solver(setting, self.solver.fixed)
+        return self._others[bandwidth]
 
     def _polished(self, c: Candidate, limit: float, few: bool = False) -> Candidate:
         if "mode" in self.wanted.fixed or c.layout.replicas == 1:
