@@ -50,15 +50,15 @@ OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
 HOPE, NEAR = 0.03, 0.01
 """Plans that are slower than the best by no more are polished; of those, the ones that are nearer are looked at once more."""
-POLISHED = 8
-"""Of what a layout's units choose for several amounts of memory, how many are polished: the fastest."""
+POLISHED = 6
+"""Of what the best layout's units choose for several amounts of memory, how many are polished: the fastest; of others, two."""
 SLOWER = (0.9, 0.6)
 """Of the networks' bandwidth: what is chosen as if there were so much may be better with all of it, too."""
 RUNGS = 256
 """Amounts of memory for which plans are sought, of each doubling ([Note: a ladder of memory])."""
 ABOVE = (0, 8, 18)
 """Rungs up from an amount: what is chosen for more than it may fit with little changed."""
-LOOKED = 4
+LOOKED = 3
 """Of plans within HOPE, how many are looked at with a little less memory."""
 Progress = Callable[[int, int, float | None], None]
 """Called with layouts done, layouts in all, and the best seconds so far."""
@@ -335,8 +335,11 @@ class _Search:
         done = list(first)
         for c, seconds in zip(first, best, strict=True):
             if seconds <= (1 + NEAR) * min(best):
-                starts = self._starts(c.layout, sparse if many or few else dense, few, () if many else SLOWER)
-                done += [self._polished(s.plan, s.limit, few) for s in starts[: None if few else POLISHED]]
+                leads = seconds == min(best)
+                limits = dense if leads and not many and not few else sparse
+                starts = self._starts(c.layout, limits, few, () if many else SLOWER)
+                wanted = len(starts) if few else POLISHED if leads else 2
+                done += [self._polished(s.plan, s.limit, few) for s in starts[:wanted]]
         done = [self._filled(c) for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
         return min(done, key=lambda c: c.prediction.seconds)
 
