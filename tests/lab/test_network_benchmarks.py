@@ -46,22 +46,25 @@ def _off(level: Level) -> dict[str, float]:
     for kind, members, received in (("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5), ("all_reduce", 4, 1.5)):
         found[kind] = cluster.collective(kind, size, members) * rate / (received * size)  # type: ignore[arg-type]
     far = {name: ratio for name, ratio in found.items() if abs(ratio - 1) > 0.25}
-    return far if abs(level.bandwidth / rate - 1) < 0.1 else far | {"bandwidth": level.bandwidth / rate}
+    if abs(level.bandwidth / rate - 1) >= 0.1:
+        far["bandwidth"] = level.bandwidth / rate
+    if level.latency >= 5e-3:  # not shaped: what processes and sockets take
+        far["latency"] = level.latency
+    # small ones do not take bytes over rate: that is what sizes are measured for
+    if (small := cluster.collective("all_gather", 1 << 14, 4) * rate / (0.75 * (1 << 14))) <= 1.3:
+        far["a small all_gather"] = small
+    return far
 
 
 @shaped
 def test_calibration_finds_the_links() -> None:
     for _ in range(6):  # others use the machine too
         with Network(4, RATE) as net:
-            level = net.run_ranks(_level)[0]
-        if not _off(level):
+            far = _off(net.run_ranks(_level)[0])
+        if not far:
             break
         time.sleep(1)
-    assert not _off(level)
-    assert level.latency < 5e-3  # not shaped: what processes and sockets take
-    cluster = replace(declared(4), level=(level,))
-    # small ones do not take bytes over rate: that is what sizes are measured for
-    assert cluster.collective("all_gather", 1 << 14, 4) > 1.3 * 0.75 * (1 << 14) / parse_rate(RATE)
+    assert not far
 
 
 # ---- emulated products ----
