@@ -7,7 +7,7 @@
 3. The best estimates are built out (`build`), unless their layers as dealt out to stages, simulated with nothing but computing,
    are too slow.
 4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
-   hundredth). The winner's neighbours, with other modes, are simulated too (`polish`).
+   hundredth). The best are looked at once more (`finish`).
 5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
    above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
 
@@ -21,22 +21,20 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 from fourfold.errors import PlanError, ScheduleError
-from fourfold.plan import Plan, Tensor
-from fourfold.planner.build import Candidate, build_out, dealt_out, stretched
+from fourfold.plan import Tensor
+from fourfold.planner.build import Candidate, dealt_out, stretched
 from fourfold.planner.deal import least_idle
+from fourfold.planner.finish import Maker, rung_below
 from fourfold.planner.inner import free_bytes, rank_bound, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
 from fourfold.planner.options import RankLoad, Solver
-from fourfold.planner.polish import FEW, polished
-from fourfold.planner.predict import Prediction, fits, predict
 from fourfold.planner.products import ladder
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
@@ -48,18 +46,6 @@ SIMULATED = 48
 """Layouts that are built out at most, and of which the plan fits; of those that turn out not to fit, three times as many."""
 OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
-HOPE, NEAR = 0.03, 0.01
-"""Plans that are slower than the best by no more are polished; of those, the ones that are nearer are looked at once more."""
-POLISHED = 6
-"""Of what the best layout's units choose for several amounts of memory, how many are polished: the fastest; of others, two."""
-SLOWER = (0.9, 0.6)
-"""Of the networks' bandwidth: what is chosen as if there were so much may be better with all of it, too."""
-RUNGS = 256
-"""Amounts of memory for which plans are sought, of each doubling ([Note: a ladder of memory])."""
-ABOVE = (0, 8, 18)
-"""Rungs up from an amount: what is chosen for more than it may fit with little changed."""
-LOOKED = 3
-"""Of plans within HOPE, how many are looked at with a little less memory."""
 Progress = Callable[[int, int, float | None], None]
 """Called with layouts done, layouts in all, and the best seconds so far."""
 
@@ -74,14 +60,6 @@ class Found:
     certificate: dict[str, Any] = field(default_factory=dict)
 
 
-class _Start(NamedTuple):
-    """What is polished, and the memory for which."""
-
-    seconds: float
-    plan: Candidate
-    limit: float
-
-
 class _Estimate(NamedTuple):
     seconds: float
     number: int
@@ -93,14 +71,14 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     """The fastest plan; raises PlanError, with what would do, where none fits."""
     began = time.perf_counter()
     usable = setting.cluster.usable
-    run = _Search(setting, wanted, progress, top, _amount(_rung(usable)))
+    run = _Search(setting, wanted, progress, top, rung_below(usable))
     run.go()
     if not run.built:
         run = _Search(setting, wanted, progress, top, usable, frugal=True)
         run.go()
     if not run.built:
         run.explain_misfit()
-    best = run.finished(_distinct(run.built))
+    best = run.maker.fastest(_distinct(run.built), many=run.total > MANY)
     ranked = _distinct([best, *run.built])
     seconds = best.prediction.seconds
     lower = min([seconds, run.unsolved, run.passed, *(e.floor for e in run.pending)])
@@ -143,6 +121,7 @@ class _Search:
         self.limit = limit
         self.setting, self.wanted, self.progress, self.top, self.frugal = setting, wanted, progress, top, frugal
         self.solver = Solver(setting, {k: str(v) for k, v in wanted.fixed.items()})
+        self.maker = Maker(setting, self.solver, wanted, limit, frugal)
         self.waiting: list[tuple[float, int, Layout, Callable[[Layout, float], None]]] = []
         """The lowest floor first: what is done next for a layout; each raises its floor, at more cost than the one before."""
         self.pending: list[_Estimate] = []
@@ -150,8 +129,6 @@ class _Search:
         self.total = self.solved = self.simulated = self.too_large = 0
         self.unsolved = self.passed = float("inf")
         self._number = 0
-        self._known: dict[tuple[Layout, float, float], Candidate | None] = {}
-        self._others: dict[float, tuple[Setting, Solver]] = {1.0: (setting, self.solver)}
 
     # ---- outside ----
 
@@ -304,7 +281,7 @@ class _Search:
             if (floor > self._cut() or self._unlikely(estimate)) and shown:
                 return
             self.simulated += 1
-            candidate = build_out(self.setting, self.solver, estimate.layout, self.limit, frugal=self.frugal)
+            candidate = self.maker.built(estimate.layout, self.limit)
         except ScheduleError:
             return
         if candidate is not None:
@@ -317,110 +294,10 @@ class _Search:
             return False
         return estimate.seconds > (1 + UNLIKELY) * best
 
-    def finished(self, ranked: list[Candidate]) -> Candidate:
-        """The fastest, of those near the best, of what would be chosen with a little less memory, and of what is near those.
-
-        [Note: a ladder of memory]
-        More memory must not make a plan slower, but the choice of units is a knapsack's, whose sums are not what replay and
-        simulation find: with less, something better may be found. So the plans of some lesser amounts are found, too, each
-        as if there were no more. Amounts are rungs of one ladder, whatever the memory: those that are tried for a little less
-        memory are tried for a little more.
-        """
-        many, hope = self.total > MANY, (1 + HOPE) * ranked[0].prediction.seconds
-        first = [self._polished(c, self.limit) for c in ranked[: 1 if many else None] if c.prediction.seconds <= hope]
-        first = sorted(first, key=lambda c: c.prediction.seconds)[:LOOKED]
-        few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in first)
-        sparse, dense = ([self.limit, *_lower(self.limit, stride)] for stride in (4, 1))
-        best = [min(c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, sparse))) for c in first]
-        done = list(first)
-        for c, seconds in zip(first, best, strict=True):
-            if seconds <= (1 + NEAR) * min(best):
-                leads = seconds == min(best)
-                limits = dense if leads and not many and not few else sparse
-                starts = self._starts(c.layout, limits, few, () if many else SLOWER)
-                wanted = len(starts) if few else POLISHED if leads else 2
-                done += [self._polished(s.plan, s.limit, few) for s in starts[:wanted]]
-        done = [self._filled(c) for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
-        return min(done, key=lambda c: c.prediction.seconds)
-
-    def _starts(
-        self, layout: Layout, limits: list[float], few: bool = False, slower: Sequence[float] = ()
-    ) -> list[_Start]:
-        """What is chosen for so much memory, for a little more, or with a slower network; the fastest, as it is here, first.
-
-        With the optimizer's state on the device and where there is room, unless the user said where or layouts are many.
-        """
-        homes = [layout]
-        if "optimizer" not in self.wanted.fixed and self.setting.cluster.device.kind != "cpu" and self.total <= MANY:
-            homes = [replace(layout, optimizer="device"), replace(layout, optimizer="auto")]
-        found: dict[Plan, _Start] = {}
-        for home, limit, up in product(homes, limits, ABOVE if few else ABOVE[:1]):
-            c = self._built(home, _amount(_rung(limit) + up) if up else limit)
-            if c is not None and c.plan not in found:
-                found[c.plan] = _Start(self._at(c, self.limit).seconds, c, limit)
-        for home, share in product(homes, slower):
-            c = self._built(home, self.limit, share)
-            if c is not None and c.plan not in found:
-                found[c.plan] = _Start(c.prediction.seconds, c, self.limit)
-        return sorted(found.values(), key=lambda s: s.seconds)
-
-    def _built(self, layout: Layout, limit: float, bandwidth: float = 1.0) -> Candidate | None:
-        """The layout's plan with so much memory, chosen as if networks had that share of their bandwidth."""
-        key = (layout, limit, bandwidth)
-        if key not in self._known:
-            setting, solver = self._with(bandwidth)
-            c = build_out(setting, solver, layout, limit, frugal=self.frugal)
-            if c is not None and setting is not self.setting:
-                c = replace(c, prediction=predict(c.plan, self.setting, limit))
-            self._known[key] = c
-        return self._known[key]
-
-    def _with(self, bandwidth: float) -> tuple[Setting, Solver]:
-        if bandwidth not in self._others:
-            cluster = self.setting.cluster.what_if({"bandwidth": f"x{bandwidth}"})
-            setting = replace(self.setting, cluster=cluster)
-            self._others[bandwidth] = setting, Solver(setting, self.solver.fixed)
-        return self._others[bandwidth]
-
-    def _polished(self, c: Candidate, limit: float, few: bool = False) -> Candidate:
-        if "mode" in self.wanted.fixed or c.layout.replicas == 1:
-            return c
-        plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, few)
-        return replace(c, plan=plan, prediction=prediction)
-
-    def _at(self, c: Candidate, limit: float) -> Prediction:
-        """With so much memory, of which state may take what is left."""
-        return c.prediction if c.layout.optimizer != "auto" else predict(c.plan, self.setting, limit)
-
-    def _filled(self, c: Candidate) -> Candidate:
-        """With as much of the optimizer's state on the device as there is room for, where that is left open."""
-        if c.layout.optimizer != "auto":
-            return c
-        prediction = predict(c.plan, self.setting)
-        state = replace(c.plan.memory, device_state=str(int(prediction.device_state)))
-        return replace(c, plan=replace(c.plan, memory=state), prediction=prediction)
-
     def explain_misfit(self) -> None:
         from fourfold.planner.misfit import explain_misfit
 
         explain_misfit(self.setting, self.wanted, self.solver, partial(any_fits, progress=self.progress))
-
-
-def _rung(amount: float) -> int:
-    """The highest that is not above the amount."""
-    rung = math.floor(RUNGS * math.log2(amount))
-    return rung + 1 if _amount(rung + 1) <= amount else rung if _amount(rung) <= amount else rung - 1
-
-
-def _amount(rung: int) -> float:
-    return float(math.floor(2.0 ** (rung / RUNGS)))
-
-
-def _lower(amount: float, stride: int) -> list[float]:
-    """The amounts of rungs below one, the highest first: one of `stride` down to 4 percent less, fewer down to 8."""
-    top = _rung(amount)
-    far = 2 * stride if stride > 1 else 4
-    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (stride if k >= top - 16 else far) == 0]
 
 
 def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
