@@ -18,9 +18,9 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.build import build_out, dealt_out
 from fourfold.planner.deal import least_idle
-from fourfold.planner.inner import rank_bound
+from fourfold.planner.floors import floor_in
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import bound, computed, layouts, loads, parse_fixes
+from fourfold.planner.layouts import bound, computed, layouts, parse_fixes
 from fourfold.planner.make import default_precision, find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import predict
@@ -124,10 +124,9 @@ def test_floors_rise_and_hold(layers: int, nodes: int, every: int) -> None:
         hosted = replace(layout, **{"activations": "host"} if number % 2 else {"optimizer": "auto"})
         found = build_out(s, solver, hosted, s.cluster.usable)
         if found is not None:
-            for load, work in zip(*loads(s, hosted), strict=True):
-                least = rank_bound(solver, hosted, load, s.cluster.usable)
-                assert least is not None
-                assert layout.micro_batches * sum(work) + least <= found.prediction.seconds * (1 + 1e-9), hosted
+            least = floor_in(solver, hosted, s.cluster.usable)
+            assert least is not None
+            assert least <= found.prediction.seconds * (1 + 1e-9), hosted
     assert len(schedules) > 6
 
 

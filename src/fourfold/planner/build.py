@@ -30,7 +30,7 @@ from fourfold.program.ops import Schedule
 __all__ = ["Candidate", "build_out", "dealt_out", "stretched"]
 
 STRETCH = 1.4
-"""Of the budget: what a choice of the frugal search may add up to."""
+"""Of the budget: what a choice may add up to. Heights that are summed need not meet: the replay decides."""
 TURNS = 12
 """Choices of a rank that are replayed at most."""
 CLOSE, FINE = 0.01, 0.001
@@ -97,9 +97,7 @@ class _Seat:
         return self.tried
 
 
-def build_out(
-    setting: Setting, solver: Solver, layout: Layout, limit: float, *, frugal: bool = False
-) -> Candidate | None:
+def build_out(setting: Setting, solver: Solver, layout: Layout, limit: float) -> Candidate | None:
     """The plan of a layout with every rank's own choices, simulated and replayed; None where none fits into `limit` bytes."""
     schedule, deal = dealt_out(setting, layout)
     stages = units_of_stages(setting.spec, deal.counts)
@@ -112,8 +110,7 @@ def build_out(
         load = RankLoad(
             tuple(Counter(u.kind for u in units).items()), flight[rank], tied and rank == schedule.placement[-1]
         )
-        budget = stretched(solver, layout, load, limit) if frugal else limit
-        seats.append(_Seat(solver, layout, load, budget, limit))
+        seats.append(_Seat(solver, layout, load, stretched(solver, layout, load, limit), limit))
     layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(deal.counts))
 
     def planned(solved: Sequence[Solved]) -> tuple[Plan, Judged]:

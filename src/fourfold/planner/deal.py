@@ -20,7 +20,7 @@ from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
 from fourfold.program.schedules import loop, zigzag
 
-__all__ = ["Deal", "deal_layers", "least_idle"]
+__all__ = ["Deal", "deal_layers", "least_idle", "stage_deals"]
 
 MOST = 64
 """Stages up to which ranks are evened out; with more, it takes too long and gains little."""
@@ -68,6 +68,13 @@ def _dealt(
     return Deal(best, seconds[best], schedule.micro_batches, busiest)
 
 
+def stage_deals(setting: Setting, layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The rank of every stage, and the deals that are tried (unless the schedule is synthesized, and its stages its own)."""
+    mesh = layout.mesh
+    placed = (zigzag if layout.zigzags else loop)(mesh.pipe, layout.stages_per_rank)
+    return placed, _deals(_relative(setting, layout.micro_batch_size, mesh.row, mesh.col), placed)
+
+
 def least_idle(setting: Setting, layout: Layout) -> float:
     """Seconds of a layout's computing, and of what its ranks cannot but wait for, with the best of the deals.
 
@@ -78,12 +85,12 @@ def least_idle(setting: Setting, layout: Layout) -> float:
     if mesh.pipe == 1 or layout.schedule == "synthesized":  # whose stages are its own
         return 0.0
     times = _times(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.steps)
-    placed = (zigzag if layout.zigzags else loop)(mesh.pipe, layout.stages_per_rank)
+    placed, deals = stage_deals(setting, layout)
     split, hop = layout.puts_weights_off, layout.message_seconds(setting)
     work = [0.0, *accumulate(sum(t) for t in times)]
     first = [0.0, *accumulate(t[0] for t in times)] if split else work
     best = float("inf")
-    for counts in _deals(_relative(setting, layout.micro_batch_size, mesh.row, mesh.col), placed):
+    for counts in deals:
         ends = [0, *accumulate(counts)]
         own = [0.0] * mesh.pipe
         for stage, rank in enumerate(placed):

@@ -50,8 +50,8 @@ class _Start(NamedTuple):
 class Maker:
     """Makes plans of layouts in `limit` bytes of a device, and remembers them."""
 
-    def __init__(self, setting: Setting, solver: Solver, wanted: Constraints, limit: float, frugal: bool):
-        self.setting, self.wanted, self.limit, self.frugal = setting, wanted, limit, frugal
+    def __init__(self, setting: Setting, solver: Solver, wanted: Constraints, limit: float):
+        self.setting, self.wanted, self.limit = setting, wanted, limit
         self._known: dict[tuple[Layout, float, float], Candidate | None] = {}
         self._others: dict[float, tuple[Setting, Solver]] = {1.0: (setting, solver)}
 
@@ -100,7 +100,7 @@ class Maker:
         key = (layout, limit, bandwidth)
         if key not in self._known:
             setting, solver = self._with(bandwidth)
-            c = build_out(setting, solver, layout, limit, frugal=self.frugal)
+            c = build_out(setting, solver, layout, limit)
             if c is not None and setting is not self.setting:
                 c = replace(c, prediction=predict(c.plan, self.setting, limit))
             self._known[key] = c

@@ -8,19 +8,18 @@ off the budget.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
-from fourfold.planner.choice import Chosen, Group, choose, relaxed
+from fourfold.planner.choice import Chosen, Group, choose
 from fourfold.planner.layout import Layout
-from fourfold.planner.options import Option, RankLoad, Solver, Weights
-from fourfold.planner.units import STASH, Choice
+from fourfold.planner.options import Option, RankLoad, Solver
+from fourfold.planner.units import Choice
 
-__all__ = ["Solved", "free_bytes", "frugal_bytes", "least_bytes", "rank_bound", "solve_rank"]
+__all__ = ["Solved", "free_bytes", "frugal_bytes", "least_bytes", "solve_rank"]
 
 SAME = 1e-12
 """Seconds: options that differ by less are as fast."""
-WEIGHTS: tuple[Weights, ...] = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0))
-"""Of the host's link, with which a rank's least seconds are sought ([Note: the host's link, at least])."""
 Table = list[tuple[str, int, list[Option]]]
 """By kind of unit, its number and its options."""
 
@@ -63,6 +62,10 @@ class _Rank:
         self.free, self.limits = _least_budget(self.fastest)
         self.solved: dict[float, Solved | None] = {}
 
+    @cached_property
+    def frugal(self) -> float:
+        return _least_budget(self.table)[0]
+
 
 def _rank(solver: Solver, layout: Layout, load: RankLoad) -> _Rank:
     key = (*solver.key(layout), load)
@@ -74,7 +77,7 @@ def _rank(solver: Solver, layout: Layout, load: RankLoad) -> _Rank:
 
 def frugal_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
     """The least budget in which `solve_rank` finds something."""
-    return _least_budget(_rank(solver, layout, load).table)[0]
+    return _rank(solver, layout, load).frugal
 
 
 def free_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
@@ -181,47 +184,6 @@ def _apart(values: set[float]) -> list[float]:
             out.append(value)
     smallest = min(values)
     return out if out[-1] == smallest else [*out, smallest]
-
-
-def rank_bound(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float | None:
-    """Seconds beyond computing that no choice of the rank's units can beat; None where none fits."""
-    host = layout.activations == "host"
-    # its backward may be next, and then the last bytes stay
-    stays = host and layout.stages_per_rank == 1 and solver.setting.spec.units[-1].kind in dict(load.units)
-    key = (*solver.key(layout), load, budget, stays, layout.puts_weights_off)
-    if key not in solver.known:
-        found = [_rank_bound(solver, layout, load, budget, w, stays) for w in (WEIGHTS if host else WEIGHTS[:1])]
-        solver.known[key] = max((f for f in found if f is not None), default=None)
-    least: float | None = solver.known[key]
-    return least
-
-
-def _rank_bound(
-    solver: Solver, layout: Layout, load: RankLoad, budget: float, weights: Weights, stays: bool
-) -> float | None:
-    """With so much weight on the host's link, where activations cross it."""
-    piped, m = layout.mesh.pipe > 1, layout.micro_batches
-    rows: list[tuple[list[tuple[float, float]], int]] = []
-    least = held = seconds = 0.0
-    for kind, count in load.units:
-        sharding = solver.sharding(layout, kind, piped, hopeful=True)
-        again = solver.recompute(layout, kind, weights)
-        rows.append(([(o.seconds, o.memory) for o in sharding], count))
-        rows.append(([(m * o.seconds, load.in_flight * o.memory) for o in again], count))
-        least = max(least, min([o.transient for o in again]))
-    for options, count in rows:  # were memory no constraint
-        fastest, memory = min(options)
-        seconds, held = seconds + count * fastest, held + count * memory
-    if held > budget - least:
-        groups = [Group([(memory, takes) for takes, memory in options], count) for options, count in rows]
-        chosen = relaxed(groups, budget - least)
-        if chosen is None:
-            return None
-        seconds = chosen.bound
-    if stays:
-        cluster = solver.setting.cluster
-        seconds -= m * sum(1 - cluster.overlap + w * cluster.overlap for w in weights) * STASH / cluster.host.link
-    return max(0.0, seconds)
 
 
 def least_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:

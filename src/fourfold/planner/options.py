@@ -7,6 +7,7 @@ whole plan has the last word on memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.units import Choice, Compute, computes, joins, shared, unit_cost
 from fourfold.shard.layout import JOIN
 
-__all__ = ["Option", "RankLoad", "Solver", "sharding_options"]
+__all__ = ["Ends", "Option", "RankLoad", "Solver", "sharding_options"]
 
 SPLITS = (2, 4, 8, 16)
 BEFORE = {"attn": "mlp", "mlp": "attn", "head": "mlp", "embed": "attn"}
@@ -23,6 +24,8 @@ BEFORE = {"attn": "mlp", "mlp": "attn", "head": "mlp", "embed": "attn"}
 
 Weights = tuple[float, float]
 """[Note: the host's link, at least]"""
+Least = Literal["plain", "again"]
+"""What no plan can beat: with nothing recomputed, or as if everything was, behind which more is hidden."""
 
 
 class Option(NamedTuple):
@@ -32,6 +35,24 @@ class Option(NamedTuple):
     seconds: float
     memory: float
     transient: float
+    first: float = 0.0
+    """Of memory, bytes before any gradient is made."""
+    last: float = 0.0
+    """Of memory, bytes at the end of a step."""
+    queued: float = 0.0
+    """Seconds of reductions that may hide behind anything before a step's end, and are left out of what is least."""
+
+
+class Ends(NamedTuple):
+    """Whether a unit is at an end of its rank's only stage."""
+
+    opens: bool = False
+    """It is the first, and there since the backward before."""
+    closes: bool = False
+    """It is the last, and there since its forward."""
+
+
+NEITHER = Ends()
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,9 @@ class Solver:
 
     def __init__(self, setting: Setting, fixed: dict[str, str]):
         self.setting, self.fixed = setting, fixed
+        first, *_, last = [u.kind for u in setting.spec.units]
+        kinds = Counter(u.kind for u in setting.spec.units)
+        self._ends = {k: Ends(k == first, k == last) for k in (first, last) if kinds[k] == 1}
         self._sharding: dict[tuple[object, ...], list[Option]] = {}
         self._recompute: dict[tuple[object, ...], list[Option]] = {}
         self.known: dict[tuple[object, ...], Any] = {}
@@ -57,15 +81,20 @@ class Solver:
         """What a rank's options depend on: layouts that differ in their schedules alone have the same."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size, mesh.pipe > 1)
-        return (*sizes, layout.optimizer, layout.activations, layout.tensor, layout.prefetch, layout.steps)
+        where = (layout.optimizer, layout.activations, layout.tensor, layout.prefetch, layout.steps)
+        return (*sizes, *where, layout.stages_per_rank > 1)
 
-    def sharding(self, layout: Layout, kind: str, piped: bool, hopeful: bool = False) -> list[Option]:
-        """Modes, by seconds and bytes of a step; `hopeful`: as if every unit recomputed, so that more is hidden."""
+    def sharding(
+        self, layout: Layout, kind: str, piped: bool, ends: Ends | None = None, least: Least | None = None
+    ) -> list[Option]:
+        """Modes, by seconds and bytes of a step; `least`: seconds that none can beat, not those that are likely."""
         mesh = layout.mesh
+        if ends is None:
+            ends = self._ends.get(kind, NEITHER) if layout.stages_per_rank == 1 else NEITHER
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size)
-        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, layout.prefetch, hopeful)
+        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, layout.prefetch, ends, least)
         if key not in self._sharding:
-            options = sharding_options(self.setting, layout, kind, piped, hopeful)
+            options = sharding_options(self.setting, layout, kind, piped, ends, least)
             self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
         return self._sharding[key]
 
@@ -115,7 +144,9 @@ def recompute_options(setting: Setting, layout: Layout, kind: str, weights: Weig
     return out
 
 
-def sharding_options(setting: Setting, layout: Layout, kind: str, piped: bool, hopeful: bool = False) -> list[Option]:
+def sharding_options(
+    setting: Setting, layout: Layout, kind: str, piped: bool, ends: Ends = NEITHER, least: Least | None = None
+) -> list[Option]:
     """All modes that make sense for these replicas."""
     m, replicas = layout.micro_batches, layout.replicas
     choices = [Choice()]
@@ -129,17 +160,29 @@ def sharding_options(setting: Setting, layout: Layout, kind: str, piped: bool, h
         choices += [Choice(mode, reduce, g) for mode in modes for reduce in reduces for g in groups]
     alone = replace(layout, mesh=replace(layout.mesh, pipe=1))  # no op is in parts
     before = BEFORE.get(kind, kind)
-    other = computes(setting, alone, before if before in setting.spec.kinds else kind, Choice())
+    before = before if before in setting.spec.kinds else kind
+    other = computes(setting, alone, before, Choice())
     forward, backward = other.forward, other.input_grad + other.weight_grad
-    if hopeful:
+    if least == "again":
         forward, backward = 2 * forward, backward + 2 * forward
     if not layout.prefetch:  # nothing is under way while something computes
         forward = backward = 0.0
-    return [o for c in choices for o in _sharding(setting, alone, kind, c, piped, forward, backward)]
+    return [
+        o for c in choices for o in _sharding(setting, alone, kind, before, c, piped, forward, backward, ends, least)
+    ]
 
 
 def _sharding(
-    setting: Setting, layout: Layout, kind: str, choice: Choice, piped: bool, forward: float, backward: float
+    setting: Setting,
+    layout: Layout,
+    kind: str,
+    before: str,
+    choice: Choice,
+    piped: bool,
+    forward: float,
+    backward: float,
+    ends: Ends,
+    least: Least | None,
 ) -> list[Option]:
     """A mode, whose gathers and reductions have so many seconds to hide behind: with its state here, on the host, or either."""
     m, overlap = layout.micro_batches, setting.cluster.overlap
@@ -150,28 +193,33 @@ def _sharding(
         return shown + (1 - overlap) * (takes - shown)
 
     sharded = choice.mode != "replicate"
-    seconds = 0.0
+    seconds = queued = 0.0
     if choice.mode == "zero3":
-        seconds += m * (late(cost.gather, forward) + late(cost.gather, backward))
+        seconds += (1 if ends.opens else m) * late(cost.gather, forward)
+        seconds += 0.0 if ends.closes else m * late(cost.gather, backward)
     elif sharded:
         seconds += late(cost.gather, forward)
     reduce = cost.reduce
     if joins(cost, choice) and layout.optimizer == "device" and 0 < cost.gradients < JOIN:  # its share of a sum
         reduce = setting.cluster.collective("all_reduce", JOIN, layout.replicas, layout.replica_stride)
         reduce = min(cost.reduce, cost.gradients / JOIN * reduce)
+    if least is not None and not sharded:
+        queued, backward = overlap * reduce, reduce
     seconds += (m if choice.reduce == "micro-batch" else 1) * (late(reduce, backward) + cost.across)
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # they are gathered again
         again, once = (_work(computes(setting, layout, kind, c)) for c in (choice, Choice()))
         seconds += m * (again - once)
-    memory = cost.parameters
-    if choice.mode in ("keep", "zero2"):
-        memory += cost.whole
+    first = cost.parameters + (cost.whole if choice.mode in ("keep", "zero2") else 0.0)
+    last = cost.parameters + cost.reduced
     at_once = sharded and (choice.reduce == "micro-batch" or (m == 1 and not piped))
-    memory += cost.reduced if at_once else cost.gradients
-    transient = (1 + layout.prefetch) * cost.transient + (cost.gradients if at_once else 0.0)
+    memory = first + (cost.reduced if at_once else cost.gradients)
+    transient = cost.transient + (cost.gradients if at_once else 0.0)
+    if cost.transient and layout.prefetch:  # one is gathered ahead
+        transient += shared(setting, layout, before, choice).transient
     held = cost.local * (setting.state if layout.optimizer == "device" else setting.streamed)
-    here = Option(choice, seconds, memory + held, transient)
-    there = Option(choice, seconds + held / setting.cluster.host.link, memory, transient)  # it crosses the host's link
+    here = Option(choice, seconds, memory + held, transient, first + held, last + held, queued)
+    crossing = held / setting.cluster.host.link
+    there = Option(choice, seconds + crossing, memory, transient, first, last, queued)
     return {"device": [here], "host": [there]}.get(layout.optimizer, [here, there])
 
 
@@ -185,10 +233,10 @@ def _wished(options: list[Option], name: str, wish: str | None) -> list[Option]:
 
 
 def _undominated(options: list[Option]) -> list[Option]:
-    """Without those that another beats or equals in all three."""
+    """Without those that another beats or equals in all."""
 
     def beats(a: Option, b: Option) -> bool:
-        return a.seconds <= b.seconds and a.memory <= b.memory and a.transient <= b.transient
+        return all(x <= y for x, y in zip(a[1:], b[1:], strict=True))
 
     kept: list[Option] = []
     for i, o in enumerate(options):

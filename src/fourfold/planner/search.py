@@ -5,11 +5,10 @@
    no idling but what cannot be avoided.
 2. Where it still is the lowest, every rank's units are chosen by the knapsack: an estimate of the layout's time.
 3. The best estimates are built out (`build`), unless their layers as dealt out to stages, simulated with nothing but computing,
-   are too slow.
+   are too slow. A choice whose sum is above the budget by less than STRETCH may be built out, too: heights that are summed
+   need not meet, and the replay decides.
 4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
    hundredth). The best are looked at once more (`finish`).
-5. Where nothing fits, all is done once more for plans that save most: nothing gathered ahead, and choices whose sum is
-   above the budget (by less than STRETCH), since heights that are summed need not meet; the replay decides.
 
 The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all
 floors that are left. Within a layout the choice of units is that close to the best of its knapsack (`choice_gap`); the bound
@@ -31,7 +30,8 @@ from fourfold.plan import Tensor
 from fourfold.planner.build import Candidate, dealt_out, stretched
 from fourfold.planner.deal import least_idle
 from fourfold.planner.finish import Maker, rung_below
-from fourfold.planner.inner import free_bytes, rank_bound, solve_rank
+from fourfold.planner.floors import floor_in, floor_of
+from fourfold.planner.inner import free_bytes, frugal_bytes, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
 from fourfold.planner.options import RankLoad, Solver
@@ -70,12 +70,8 @@ class _Estimate(NamedTuple):
 def search(setting: Setting, wanted: Constraints, progress: Progress | None = None, top: int = 5) -> Found:
     """The fastest plan; raises PlanError, with what would do, where none fits."""
     began = time.perf_counter()
-    usable = setting.cluster.usable
-    run = _Search(setting, wanted, progress, top, rung_below(usable))
+    run = _Search(setting, wanted, progress, top)
     run.go()
-    if not run.built:
-        run = _Search(setting, wanted, progress, top, usable, frugal=True)
-        run.go()
     if not run.built:
         run.explain_misfit()
     best = run.maker.fastest(_distinct(run.built), many=run.total > MANY)
@@ -114,14 +110,11 @@ class _Search:
         wanted: Constraints,
         progress: Progress | None,
         top: int,
-        limit: float,
-        *,
-        frugal: bool = False,
     ):
-        self.limit = limit
-        self.setting, self.wanted, self.progress, self.top, self.frugal = setting, wanted, progress, top, frugal
+        self.limit = rung_below(setting.cluster.usable)
+        self.setting, self.wanted, self.progress, self.top = setting, wanted, progress, top
         self.solver = Solver(setting, {k: str(v) for k, v in wanted.fixed.items()})
-        self.maker = Maker(setting, self.solver, wanted, limit, frugal)
+        self.maker = Maker(setting, self.solver, wanted, self.limit)
         self.waiting: list[tuple[float, int, Layout, Callable[[Layout, float], None]]] = []
         """The lowest floor first: what is done next for a layout; each raises its floor, at more cost than the one before."""
         self.pending: list[_Estimate] = []
@@ -194,15 +187,15 @@ class _Search:
         self._start(layout, floor)
         if self.wanted.get("optimizer") == "auto":  # which may leave all of it there
             self._start(replace(layout, optimizer="device"), floor)
-        if self.frugal and layout.replicas > 1:
-            self._start(replace(layout, prefetch=0), floor)
         if self._free(layout):  # there is room to keep something on the grid
             for tensor in richer:
                 self._start(replace(layout, tensor=tensor), floor)
             return
+        # memory binds: what is not gathered ahead, or what the host takes, may buy a faster choice
+        if layout.replicas > 1 and (self.total <= MANY or self._tight(layout)):
+            self._start(replace(layout, prefetch=0), floor)
         if self.setting.cluster.device.kind == "cpu":
             return
-        # memory binds: what the host takes may buy a faster choice
         if "optimizer" not in self.wanted.fixed:
             self._start(replace(layout, optimizer="auto"), floor)
         if "activations" not in self.wanted.fixed:
@@ -215,26 +208,23 @@ class _Search:
         ranks = loads(self.setting, layout)[0]
         return all(self._room(layout, load) >= free_bytes(self.solver, layout, load) for load in ranks)
 
+    def _tight(self, layout: Layout) -> bool:
+        """Whether it is not sure that there is a choice at all."""
+        ranks = loads(self.setting, layout)[0]
+        return any(self._room(layout, load) < frugal_bytes(self.solver, layout, load) * (1 + 1e-6) for load in ranks)
+
     def _start(self, layout: Layout, floor: float) -> None:
         """Its own computing is known."""
         busiest = max(map(sum, loads(self.setting, layout)[1]))
         self._wait(max(floor, layout.micro_batches * busiest), layout, self._hope)
 
     def _hope(self, layout: Layout, floor: float) -> None:
-        """What its ranks' units add at least, each rank's kinds by themselves."""
-        m, budget = layout.micro_batches, self._budget(layout)
-        for load, work in zip(*loads(self.setting, layout), strict=True):
-            room = self._room(layout, load)
-            if layout.activations == "device" and room >= free_bytes(self.solver, layout, load):
-                solved = solve_rank(self.solver, layout, load, room)
-                least = solved.bound if solved is not None else None
-            else:
-                least = rank_bound(self.solver, layout, load, budget)
-            if least is None and not self.frugal:
-                self.too_large += 1
-                return
-            floor = max(floor, m * sum(work) + (least or 0.0))
-        self._wait(floor, layout, self._solve)
+        """What its ranks' units add at least."""
+        least = floor_in(self.solver, layout, self.limit, floor, self._cut())
+        if least is None:
+            self.too_large += 1
+        else:
+            self._wait(least, layout, self._solve)
 
     def _solve(self, layout: Layout, floor: float) -> None:
         """The kinds of ranks, each with its own choice."""
@@ -255,12 +245,8 @@ class _Search:
 
     def _room(self, layout: Layout, load: RankLoad) -> float:
         """Bytes for a rank's units."""
-        room = self._budget(layout) - self._tied(layout, load)
-        return stretched(self.solver, layout, load, room) if self.frugal else room
-
-    def _budget(self, layout: Layout) -> float:
-        """Bytes for units on a device."""
-        return self.limit - 6 * layout.message(self.setting)
+        room = self.limit - 6 * layout.message(self.setting) - self._tied(layout, load)
+        return stretched(self.solver, layout, load, room)
 
     def _tied(self, layout: Layout, load: RankLoad) -> float:
         if not load.tied_copy:
@@ -276,7 +262,14 @@ class _Search:
             self.passed = min(self.passed, floor)
             return
         try:
-            floor = max(floor, dealt_out(self.setting, estimate.layout)[1].least(estimate.layout.micro_batches))
+            schedule, deal = dealt_out(self.setting, estimate.layout)
+            floor = max(floor, deal.least(estimate.layout.micro_batches))
+            if floor <= self._cut():
+                least = floor_of(self.solver, estimate.layout, schedule, deal.counts, self.limit, floor)
+                if least is None:  # with its layers dealt out so
+                    self.too_large += 1
+                    return
+                floor = least
             self.passed = min(self.passed, floor)  # built or not: its units may have a better choice than the one tried
             if (floor > self._cut() or self._unlikely(estimate)) and shown:
                 return
@@ -302,7 +295,7 @@ class _Search:
 
 def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
     """Whether the search finds a plan."""
-    run = _Search(setting, wanted, progress, 1, setting.cluster.usable, frugal=True)
+    run = _Search(setting, wanted, progress, 1)
     try:
         run.go(any_one=True)
     except PlanError:  # the batch cannot be spread over so many
