@@ -3,8 +3,9 @@
 [Note: a ladder of memory]
 More memory or bandwidth must not make a plan slower, but the choice of units is a knapsack's, whose sums are not what replay and
 simulation find: with less, something better may be found. So the plans of some lesser amounts are found, too, each as if there
-were no more, and some as if networks were slower. Amounts are rungs of one ladder, whatever the memory: those that are tried for
-a little less memory are tried for a little more. What is near the fastest of them, with other modes, is tried as well (`polish`).
+were no more, some as if networks were slower, some with what the last unit recomputes decided: it holds most for a while.
+Amounts are rungs of one ladder, whatever the memory: those that are tried for a little less memory are tried for a little more.
+What is near the fastest of them, with other modes and more or less recomputed, is tried as well (`polish`).
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ from fourfold.planner.build import Candidate, build_out
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints
 from fourfold.planner.options import Solver
-from fourfold.planner.polish import FEW, polished
+from fourfold.planner.polish import FEW, Known, filled, polished
 from fourfold.planner.predict import Prediction, fits, predict
+from fourfold.planner.units import Choice
 
 __all__ = ["Maker", "rung_below"]
 
 HOPE, NEAR = 0.03, 0.01
 """Plans that are slower than the best by no more are polished; of those, the ones that are nearer are looked at once more."""
 POLISHED = 6
-"""Of what the best layout's units choose for several amounts of memory, how many are polished: the fastest; of others, two."""
+"""Of what the best layout's units choose for several amounts of memory, how many are polished: the fastest; of others, two.
+Where units are few: of the best layout's all, of others so many."""
 SLOWER = (0.9, 0.6)
 """Of the networks' bandwidth: what is chosen as if there were so much may be better with all of it, too."""
 RUNGS = 256
 """Amounts of memory for which plans are sought, of each doubling ([Note: a ladder of memory])."""
 ABOVE = (0, 8, 18)
 """Rungs up from an amount: what is chosen for more than it may fit with little changed."""
+FILLED = 3
+"""Of all that was polished, how many of the fastest are filled up."""
 LOOKED = 3
 """Of plans within HOPE, how many are looked at with a little less memory."""
 
@@ -52,8 +57,9 @@ class Maker:
 
     def __init__(self, setting: Setting, solver: Solver, wanted: Constraints, limit: float):
         self.setting, self.wanted, self.limit = setting, wanted, limit
-        self._known: dict[tuple[Layout, float, float], Candidate | None] = {}
-        self._others: dict[float, tuple[Setting, Solver]] = {1.0: (setting, solver)}
+        self._known: dict[tuple[Layout, float, float, Choice | None], Candidate | None] = {}
+        self._judged: Known = {}
+        self._others: dict[tuple[float, Choice | None], tuple[Setting, Solver]] = {(1.0, None): (setting, solver)}
 
     def fastest(self, ranked: list[Candidate], many: bool) -> Candidate:
         """Of some plans, the fastest first, and of what is near them the fastest; of `many` layouts, the first alone."""
@@ -61,18 +67,19 @@ class Maker:
         first = [self._polished(c, self.limit) for c in ranked[: 1 if many else None] if c.prediction.seconds <= hope]
         first = sorted(first, key=lambda c: c.prediction.seconds)[:LOOKED]
         few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in first)
-        sparse, dense = ([self.limit, *_lower(self.limit, stride)] for stride in (4, 1))
-        best = [min([c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, sparse, many))]) for c in first]
+        limits = [self.limit, *_lower(self.limit)]
+        best = [min([c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, limits, many))]) for c in first]
         done = list(first)
         for c, seconds in zip(first, best, strict=True):
             if seconds <= (1 + NEAR) * min(best):
                 leads = seconds == min(best)
-                limits = dense if leads and not many and not few else sparse
                 starts = self._starts(c.layout, limits, many, few, () if many else SLOWER)
-                wanted = len(starts) if few else POLISHED if leads else 2
+                wanted = len(starts) if few and leads else POLISHED if few or leads else 2
                 done += [self._polished(s.candidate, s.limit, few) for s in starts[:wanted]]
-        done = [self._filled(c) for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
-        return min(done, key=lambda c: c.prediction.seconds)
+        done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
+        done = sorted(done, key=lambda c: self._at(c, self.limit).seconds)
+        done += [self._filled(c) for c in done[:FILLED]]
+        return min([self._settled(c) for c in done], key=lambda c: c.prediction.seconds)
 
     def _starts(
         self, layout: Layout, limits: list[float], many: bool, few: bool = False, slower: Sequence[float] = ()
@@ -89,41 +96,61 @@ class Maker:
             c = self.built(home, _amount(_rung(limit) + up) if up else limit)
             if c is not None and c.plan not in found:
                 found[c.plan] = _Start(self._at(c, self.limit).seconds, c, limit)
-        for home, share in product(homes, slower):
-            c = self.built(home, self.limit, share)
+        lasts = self._lasts(layout) if layout.mesh.pipe == 1 and not (many or few) else []
+        others = [*((share, None) for share in slower), *((1.0, last) for last in lasts)]
+        for home, (share, last) in product(homes, others):
+            c = self.built(home, self.limit, share, last)
             if c is not None and c.plan not in found:
                 found[c.plan] = _Start(c.prediction.seconds, c, self.limit)
         return sorted(found.values(), key=lambda s: s.seconds)
 
-    def built(self, layout: Layout, limit: float, bandwidth: float = 1.0) -> Candidate | None:
-        """The layout's plan with so much memory, chosen as if networks had that share of their bandwidth."""
-        key = (layout, limit, bandwidth)
+    def _lasts(self, layout: Layout) -> list[Choice]:
+        """What the last unit may recompute: it holds most for a while, of which the sums of units know least."""
+        return [o.choice for o in self._others[1.0, None][1].recompute(layout, self.setting.spec.units[-1].kind)]
+
+    def built(
+        self, layout: Layout, limit: float, bandwidth: float = 1.0, last: Choice | None = None
+    ) -> Candidate | None:
+        """The layout's plan with so much memory, chosen as if networks had that share of their bandwidth.
+
+        `last`: with what the last unit recomputes decided.
+        """
+        key = (layout, limit, bandwidth, last)
         if key not in self._known:
-            setting, solver = self._with(bandwidth)
+            setting, solver = self._with(bandwidth, last)
             c = build_out(setting, solver, layout, limit)
             if c is not None and setting is not self.setting:
                 c = replace(c, prediction=predict(c.plan, self.setting, limit))
             self._known[key] = c
         return self._known[key]
 
-    def _with(self, bandwidth: float) -> tuple[Setting, Solver]:
-        if bandwidth not in self._others:
-            cluster = self.setting.cluster.what_if({"bandwidth": f"x{bandwidth}"})
-            setting = replace(self.setting, cluster=cluster)
-            self._others[bandwidth] = setting, Solver(setting, self._others[1.0][1].fixed)
-        return self._others[bandwidth]
+    def _with(self, bandwidth: float, last: Choice | None) -> tuple[Setting, Solver]:
+        if (bandwidth, last) not in self._others:
+            setting, solver = self._others[1.0, None]
+            if bandwidth != 1.0:
+                setting = replace(setting, cluster=setting.cluster.what_if({"bandwidth": f"x{bandwidth}"}))
+            self._others[bandwidth, last] = setting, Solver(setting, solver.fixed, last)
+        return self._others[bandwidth, last]
 
     def _polished(self, c: Candidate, limit: float, few: bool = False) -> Candidate:
         if "mode" in self.wanted.fixed or c.layout.replicas == 1:
             return c
-        plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, few)
+        known = self._judged if few else None
+        plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, known)
+        return replace(c, plan=plan, prediction=prediction)
+
+    def _filled(self, c: Candidate) -> Candidate:
+        """With what room is left given to some of its units."""
+        if c.layout.mesh.pipe > 1 or {"mode", "recompute"} & self.wanted.fixed.keys():
+            return c
+        plan, prediction = filled(self.setting, c.plan, self._at(c, self.limit), self.limit)
         return replace(c, plan=plan, prediction=prediction)
 
     def _at(self, c: Candidate, limit: float) -> Prediction:
         """With so much memory, of which state may take what is left."""
         return c.prediction if c.layout.optimizer != "auto" else predict(c.plan, self.setting, limit)
 
-    def _filled(self, c: Candidate) -> Candidate:
+    def _settled(self, c: Candidate) -> Candidate:
         """With as much of the optimizer's state on the device as there is room for, where that is left open."""
         if c.layout.optimizer != "auto":
             return c
@@ -147,8 +174,7 @@ def _amount(rung: int) -> float:
     return float(math.floor(2.0 ** (rung / RUNGS)))
 
 
-def _lower(amount: float, stride: int) -> list[float]:
-    """The amounts of rungs below one, the highest first: one of `stride` down to 4 percent less, fewer down to 8."""
+def _lower(amount: float) -> list[float]:
+    """The amounts of rungs below one, the highest first: one of 4 down to 4 percent less, one of 8 down to 8."""
     top = _rung(amount)
-    far = 2 * stride if stride > 1 else 4
-    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (stride if k >= top - 16 else far) == 0]
+    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (4 if k >= top - 16 else 8) == 0]

@@ -67,11 +67,12 @@ class RankLoad:
 class Solver:
     """Options of every kind of unit, remembered by what they depend on."""
 
-    def __init__(self, setting: Setting, fixed: dict[str, str]):
-        self.setting, self.fixed = setting, fixed
-        first, *_, last = [u.kind for u in setting.spec.units]
+    def __init__(self, setting: Setting, fixed: dict[str, str], last: Choice | None = None):
+        """`last`: what the model's last unit recomputes, and in how many slices, where that is decided."""
+        self.setting, self.fixed, self._last = setting, fixed, last
+        first, *_, end = [u.kind for u in setting.spec.units]
         kinds = Counter(u.kind for u in setting.spec.units)
-        self._ends = {k: Ends(k == first, k == last) for k in (first, last) if kinds[k] == 1}
+        self._ends = {k: Ends(k == first, k == end) for k in (first, end) if kinds[k] == 1}
         self._sharding: dict[tuple[object, ...], list[Option]] = {}
         self._recompute: dict[tuple[object, ...], list[Option]] = {}
         self.known: dict[tuple[object, ...], Any] = {}
@@ -110,6 +111,8 @@ class Solver:
         key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.steps, *where)
         if key not in self._recompute:
             options = recompute_options(self.setting, layout, kind, weights)
+            if self._last is not None and kind == self.setting.spec.units[-1].kind:
+                options = [o for o in options if o.choice == self._last] or options
             self._recompute[key] = _undominated(_wished(options, "recompute", self.fixed.get("recompute")))
         return self._recompute[key]
 

@@ -9,24 +9,27 @@ Where units are few and large, one change can need another: what is faster but h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from fourfold.model.operators import UnitSpec
 from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
-from fourfold.planner.predict import Prediction, choice_of, judged
+from fourfold.planner.options import SPLITS
+from fourfold.planner.predict import Judged, Prediction, choice_of, judged
 from fourfold.planner.rules import pattern, rules_of
 from fourfold.planner.units import Choice
 
-__all__ = ["FEW", "polished"]
+__all__ = ["FEW", "Known", "filled", "polished"]
 
 FEW = 16
 """Units that are tried one by one, and two by two, where memory binds."""
-ROUNDS, PAIRS = 8, 240
-GAIN = 0.999
-"""Of few units, what is not faster by a thousandth is not worth another mode."""
+ROUNDS, PAIRS, FEWER = 8, 240, 60
+GAIN = 0.99999
+"""Of few units, what is hardly faster is not worth another mode."""
 PENALTY = 20.0
 """Of a plan that needs a hundredth too much memory: so many hundredths of its seconds."""
 Mode = tuple[Any, Any]
@@ -39,7 +42,10 @@ MODES: tuple[Mode, ...] = (
     ("zero3", "micro-batch"),
 )
 """The last two, where there are few units and several micro-batches."""
-Move = dict[str, Mode]
+Move = dict[str, Choice]
+"""What units are to choose instead."""
+Known = dict[Any, Judged]
+"""Plans of few units that were judged, by what they depend on: ways from several plans cross."""
 
 
 class _Change(NamedTuple):
@@ -60,6 +66,7 @@ class _Walk:
     prediction: Prediction
     choices: dict[str, Choice]
     few: bool
+    known: Known
 
     def __post_init__(self) -> None:
         self.least = self._cost(self.prediction.seconds, self.prediction)
@@ -78,33 +85,54 @@ class _Walk:
 
     def go(self, move: Move) -> _Change | None:
         """Make the move, if it is for the better; what it would change, where its seconds were looked at."""
-        tried = self.choices | {n: _in_mode(self.choices[n], *mode) for n, mode in move.items()}
+        tried = self.choices | move
         if tried == self.choices:
             return None
-        plan = replace(self.plan, unit=rules_of(tried))
-        found = judged(plan, self.setting, tried, self.limit)
+        found = self._judged(tried)
         now, then = self.prediction, max(m.peak for m in found.memory)
         if not self.few and self._cost(0.5 * now.seconds, found) >= self.least:
             return None
         change = _Change(move, found.seconds - now.seconds, then - self.peak)
         if (cost := self._cost(found.seconds, found)) < (GAIN if self.few else 1.0) * self.least:
+            plan = replace(self.plan, unit=rules_of(tried))
             self.plan, self.prediction, self.choices, self.least = plan, found.prediction(), tried, cost
         return change
 
+    def most(self, moves: list[tuple[str, Choice]]) -> int:
+        """How many of them, the first at least, can be made at once."""
+        low, high = 1, len(moves) + 1
+        while high - low > 1:
+            half = (low + high) // 2
+            fits = self._cost(0.0, self._judged(self.choices | dict(moves[:half]))) < float("inf")
+            low, high = (half, high) if fits else (low, half)
+        return low
+
+    def _judged(self, choices: dict[str, Choice]) -> Judged:
+        bare = replace(self.plan, unit=())
+        if not self.few:
+            return judged(bare, self.setting, choices, self.limit)
+        key = (bare, tuple(choices.values()), self.limit if bare.memory.optimizer == "auto" else None)
+        if key not in self.known:
+            self.known[key] = judged(bare, self.setting, choices, self.limit)
+        return self.known[key]
+
 
 def polished(
-    setting: Setting, plan: Plan, prediction: Prediction, limit: float, few: bool = False
+    setting: Setting, plan: Plan, prediction: Prediction, limit: float, known: Known | None = None
 ) -> tuple[Plan, Prediction]:
     """The plan, or a faster one with other modes that fits; from one that does not, the way leads to one that does, if any.
 
-    `few`: units are tried one by one and two by two.
+    `known`: units are few, and tried one by one and two by two; what was judged is kept there.
     """
-    walk = _Walk(setting, limit, plan, prediction, {u.name: choice_of(plan, u) for u in setting.spec.units}, few)
+    few, choices = known is not None, {u.name: choice_of(plan, u) for u in setting.spec.units}
+    walk = _Walk(setting, limit, plan, prediction, choices, few, {} if known is None else known)
     modes = MODES[: None if few and plan.micro_batches(setting.global_batch) > 1 else 4]
     for _ in range(ROUNDS if few else 1):
         before = walk.least
         changes = [
-            walk.go(dict.fromkeys(names, mode)) for names in _groups(setting, walk.choices, few) for mode in modes
+            walk.go({n: _in_mode(walk.choices[n], *mode) for n in names})
+            for names in _groups(setting, walk.choices, few)
+            for mode in modes
         ]
         if walk.least == before and few:
             for move in _pairs([c for c in changes if c is not None], limit - walk.peak):
@@ -114,6 +142,56 @@ def polished(
         if walk.least == before:
             break
     return walk.plan, walk.prediction
+
+
+def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -> tuple[Plan, Prediction]:
+    """The plan, or a faster one in which as many of alike units as there is room for have another mode, or recompute less.
+
+    Where that does not help, two kinds of units change at once: one makes room for the other. Without a pipeline: there every
+    unit's seconds count.
+    """
+    units = {u.name: u for u in setting.spec.units}
+    walk = _Walk(setting, limit, plan, prediction, {n: choice_of(plan, u) for n, u in units.items()}, True, {})
+    for _ in range(ROUNDS):
+        before, changes = walk.least, []
+        for names in _groups(setting, walk.choices, few=False)[1:]:
+            for change in _changes(plan, setting):
+                wished = [(n, change(units[n], walk.choices[n])) for n in reversed(names)]
+                moves = [(n, c) for n, c in wished if c != walk.choices[n]]
+                least = walk.least
+                walk.go(dict(moves[:1]))
+                if walk.least < least and len(moves) > 1:
+                    walk.go(dict(moves[: walk.most(moves)]))
+                elif moves and walk.least == least:
+                    changes.append(walk.go(dict(moves)))
+        if walk.least == before:
+            for move in _pairs([c for c in changes if c is not None], limit - walk.peak)[:FEWER]:
+                walk.go(move)
+                if walk.least < before:
+                    break
+        if walk.least == before:
+            break
+    return walk.plan, walk.prediction
+
+
+def _changes(plan: Plan, setting: Setting) -> Iterator[Callable[[UnitSpec, Choice], Choice]]:
+    """Other modes, and less or more to recompute."""
+    for mode, reduce in MODES[: None if plan.micro_batches(setting.global_batch) > 1 else 4]:
+        yield partial(_moded, mode=mode, reduce=reduce)
+    splits = SPLITS if plan.mesh.row * plan.mesh.col == 1 else ()
+    for name, split in [("none", 1), ("selective", 1), ("full", 1), *(("per-slice", s) for s in splits)]:
+        yield partial(_redone, name=name, split=split)
+
+
+def _moded(unit: UnitSpec, c: Choice, mode: Any, reduce: Any) -> Choice:
+    return _in_mode(c, mode, reduce)
+
+
+def _redone(unit: UnitSpec, c: Choice, name: Any, split: int) -> Choice:
+    """A choice that recomputes so, where the unit can."""
+    if split > 1 and (c.mode == "replicate" or unit.slices < split or name not in unit.saved):
+        return c
+    return c._replace(recompute=name, split=split)
 
 
 def _groups(setting: Setting, choices: dict[str, Choice], few: bool) -> list[list[str]]:
