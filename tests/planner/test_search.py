@@ -233,7 +233,12 @@ def test_nothing_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "nodes", "batch", "fixes"), [("16GB", 1, 8, []), ("5GB", 1, 8, ["col=1", "pipe=1", "recompute=none"])]
+    ("memory", "nodes", "batch", "fixes"),
+    [
+        ("16GB", 1, 8, []),
+        ("5GB", 1, 8, ["col=1", "pipe=1", "recompute=none"]),
+        ("5GB", 1, 8, ["data=8", "optimizer=device", "activations=device"]),
+    ],
 )
 def test_what_would_do_does(memory: str, nodes: int, batch: int, fixes: list[str]) -> None:
     s, wanted = setting(memory, nodes, batch, llama(40, 8192) if not fixes else llama(16, 4096)), parse_fixes(fixes)
@@ -249,6 +254,8 @@ def test_what_would_do_does(memory: str, nodes: int, batch: int, fixes: list[str
             find_plan(setting(memory, int(more[1]), batch, s.spec), wanted)
         elif large := re.match(r"devices with ([0-9.]+) GiB", way):
             find_plan(setting(f"{float(large[1]) + 0.01}GiB", nodes, batch, s.spec), wanted)
+            with pytest.raises(PlanError, match="no plan fits"):
+                find_plan(setting(f"{0.95 * float(large[1])}GiB", nodes, batch, s.spec), wanted)
         else:
             free = re.match(r"leaving (\w+) free", way)
             assert free, way

@@ -26,11 +26,13 @@ from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import STASH, Choice, compute_times, computes
 from fourfold.program.ops import Schedule
 
-__all__ = ["flights", "flights_of", "floor_in", "floor_of"]
+__all__ = ["bytes_at_least", "flights", "flights_of", "floor_in", "floor_of"]
 
 WEIGHTS: tuple[Weights, ...] = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0))
 """Of the host's link, with which a rank's least seconds are sought ([Note: the host's link, at least])."""
 
+_Options = tuple[list[tuple[float, float]], int]
+"""(bytes, seconds) of each that alike units may choose, and how many units they are."""
 Flying = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 
@@ -120,11 +122,12 @@ def floor_in(solver: Solver, layout: Layout, limit: float, floor: float = 0.0, e
     """
     if layout.mesh.pipe > 1 and layout.schedule == "synthesized":  # its stages are its own
         return floor
-    placed: tuple[int, ...] = (0,)
-    deals: tuple[tuple[int, ...], ...] = ((solver.setting.spec.layers,),)
-    if layout.mesh.pipe > 1:
-        placed, deals = stage_deals(solver.setting, layout)
+    placed, deals = _dealt(solver.setting, layout)
     return _floor(solver, layout, _held(solver.setting, placed, deals), limit, floor, enough, None)
+
+
+def _dealt(setting: Setting, layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    return stage_deals(setting, layout) if layout.mesh.pipe > 1 else ((0,), ((setting.spec.layers,),))
 
 
 def floor_of(
@@ -133,6 +136,23 @@ def floor_of(
     """The same with a schedule and layers dealt out."""
     held = _held(solver.setting, schedule.placement, (counts,))
     return _floor(solver, layout, held, limit, floor, inf, schedule)
+
+
+def bytes_at_least(solver: Solver, layout: Layout) -> float:
+    """Bytes of a device without which no plan of the layout fits."""
+    placed, deals = _dealt(solver.setting, layout)
+    found = []
+    for ranks in _held(solver.setting, placed, deals):
+        most = 0.0
+        for h in ranks:
+            rank = _rank(h.stages, *flights(layout, h.rank), h.ends, layout.puts_weights_off)
+            kinds = _kinds(solver, layout, rank)
+            again = [k.again[0] for k in kinds]
+            for at in _instants(rank):
+                rows, taken = _rows(rank, kinds, again, at, 0, 1)
+                most = max(most, taken + sum(units * min(size for size, _ in options) for options, units in rows))
+        found.append(most)
+    return min(found) + (layout.message(solver.setting) if solver.setting.cluster.device.kind != "cpu" else 0.0)
 
 
 class _Held(NamedTuple):
@@ -217,18 +237,22 @@ def _rank(
 
 def _least(solver: Solver, layout: Layout, rank: _Rank, budget: float) -> float | None:
     """Seconds beyond computing that no choice of the rank's units can beat; None where none fits."""
-    base = (*solver.key(layout), layout.puts_weights_off, layout.splits_backward)
-    key = (base, rank, budget)
+    key = (*solver.key(layout), layout.puts_weights_off, layout.splits_backward, rank, budget)
     if key not in solver.known:
-        kinds = []
-        for r in rank.rows:
-            kind = (base, r.kind, r.opens, r.closes)
-            if kind not in solver.known:
-                solver.known[kind] = _Kind.of(solver, layout, r)
-            kinds.append(solver.known[kind])
-        solver.known[key] = _sought(solver, layout, rank, kinds, budget)
+        solver.known[key] = _sought(solver, layout, rank, _kinds(solver, layout, rank), budget)
     least: float | None = solver.known[key]
     return least
+
+
+def _kinds(solver: Solver, layout: Layout, rank: _Rank) -> list[_Kind]:
+    """Row by row."""
+    base, out = (*solver.key(layout), layout.puts_weights_off, layout.splits_backward), []
+    for r in rank.rows:
+        key = (*base, r.kind, r.opens, r.closes)
+        if key not in solver.known:
+            solver.known[key] = _Kind.of(solver, layout, r)
+        out.append(solver.known[key])
+    return out
 
 
 class _Kind(NamedTuple):
@@ -263,28 +287,15 @@ def _sought(solver: Solver, layout: Layout, rank: _Rank, kinds: list[_Kind], bud
     m, least = layout.micro_batches, 0.0
     which, stay = _weights(solver, layout, rank, kinds) if layout.activations == "host" else (0, 0.0)
     again = [k.again[which] for k in kinds]
-    closing = [min([o.transient for o in os]) for r, os in zip(rank.rows, again, strict=True) if r.kind == rank.closing]
-    queues = sum(
-        [r.units * (max([o.queued for o in k.modes]) - k.behind) for r, k in zip(rank.rows, kinds, strict=True)]
-    )
+    pairs = list(zip(rank.rows, kinds, strict=True))
+    queues = sum([r.units * (max([o.queued for o in k.modes]) - k.behind) for r, k in pairs])
     for queued in (0, 1) if queues > 0 else (0,):
         binds = False
         for at in _instants(rank):
             if max(at) < 1 and not binds:
                 break
-            room = budget - (at.first + at.between) * max(closing, default=0.0)
-            rows = []
-            for r, k, options in zip(rank.rows, kinds, again, strict=True):
-                flight = at.first * r.first + at.between * r.between
-                held = [
-                    (
-                        at.first * o.first + at.between * o.memory + at.last * o.last,
-                        o.seconds + queued * (o.queued - k.behind),
-                    )
-                    for o in k.modes
-                ]
-                rows += [(held, r.units), ([(flight * o.memory, m * o.seconds) for o in options], r.units)]
-            found = _relaxed(rows, room)
+            rows, taken = _rows(rank, kinds, again, at, queued, m)
+            found = _relaxed(rows, budget - taken)
             if found is None:
                 return None
             binds, least = binds or found[1], max(least, found[0] - stay)
@@ -292,6 +303,24 @@ def _sought(solver: Solver, layout: Layout, rank: _Rank, kinds: list[_Kind], bud
         for way in (0, 1):
             least = max(least, sum([r.units * k.plain[way] for r, k in zip(rank.rows, kinds, strict=True)]))
     return least
+
+
+def _rows(
+    rank: _Rank, kinds: list[_Kind], again: list[list[Option]], at: _Instant, queued: int, micro_batches: int
+) -> tuple[list[_Options], float]:
+    """What units may hold at an instant, and take; and bytes that are held for a while then."""
+    rows: list[_Options] = []
+    closing = 0.0
+    for r, k, options in zip(rank.rows, kinds, again, strict=True):
+        flight = at.first * r.first + at.between * r.between
+        sharded = [
+            (at.first * o.first + at.between * o.memory + at.last * o.last, o.seconds + queued * (o.queued - k.behind))
+            for o in k.modes
+        ]
+        rows += [(sharded, r.units), ([(flight * o.memory, micro_batches * o.seconds) for o in options], r.units)]
+        if r.kind == rank.closing:
+            closing = min([o.transient for o in options])
+    return rows, (at.first + at.between) * closing
 
 
 def _weights(solver: Solver, layout: Layout, rank: _Rank, kinds: list[_Kind]) -> tuple[int, float]:
@@ -308,7 +337,7 @@ def _weights(solver: Solver, layout: Layout, rank: _Rank, kinds: list[_Kind]) ->
     return i, stay
 
 
-def _relaxed(rows: list[tuple[list[tuple[float, float]], int]], room: float) -> tuple[float, bool] | None:
+def _relaxed(rows: list[_Options], room: float) -> tuple[float, bool] | None:
     """Seconds of alike units, each with its options (bytes, seconds), at least; and whether memory binds."""
     seconds = held = 0.0
     for options, units in rows:

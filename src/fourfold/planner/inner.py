@@ -16,7 +16,7 @@ from fourfold.planner.layout import Layout
 from fourfold.planner.options import Option, RankLoad, Solver
 from fourfold.planner.units import Choice
 
-__all__ = ["Solved", "free_bytes", "frugal_bytes", "least_bytes", "solve_rank"]
+__all__ = ["Solved", "free_bytes", "frugal_bytes", "solve_rank"]
 
 SAME = 1e-12
 """Seconds: options that differ by less are as fast."""
@@ -184,22 +184,6 @@ def _apart(values: set[float]) -> list[float]:
             out.append(value)
     smallest = min(values)
     return out if out[-1] == smallest else [*out, smallest]
-
-
-def least_bytes(solver: Solver, layout: Layout, load: RankLoad) -> float:
-    """The least bytes with which the rank's units can do."""
-    piped = layout.mesh.pipe > 1
-    total = transient = 0.0
-    for kind, count in load.units:
-        sharding, again = solver.sharding(layout, kind, piped), solver.recompute(layout, kind)
-        best = min(
-            (count * (a.memory + load.in_flight * b.memory) + a.transient + b.transient, a, b)
-            for a in sharding
-            for b in again
-        )
-        total += count * (best[1].memory + load.in_flight * best[2].memory)
-        transient = max(transient, best[1].transient + best[2].transient)
-    return total + transient
 
 
 def _solved(

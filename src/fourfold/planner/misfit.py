@@ -8,16 +8,16 @@ from typing import NoReturn
 
 from fourfold.errors import PlanError
 from fourfold.plan import Precision
-from fourfold.planner.inner import least_bytes
+from fourfold.planner.floors import bytes_at_least
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import Constraints, layouts, loads
+from fourfold.planner.layouts import Constraints, layouts
 from fourfold.planner.options import Solver
 from fourfold.schema import format_bytes
 
 __all__ = ["explain_misfit", "smallest"]
 
-TIMES = (1.05, 1.2, 1.5, 2.0, 3.0)
-"""How many times as large devices are tried."""
+TIMES, CLOSE = (1.02, 1.1, 1.2, 1.5, 2.0, 3.0), 1.03
+"""How many times what is needed at least devices are tried with; and how near to too little the answer is."""
 
 
 def smallest(setting: Setting, wanted: Constraints, solver: Solver | None = None) -> tuple[float, Layout]:
@@ -39,8 +39,7 @@ def smallest(setting: Setting, wanted: Constraints, solver: Solver | None = None
                 optimizer=wanted.get("optimizer", "host"),
                 activations=wanted.get("activations", "host"),
             )
-        ranks, _ = loads(setting, layout)
-        need = max(least_bytes(solver, layout, load) for load in ranks)
+        need = bytes_at_least(solver, layout)
         if best is None or need < best[0]:
             best = (need, layout)
     assert best is not None, "layouts() explains when there is none"
@@ -108,11 +107,12 @@ def _memory(
         device = replace(cluster.device, memory=str(int(memory)))
         return replace(setting, cluster=replace(cluster, device=device))
 
-    base = low = max(need * cluster.memory / cluster.usable, cluster.memory)
-    for times in TIMES:
-        found = larger(base * times)
-        if fits(found, wanted):
-            between = larger((low + base * times) / 2)
-            return between if times > TIMES[0] and fits(between, wanted) else found
-        low = base * times
-    return None
+    base = max(cluster.memory + (need - cluster.usable) / (1 - cluster.device.margin), cluster.memory)
+    high = next((base * times for times in TIMES if fits(larger(base * times), wanted)), None)
+    if high is None:
+        return None
+    low = max([base * times for times in TIMES if base * times < high], default=base)
+    while high > CLOSE * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(larger(middle), wanted) else (middle, high)
+    return larger(high)
