@@ -346,9 +346,16 @@ class Judged:
             return 0.0
         if given is not None:
             return min(1.0, given / self._most_state())
-        self.share = 0.0
-        room = min(self.limit - self._memory(r).peak for r in range(self.schedule.ranks))
-        return max(0.0, min(1.0, room / self._most_state()))
+        self.share, most = 0.0, self._most_state()
+        found = self._room() / most
+        if 0 < found < 1 and (1 - found) * most < RING * BUCKET * self.setting.streamed:
+            self.share = found  # with little to stream, the ring is smaller, too
+            found += self._room() / most
+        return max(0.0, min(1.0, found))
+
+    def _room(self) -> float:
+        """Bytes that every rank has left."""
+        return min(self.limit - self._memory(r).peak for r in range(self.schedule.ranks))
 
     def _most_state(self) -> float:
         """Bytes of the optimizer's state of the rank that has most of it."""
