@@ -197,6 +197,11 @@ class ModelSpec:
         """One unit of every kind."""
         return {u.kind: u for u in reversed(self.units)}
 
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all layers but the first and the last are of the same kinds of units."""
+        return len({tuple(u.kind for u in self.of_layer(layer)) for layer in range(1, self.layers - 1)}) <= 1
+
     def of_layer(self, layer: int) -> tuple[UnitSpec, ...]:
         return self._layers[layer]
 

@@ -174,9 +174,8 @@ def _held(
     """The first and the last rank, for all deals at once; where layers are not alike, for each."""
     spec, last = setting.spec, max(placed)
     every = [[tuple(u.kind for u in units) for units in units_of_stages(spec, counts)] for counts in deals]
-    layers = {tuple(u.kind for u in spec.of_layer(i)) for i in range(1, spec.layers - 1)}
     out = []
-    for some in [every] if len(layers) == 1 else [[stages] for stages in every]:
+    for some in [every] if spec.alike else [[stages] for stages in every]:
         ranks = []
         for rank in sorted({0, last}):
             mine = [[stages[s] for s in range(len(placed)) if placed[s] == rank] for stages in some]

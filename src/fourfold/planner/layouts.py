@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from fourfold import schema
@@ -266,7 +268,7 @@ def loads(
 def _held(
     setting: Setting, pipe: int, zigzag: bool, size: int, row: int, col: int, tensor: Tensor, steps: int, apart: bool
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[tuple[float, float, float]]]:
-    """Ranks that differ: the first, the last, and of those between the first with each number of blocks."""
+    """Ranks that differ: the first, the last, and of those between the first that holds such blocks."""
     spec = setting.spec
     base = {}
     for kind in spec.kinds:
@@ -280,17 +282,16 @@ def _held(
     more[0] += sum(_sum(base, dict.fromkeys(first, 1)))
     more[end] += sum(_sum(base, dict.fromkeys(last, 1)))
     share = _shares(spec.layers - 2, sum(_sum(base, per)), tuple(more))
-    ranks: list[int] = []
-    held, works = [], []
-    seen: set[int] = set()
+    ranks, held, works = [], [], []
+    seen: set[tuple[tuple[str, int], ...]] = set()
+    layers = iter(range(1, spec.layers - 1))
     for rank in range(pipe):
-        if rank in (0, pipe - 1) or share[rank] not in seen:
+        counts = Counter(u.kind for layer in islice(layers, share[rank]) for u in spec.of_layer(layer))
+        inner = tuple(counts.items())
+        if rank in (0, pipe - 1) or inner not in seen:
             ranks.append(rank)
-            seen |= {share[rank]} if 0 < rank < pipe - 1 else set()
-            counts = {kind: round(n * share[rank]) for kind, n in per.items()}
-            for kind in [*(first if rank == 0 else ()), *(last if rank == end else ())]:
-                counts[kind] = counts.get(kind, 0) + 1
-            counts = {k: n for k, n in counts.items() if n}
+            seen |= {inner} if 0 < rank < pipe - 1 else set()
+            counts.update([*(first if rank == 0 else ()), *(last if rank == end else ())])
             held.append(tuple(counts.items()))
             works.append(_sum(base, counts))
     return ranks, held, works
@@ -372,7 +373,7 @@ def computed(setting: Setting, layout: Layout, moved: bool = False) -> float:
     """Seconds that no choice of units on this layout can beat; unless `moved`, the grid moves what any flow does."""
     mesh, kept = layout.mesh, (layout.tensor, layout.steps) if moved else ()
     model, block = _model(setting, layout.micro_batch_size, mesh.row, mesh.col, *kept)
-    blocks = -(-(setting.spec.layers - 2) // mesh.pipe)
+    blocks = -(-(setting.spec.layers - 2) // mesh.pipe) if setting.spec.alike else 0
     return least_seconds(layout, model, max(model / mesh.pipe, blocks * block))
 
 
@@ -402,7 +403,9 @@ def _counts(setting: Setting) -> dict[str, tuple[int, int]]:
 
 
 def bound(setting: Setting, layout: Layout) -> float:
-    """The same, with layers dealt out: the busiest rank's share is the least that it can be."""
+    """The same, with alike layers dealt out: the busiest rank's share is the least that it can be."""
+    if not setting.spec.alike:
+        return 0.0
     _, works = loads(setting, layout, apart=False)  # which hides most, and is found faster
     return layout.micro_batches * max(map(sum, works))
 

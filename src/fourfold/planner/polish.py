@@ -23,13 +23,15 @@ from fourfold.planner.predict import Judged, Prediction, choice_of, judged
 from fourfold.planner.rules import pattern, rules_of
 from fourfold.planner.units import Choice
 
-__all__ = ["FEW", "Known", "filled", "polished"]
+__all__ = ["FEW", "Known", "filled", "plainest", "polished"]
 
 FEW = 16
 """Units that are tried one by one, and two by two, where memory binds."""
 ROUNDS, PAIRS, FEWER = 8, 240, 60
 GAIN = 0.99999
 """Of few units, what is hardly faster is not worth another mode."""
+TIE = 0.005
+"""What a CPU's networks and clocks leave open: plans that are as near take the same."""
 PENALTY = 20.0
 """Of a plan that needs a hundredth too much memory: so many hundredths of its seconds."""
 Mode = tuple[Any, Any]
@@ -172,6 +174,18 @@ def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -
         if walk.least == before:
             break
     return walk.plan, walk.prediction
+
+
+def plainest(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -> tuple[Plan, Prediction]:
+    """The plan, or one that has a single mode for all units, fits, and takes hardly longer: by less than TIE."""
+    choices = {u.name: choice_of(plan, u) for u in setting.spec.units}
+    best, least = (plan, prediction), (1 + TIE) * prediction.seconds
+    for mode in MODES[: None if plan.micro_batches(setting.global_batch) > 1 else 4]:
+        tried = {n: _in_mode(c, *mode) for n, c in choices.items()}
+        found = judged(replace(plan, unit=()), setting, tried, limit)
+        if found.fits and found.seconds <= least:
+            best, least = (replace(plan, unit=rules_of(tried)), found.prediction()), found.seconds
+    return best
 
 
 def _changes(plan: Plan, setting: Setting) -> Iterator[Callable[[UnitSpec, Choice], Choice]]:
