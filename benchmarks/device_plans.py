@@ -96,6 +96,8 @@ PLANS: list[tuple[str, str, int, int, dict[str, Any]]] = [  # name, model, seque
      {"mesh": {"data": 4}, "unit": [rule(mode="zero3")], "memory": {"optimizer": "host"}}),
     ("data 4, activations on the host", "llama", 2, 0,
      {"mesh": {"data": 4}, "unit": [rule(mode="zero3")], "memory": {"activations": "host"}}),
+    ("data 4, both on the host", "llama", 2, 0,
+     {"mesh": {"data": 4}, "unit": [rule(mode="zero3")], "memory": {"optimizer": "host", "activations": "host"}}),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from fourfold.planner.build import Candidate, build_out
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints
 from fourfold.planner.options import Solver
-from fourfold.planner.polish import FEW, Known, filled, plainest, polished
+from fourfold.planner.polish import FEW, TIE, Known, filled, plainest, polished
 from fourfold.planner.predict import Prediction, fits, predict
 from fourfold.planner.units import Choice
 
@@ -79,11 +79,17 @@ class Maker:
         done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
         done = sorted(done, key=lambda c: self._at(c, self.limit).seconds)
         done += [self._filled(c) for c in done[:FILLED]]
-        chosen = min([self._settled(c) for c in done], key=lambda c: c.prediction.seconds)
-        if self.setting.cluster.device.kind == "cpu" and "mode" not in self.wanted.fixed and chosen.layout.replicas > 1:
-            plan, prediction = plainest(self.setting, chosen.plan, chosen.prediction, self.limit)
-            chosen = replace(chosen, plan=plan, prediction=prediction)
-        return chosen
+        done = sorted([self._settled(c) for c in done], key=lambda c: c.prediction.seconds)
+        return self._plainest(done) if self.setting.cluster.device.kind == "cpu" else done[0]
+
+    def _plainest(self, done: list[Candidate]) -> Candidate:
+        """Of some plans, the fastest first, and all that take hardly longer the plainest: one ahead gathered, one mode."""
+        near = (1 + TIE) * done[0].prediction.seconds
+        best = next((c for c in done if c.layout.prefetch and c.prediction.seconds <= near), done[0])
+        if "mode" in self.wanted.fixed or best.layout.replicas == 1:
+            return best
+        plan, prediction = plainest(self.setting, best.plan, best.prediction, self.limit)
+        return replace(best, plan=plan, prediction=prediction)
 
     def _starts(
         self, layout: Layout, limits: list[float], many: bool, few: bool = False, slower: Sequence[float] = ()

@@ -92,14 +92,11 @@ def flights(layout: Layout, rank: int) -> Flying:
 
 def flights_of(schedule: Schedule, rank: int) -> Flying:
     """The same, as the schedule's order has them."""
-    held, split = schedule.stages_of[rank], schedule.split
-    now, begun, left = (
-        dict.fromkeys(held, 0),
-        set[int](),
-        Counter(op.stage for op in schedule.order[rank] if op.kind == "F"),
-    )
+    held, ops = schedule.stages_of[rank], schedule.order[rank]
+    now, left = dict.fromkeys(held, 0), Counter(op.stage for op in ops if op.kind == "F")
+    begun: set[int] = set()
     first, between = (0,) * len(held), None
-    for op in schedule.order[rank]:
+    for op in ops:
         if op.kind == "F":
             now[op.stage] += 1
             flying = tuple(now.values())
@@ -110,7 +107,7 @@ def flights_of(schedule: Schedule, rank: int) -> Flying:
         elif op.kind != "W":
             now[op.stage] -= 1
             begun.add(op.stage)
-        if op.kind == ("W" if split else "B"):
+        if op.kind == ("W" if schedule.split else "B"):
             left[op.stage] -= 1
     return first, between
 

@@ -23,15 +23,15 @@ from fourfold.planner.predict import Judged, Prediction, choice_of, judged
 from fourfold.planner.rules import pattern, rules_of
 from fourfold.planner.units import Choice
 
-__all__ = ["FEW", "Known", "filled", "plainest", "polished"]
+__all__ = ["FEW", "TIE", "Known", "filled", "plainest", "polished"]
 
 FEW = 16
 """Units that are tried one by one, and two by two, where memory binds."""
 ROUNDS, PAIRS, FEWER = 8, 240, 60
 GAIN = 0.99999
 """Of few units, what is hardly faster is not worth another mode."""
-TIE = 0.005
-"""What a CPU's networks and clocks leave open: plans that are as near take the same."""
+TIE = 0.01
+"""What a CPU's clock and its networks leave open: plans that are as near take the same."""
 PENALTY = 20.0
 """Of a plan that needs a hundredth too much memory: so many hundredths of its seconds."""
 Mode = tuple[Any, Any]
@@ -177,14 +177,19 @@ def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -
 
 
 def plainest(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -> tuple[Plan, Prediction]:
-    """The plan, or one that has a single mode for all units, fits, and takes hardly longer: by less than TIE."""
+    """Of plans that have a single mode for all units, fit, and take hardly longer, by less than TIE, the one that holds least.
+
+    The plan itself, where there is none.
+    """
     choices = {u.name: choice_of(plan, u) for u in setting.spec.units}
-    best, least = (plan, prediction), (1 + TIE) * prediction.seconds
+    best, least = (plan, prediction), float("inf")
     for mode in MODES[: None if plan.micro_batches(setting.global_batch) > 1 else 4]:
         tried = {n: _in_mode(c, *mode) for n, c in choices.items()}
         found = judged(replace(plan, unit=()), setting, tried, limit)
-        if found.fits and found.seconds <= least:
-            best, least = (replace(plan, unit=rules_of(tried)), found.prediction()), found.seconds
+        if found.fits and found.seconds <= (1 + TIE) * prediction.seconds:
+            single = found.prediction()
+            if single.peak.peak < least:
+                best, least = (replace(plan, unit=rules_of(tried)), single), single.peak.peak
     return best
 
 
