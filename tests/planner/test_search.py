@@ -23,7 +23,7 @@ from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import bound, computed, layouts, parse_fixes
 from fourfold.planner.make import default_precision, find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
-from fourfold.planner.predict import predict
+from fourfold.planner.predict import choice_of, predict
 from fourfold.planner.rules import rules_of
 from fourfold.planner.units import Choice
 from fourfold.schema import parse_bytes
@@ -260,6 +260,19 @@ def test_what_would_do_does(memory: str, nodes: int, batch: int, fixes: list[str
             free = re.match(r"leaving (\w+) free", way)
             assert free, way
             find_plan(s, parse_fixes([f for f in fixes if not f.startswith(free[1])]))
+
+
+def test_a_tied_head_is_sharded_as_the_embedding() -> None:
+    """Whatever was changed to fill the memory: it is one matrix."""
+    spec = ModelSpec.from_config(ModelConfig(family="gpt", layers=12, hidden=1024, heads=16, vocab=50304, seq_len=1024))
+    assert spec.tied
+    seen = set()
+    for memory in ("4GB", "4.5GB", "5GB", "6GB", "7GB", "9GB"):
+        best = find_plan(setting(memory, batch=64, spec=spec), parse_fixes(["data=8"])).best
+        first, last = (choice_of(best.plan, spec.units[i]) for i in (0, -1))
+        assert (first.mode, first.reduce, first.within) == (last.mode, last.reduce, last.within)
+        seen.add((first.mode, first.reduce))
+    assert len(seen) > 1
 
 
 def test_at_most_so_many_ranks() -> None:

@@ -21,7 +21,7 @@ from fourfold.planner.build import Candidate, build_out
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints
 from fourfold.planner.options import Solver
-from fourfold.planner.polish import FEW, TIE, Known, filled, plainest, polished
+from fourfold.planner.polish import FEW, Known, filled, plainest, polished
 from fourfold.planner.predict import Prediction, fits, predict
 from fourfold.planner.units import Choice
 
@@ -79,13 +79,11 @@ class Maker:
         done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
         done = sorted(done, key=lambda c: self._at(c, self.limit).seconds)
         done += [self._filled(c) for c in done[:FILLED]]
-        done = sorted([self._settled(c) for c in done], key=lambda c: c.prediction.seconds)
-        return self._plainest(done) if self.setting.cluster.device.kind == "cpu" else done[0]
+        chosen = min([self._settled(c) for c in done], key=lambda c: c.prediction.seconds)
+        return self._plainest(chosen) if self.setting.cluster.device.kind == "cpu" else chosen
 
-    def _plainest(self, done: list[Candidate]) -> Candidate:
-        """Of some plans, the fastest first, and all that take hardly longer the plainest: one ahead gathered, one mode."""
-        near = (1 + TIE) * done[0].prediction.seconds
-        best = next((c for c in done if c.layout.prefetch and c.prediction.seconds <= near), done[0])
+    def _plainest(self, best: Candidate) -> Candidate:
+        """The plan, or one with a single mode that takes hardly longer."""
         if "mode" in self.wanted.fixed or best.layout.replicas == 1:
             return best
         plan, prediction = plainest(self.setting, best.plan, best.prediction, self.limit)

@@ -23,7 +23,7 @@ from fourfold.planner.predict import Judged, Prediction, choice_of, judged
 from fourfold.planner.rules import pattern, rules_of
 from fourfold.planner.units import Choice
 
-__all__ = ["FEW", "TIE", "Known", "filled", "plainest", "polished"]
+__all__ = ["FEW", "Known", "filled", "plainest", "polished"]
 
 FEW = 16
 """Units that are tried one by one, and two by two, where memory binds."""
@@ -153,6 +153,7 @@ def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -
     unit's seconds count.
     """
     units = {u.name: u for u in setting.spec.units}
+    ends = (setting.spec.units[0].name, setting.spec.units[-1].name)  # which change together, where they are tied
     walk = _Walk(setting, limit, plan, prediction, {n: choice_of(plan, u) for n, u in units.items()}, True, {})
     for _ in range(ROUNDS):
         before, changes = walk.least, []
@@ -160,9 +161,9 @@ def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -
             for change in _changes(plan, setting):
                 wished = [(n, change(units[n], walk.choices[n])) for n in reversed(names)]
                 moves = [(n, c) for n, c in wished if c != walk.choices[n]]
-                least = walk.least
-                walk.go(dict(moves[:1]))
-                if walk.least < least and len(moves) > 1:
+                least, one = walk.least, len(moves) if setting.spec.tied and names[0] in ends else 1
+                walk.go(dict(moves[:one]))
+                if walk.least < least and len(moves) > one:
                     walk.go(dict(moves[: walk.most(moves)]))
                 elif moves and walk.least == least:
                     changes.append(walk.go(dict(moves)))
@@ -208,7 +209,7 @@ def _moded(unit: UnitSpec, c: Choice, mode: Any, reduce: Any) -> Choice:
 
 def _redone(unit: UnitSpec, c: Choice, name: Any, split: int) -> Choice:
     """A choice that recomputes so, where the unit can."""
-    if split > 1 and (c.mode == "replicate" or unit.slices < split or name not in unit.saved):
+    if name not in unit.saved or (split > 1 and (c.mode == "replicate" or unit.slices < split)):
         return c
     return c._replace(recompute=name, split=split)
 
