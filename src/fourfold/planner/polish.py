@@ -87,7 +87,7 @@ class _Walk:
 
     def go(self, move: Move) -> _Change | None:
         """Make the move, if it is for the better; what it would change, where its seconds were looked at."""
-        tried = self.choices | move
+        tried = self._after(move)
         if tried == self.choices:
             return None
         found = self._judged(tried)
@@ -100,12 +100,21 @@ class _Walk:
             self.plan, self.prediction, self.choices, self.least = plan, found.prediction(), tried, cost
         return change
 
+    def _after(self, move: Move) -> dict[str, Choice]:
+        """What all units choose then. A tied head is sharded as the embedding is: it is one matrix."""
+        tried = self.choices | move
+        if self.setting.spec.tied:
+            lender, head = (self.setting.spec.units[i].name for i in (0, -1))
+            mode, reduce, within = tried[lender][:3]
+            tried[head] = tried[head]._replace(mode=mode, reduce=reduce, within=within)
+        return tried
+
     def most(self, moves: list[tuple[str, Choice]]) -> int:
         """How many of them, the first at least, can be made at once."""
         low, high = 1, len(moves) + 1
         while high - low > 1:
             half = (low + high) // 2
-            fits = self._cost(0.0, self._judged(self.choices | dict(moves[:half]))) < float("inf")
+            fits = self._cost(0.0, self._judged(self._after(dict(moves[:half])))) < float("inf")
             low, high = (half, high) if fits else (low, half)
         return low
 
