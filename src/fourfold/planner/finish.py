@@ -67,12 +67,13 @@ class Maker:
         first = [self._polished(c, self.limit) for c in ranked[: 1 if many else None] if c.prediction.seconds <= hope]
         first = sorted(first, key=lambda c: c.prediction.seconds)[:LOOKED]
         few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in first)
-        limits = [self.limit, *_lower(self.limit)]
-        best = [min([c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, limits, many))]) for c in first]
+        some, every = ([self.limit, *_lower(self.limit, stride)] for stride in (4, 1))
+        best = [min([c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, some, many))]) for c in first]
         done = list(first)
         for c, seconds in zip(first, best, strict=True):
             if seconds <= (1 + NEAR) * min(best):
                 leads = seconds == min(best)
+                limits = every if leads and not (many or few) else some
                 starts = self._starts(c.layout, limits, many, few, () if many else SLOWER)
                 wanted = len(starts) if few and leads else POLISHED if few or leads else 2
                 done += [self._polished(s.candidate, s.limit, few) for s in starts[:wanted]]
@@ -182,7 +183,8 @@ def _amount(rung: int) -> float:
     return float(math.floor(2.0 ** (rung / RUNGS)))
 
 
-def _lower(amount: float) -> list[float]:
-    """The amounts of rungs below one, the highest first: one of 4 down to 4 percent less, one of 8 down to 8."""
+def _lower(amount: float, stride: int) -> list[float]:
+    """The amounts of rungs below one, the highest first: one of `stride` down to 4 percent less, fewer down to 8."""
     top = _rung(amount)
-    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (4 if k >= top - 16 else 8) == 0]
+    far = max(4, 2 * stride)
+    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (stride if k >= top - 16 else far) == 0]
