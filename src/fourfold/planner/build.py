@@ -8,7 +8,7 @@ own budget, and the schedule is simulated only when all of them fit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -37,6 +37,11 @@ CLOSE, FINE = 0.01, 0.001
 """Of a device's memory: as near to all of it as a choice is brought, and to one that is too large as others are sought."""
 
 
+LARGER = (1.04, 1.08, 1.12, 1.16, 1.2, 1.3, 1.4)
+"""Of a device's memory: budgets that are tried besides."""
+_Planned = tuple[Plan, Judged, Sequence[Solved]]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan, with what it takes."""
@@ -60,8 +65,11 @@ class _Seat:
         self.tried, self.settled = self._choose(), False
         self.fits: Solved | None = None
 
+    def choice(self, budget: float) -> Solved | None:
+        return solve_rank(self._solver, self._layout, self._load, budget)
+
     def _choose(self) -> Solved | None:
-        return solve_rank(self._solver, self._layout, self._load, self._budget)
+        return self.choice(self._budget)
 
     def weigh(self, peak: float) -> None:
         """What was tried holds so much at its height: keep it, and try a little more, or try less."""
@@ -124,15 +132,31 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, limit: float) ->
 
     for turn in range(TURNS):
         tried = [s.settle() if turn == TURNS - 1 else s.tried for s in seats]
-        solved = [s for s in tried if s is not None]
+        solved: Sequence[Solved] = [s for s in tried if s is not None]
         if len(solved) < len(seats):
             break
         plan, found = planned(solved)
         for seat, memory in zip(seats, found.memory, strict=True):
             seat.weigh(memory.peak)
         if [s.tried for s in seats] == tried and all(s.settled for s in seats):
+            if len(seats) == 1:
+                plan, found, solved = _above(seats[0], planned, (plan, found, solved), limit)
             return _candidate(setting, layout, plan, found, solved) if found.fits else None
     return None
+
+
+def _above(
+    seat: _Seat, planned: Callable[[Sequence[Solved]], tuple[Plan, Judged]], best: _Planned, limit: float
+) -> _Planned:
+    """The plan, or a faster one that is chosen with a larger budget, and fits: what is held need not grow with it."""
+    for share in LARGER:
+        more = seat.choice(share * limit)
+        if more is None or more.seconds >= best[2][0].seconds:
+            continue
+        plan, found = planned([more])
+        if found.fits:
+            best = plan, found, [more]
+    return best
 
 
 def _candidate(setting: Setting, layout: Layout, plan: Plan, found: Judged, solved: Sequence[Solved]) -> Candidate:
