@@ -28,6 +28,7 @@ __all__ = ["FEW", "Known", "filled", "plainest", "polished"]
 FEW = 16
 """Units that are tried one by one, and two by two, where memory binds."""
 ROUNDS, PAIRS, FEWER = 8, 240, 60
+"""Times that all is tried; pairs of moves that are: of few units, and of kinds of units."""
 GAIN = 0.99999
 """Of few units, what is hardly faster is not worth another mode."""
 TIE = 0.01
@@ -109,6 +110,14 @@ class _Walk:
             tried[head] = tried[head]._replace(mode=mode, reduce=reduce, within=within)
         return tried
 
+    def pair(self, changes: Sequence[_Change | None], most: int) -> None:
+        """Two moves at once, so many pairs at most, until one is for the better."""
+        before = self.least
+        for move in _pairs([c for c in changes if c is not None], self.limit - self.peak)[:most]:
+            self.go(move)
+            if self.least < before:
+                break
+
     def most(self, moves: list[tuple[str, Choice]]) -> int:
         """How many of them, the first at least, can be made at once."""
         low, high = 1, len(moves) + 1
@@ -137,7 +146,7 @@ def polished(
     """
     few, choices = known is not None, {u.name: choice_of(plan, u) for u in setting.spec.units}
     walk = _Walk(setting, limit, plan, prediction, choices, few, {} if known is None else known)
-    modes = MODES[: None if few and plan.micro_batches(setting.global_batch) > 1 else 4]
+    modes = _modes(plan, setting) if few else MODES[:4]
     for _ in range(ROUNDS if few else 1):
         before = walk.least
         changes = [
@@ -146,10 +155,7 @@ def polished(
             for mode in modes
         ]
         if walk.least == before and few:
-            for move in _pairs([c for c in changes if c is not None], limit - walk.peak):
-                walk.go(move)
-                if walk.least < before:
-                    break
+            walk.pair(changes, PAIRS)
         if walk.least == before:
             break
     return walk.plan, walk.prediction
@@ -177,10 +183,7 @@ def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -
                 elif moves and walk.least == least:
                     changes.append(walk.go(dict(moves)))
         if walk.least == before:
-            for move in _pairs([c for c in changes if c is not None], limit - walk.peak)[:FEWER]:
-                walk.go(move)
-                if walk.least < before:
-                    break
+            walk.pair(changes, FEWER)
         if walk.least == before:
             break
     return walk.plan, walk.prediction
@@ -193,7 +196,7 @@ def plainest(setting: Setting, plan: Plan, prediction: Prediction, limit: float)
     """
     choices = {u.name: choice_of(plan, u) for u in setting.spec.units}
     best, least = (plan, prediction), float("inf")
-    for mode in MODES[: None if plan.micro_batches(setting.global_batch) > 1 else 4]:
+    for mode in _modes(plan, setting):
         tried = {n: _in_mode(c, *mode) for n, c in choices.items()}
         found = judged(replace(plan, unit=()), setting, tried, limit)
         if found.fits and found.seconds <= (1 + TIE) * prediction.seconds:
@@ -203,9 +206,13 @@ def plainest(setting: Setting, plan: Plan, prediction: Prediction, limit: float)
     return best
 
 
+def _modes(plan: Plan, setting: Setting) -> tuple[Mode, ...]:
+    return MODES if plan.micro_batches(setting.global_batch) > 1 else MODES[:4]
+
+
 def _changes(plan: Plan, setting: Setting) -> Iterator[Callable[[UnitSpec, Choice], Choice]]:
     """Other modes, and less or more to recompute."""
-    for mode, reduce in MODES[: None if plan.micro_batches(setting.global_batch) > 1 else 4]:
+    for mode, reduce in _modes(plan, setting):
         yield partial(_moded, mode=mode, reduce=reduce)
     splits = SPLITS if plan.mesh.row * plan.mesh.col == 1 else ()
     for name, split in [("none", 1), ("selective", 1), ("full", 1), *(("per-slice", s) for s in splits)]:
@@ -252,7 +259,7 @@ def _pairs(changes: Sequence[_Change], room: float) -> list[Move]:
         seconds, over = a.seconds + b.seconds, max(0.0, a.peak + b.peak - room)
         if seconds < 0 and not a.move.keys() & b.move.keys():
             found.append((over, seconds, len(found), a.move | b.move))
-    return [move for *_, move in sorted(found)[:PAIRS]]
+    return [move for *_, move in sorted(found)]
 
 
 def _in_mode(c: Choice, mode: Any, reduce: Any) -> Choice:
