@@ -11,8 +11,9 @@ from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
+from fourfold.planner.followed import stage_layers
 from fourfold.planner.layout import Setting
-from fourfold.planner.predict import layout_of_plan, predict, stage_layers
+from fourfold.planner.predict import layout_of_plan, predict
 from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice, Compute, compute_times, unit_cost
 from fourfold.program import Costs, Unit, lower, simulate

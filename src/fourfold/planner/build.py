@@ -15,10 +15,11 @@ from typing import Any
 
 from fourfold.plan import Plan
 from fourfold.planner.deal import Deal, deal_layers
+from fourfold.planner.followed import schedule_of
 from fourfold.planner.inner import Solved, frugal_bytes, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.options import RankLoad, Solver
-from fourfold.planner.predict import Judged, Prediction, _schedule, _shape_of, _simulated, judged
+from fourfold.planner.predict import Judged, Prediction, judged
 from fourfold.planner.products import chosen_flows
 from fourfold.planner.rules import rules_of
 from fourfold.planner.stages import units_of_stages
@@ -174,7 +175,7 @@ def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> 
 
 def dealt_out(setting: Setting, layout: Layout) -> tuple[Schedule, Deal]:
     """A layout's schedule and its layers by stage."""
-    schedule = _schedule(_shape_of(layout.plan(setting, (), None)), _simulated(layout), setting.spec.layers)
+    schedule = schedule_of(layout.plan(setting, (), None), layout, setting.spec.layers)
     return schedule, deal_layers(setting, layout, schedule, layout.message_seconds(setting))
 
 

@@ -144,15 +144,14 @@ class Maker:
     def _polished(self, c: Candidate, limit: float, few: bool = False) -> Candidate:
         if "mode" in self.wanted.fixed or c.layout.replicas == 1:
             return c
-        known = self._judged if few else None
-        plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, known)
+        plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, self._judged, few)
         return replace(c, plan=plan, prediction=prediction)
 
     def _filled(self, c: Candidate) -> Candidate:
         """With what room is left given to some of its units."""
         if c.layout.mesh.pipe > 1 or {"mode", "recompute"} & self.wanted.fixed.keys():
             return c
-        plan, prediction = filled(self.setting, c.plan, self._at(c, self.limit), self.limit)
+        plan, prediction = filled(self.setting, c.plan, self._at(c, self.limit), self.limit, self._judged)
         return replace(c, plan=plan, prediction=prediction)
 
     def _at(self, c: Candidate, limit: float) -> Prediction:

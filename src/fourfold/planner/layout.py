@@ -97,6 +97,10 @@ class Layout:
         """Whether weight gradients have an op of their own in the schedule."""
         return self.mesh.pipe > 1 and self.schedule in ("zb-h1", "zb-v", "synthesized")
 
+    def streams(self, setting: Setting) -> bool:
+        """Whether the streamed engine updates: state on the host, or narrow."""
+        return self.optimizer != "device" or setting.moments != "fp32"
+
     def message(self, setting: Setting) -> float:
         """Bytes of one message between stages."""
         if self.mesh.pipe == 1:

@@ -48,7 +48,7 @@ MODES: tuple[Mode, ...] = (
 Move = dict[str, Choice]
 """What units are to choose instead."""
 Known = dict[Any, Judged]
-"""Plans of few units that were judged, by what they depend on: ways from several plans cross."""
+"""Plans that were judged, by layout and choices: ways from several plans, with several amounts of memory, cross."""
 
 
 class _Change(NamedTuple):
@@ -129,23 +129,21 @@ class _Walk:
 
     def _judged(self, choices: dict[str, Choice]) -> Judged:
         bare = replace(self.plan, unit=())
-        if not self.few:
-            return judged(bare, self.setting, choices, self.limit)
-        key = (bare, tuple(choices.values()), self.limit if bare.memory.optimizer == "auto" else None)
+        key = (bare, tuple(choices.values()))
         if key not in self.known:
             self.known[key] = judged(bare, self.setting, choices, self.limit)
-        return self.known[key]
+        return self.known[key].at(self.limit)
 
 
 def polished(
-    setting: Setting, plan: Plan, prediction: Prediction, limit: float, known: Known | None = None
+    setting: Setting, plan: Plan, prediction: Prediction, limit: float, known: Known, few: bool
 ) -> tuple[Plan, Prediction]:
     """The plan, or a faster one with other modes that fits; from one that does not, the way leads to one that does, if any.
 
-    `known`: units are few, and tried one by one and two by two; what was judged is kept there.
+    `few`: units are tried one by one and two by two.
     """
-    few, choices = known is not None, {u.name: choice_of(plan, u) for u in setting.spec.units}
-    walk = _Walk(setting, limit, plan, prediction, choices, few, {} if known is None else known)
+    choices = {u.name: choice_of(plan, u) for u in setting.spec.units}
+    walk = _Walk(setting, limit, plan, prediction, choices, few, known)
     modes = _modes(plan, setting) if few else MODES[:4]
     for _ in range(ROUNDS if few else 1):
         before = walk.least
@@ -161,7 +159,7 @@ def polished(
     return walk.plan, walk.prediction
 
 
-def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -> tuple[Plan, Prediction]:
+def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float, known: Known) -> tuple[Plan, Prediction]:
     """The plan, or a faster one in which as many of alike units as there is room for have another mode, or recompute less.
 
     Where that does not help, two kinds of units change at once: one makes room for the other. Without a pipeline: there every
@@ -169,7 +167,7 @@ def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -
     """
     units = {u.name: u for u in setting.spec.units}
     ends = (setting.spec.units[0].name, setting.spec.units[-1].name)  # which change together, where they are tied
-    walk = _Walk(setting, limit, plan, prediction, {n: choice_of(plan, u) for n, u in units.items()}, True, {})
+    walk = _Walk(setting, limit, plan, prediction, {n: choice_of(plan, u) for n, u in units.items()}, True, known)
     for _ in range(ROUNDS):
         before, changes = walk.least, []
         for names in _groups(setting, walk.choices, few=False)[1:]:

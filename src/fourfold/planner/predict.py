@@ -1,48 +1,30 @@
 """What a plan will take and hold: the planner's judgement of any plan, its own or one written by hand.
 
-Time: a rank without a pipeline is followed unit by unit through its step (`stages`). A pipeline's schedule is simulated with the
-seconds of every stage's ops; before it, what the first gathers add; after it, on every rank, the reductions that did not fit
-behind the last backward. Then comes the update. Memory: a replay of every rank
-(`replay`). Nothing is fitted to the result; `fourfold calibrate` measures what the numbers are made of.
+Its ranks are followed through a step (`followed`); then comes the update, and the optimizer's state, on the device or on the
+host. Nothing is fitted to the result; `fourfold calibrate` measures what the numbers are made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.operators import UnitSpec
-from fourfold.plan import Mesh, Plan
+from fourfold.plan import Plan
+from fourfold.planner.followed import Followed, schedule_of, stage_layers
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.messages import message_bytes
-from fourfold.planner.replay import Extra, RankMemory, replay_rank
-from fourfold.planner.stages import (
-    PlannedUnit,
-    StageTimes,
-    plan_units,
-    rank_costs,
-    stage_times,
-    tail,
-    units_of_stages,
-    whole_step,
-)
-from fourfold.planner.units import STASH, Choice
-from fourfold.program.engine import Problem, run
-from fourfold.program.from_plan import schedule_of_plan
-from fourfold.program.ops import Schedule
-from fourfold.program.partition import partition
+from fourfold.planner.replay import RankMemory
+from fourfold.planner.units import Choice
 
-__all__ = ["Judged", "Prediction", "choice_of", "fits", "judged", "layout_of_plan", "predict", "stage_layers"]
+__all__ = ["Judged", "Prediction", "choice_of", "fits", "judged", "layout_of_plan", "predict"]
 
 BUCKET, RING = 2**24, 4
 """Parameters of a bucket of the streamed update, and buckets that are on the device at once."""
-MOST_OPS = 150_000
-"""Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
 
 
 @dataclass(frozen=True)
@@ -122,37 +104,6 @@ def layout_of_plan(plan: Plan, setting: Setting) -> Layout:
     )
 
 
-@lru_cache(maxsize=4096)
-def _schedule(plan: Plan, micro_batches: int, layers: int) -> Schedule:
-    return schedule_of_plan(plan, micro_batches, layers=layers)
-
-
-def _shape_of(plan: Plan) -> Plan:
-    """All of a plan that its schedule depends on."""
-    pipeline = plan.pipeline
-    if pipeline.schedule != "synthesized":  # which has as many stages as there are layers for
-        pipeline = replace(pipeline, layers="auto")
-    return Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline)
-
-
-def stage_layers(setting: Setting, schedule: Schedule, wish: tuple[int, ...] | str) -> tuple[int, ...]:
-    """Layers of every stage, embedding and head among them: as the plan says, or as they are dealt out by FLOPs."""
-    spec, stages = setting.spec, schedule.stages
-    if isinstance(wish, tuple):
-        if len(wish) != stages or sum(wish) != spec.layers - 2:
-            raise PlanError(
-                f"pipeline.layers = {list(wish)} must be {stages} numbers that sum to the model's {spec.layers - 2} layers"
-            )
-        return tuple(n + (s == 0) + (s == stages - 1) for s, n in enumerate(wish))
-    return _by_flops(setting, schedule.placement)
-
-
-@lru_cache(maxsize=1024)
-def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
-    spec = setting.spec
-    return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
-
-
 def predict(plan: Plan, setting: Setting, limit: float | None = None) -> Prediction:
     """What a plan takes and holds; `limit`: bytes of a device, if not all that are usable."""
     return judged(plan, setting, limit=limit).prediction()
@@ -164,17 +115,16 @@ def judged(
     """The same, found when asked for. `choices` by unit name, where they are at hand; else the plan's rules say them."""
     spec, layout = setting.spec, layout_of_plan(plan, setting)
     try:
-        schedule = _schedule(_shape_of(plan), _simulated(layout), spec.layers)
+        schedule = schedule_of(plan, layout, spec.layers)
         counts = stage_layers(setting, schedule, plan.pipeline.layers)
     except ScheduleError as e:
         raise PlanError(str(e)) from None
     if choices is None:
         choices = {u.name: choice_of(plan, u) for u in spec.units}
-    stages = plan_units(setting, layout, units_of_stages(spec, counts), choices)
+    followed = Followed(setting, layout, schedule, counts, choices)
     told = plan.memory.device_state
     on_device = float(schema.parse_bytes(told, "memory.device_state", PlanError)) if told else None
-    limit = setting.cluster.usable if limit is None else limit
-    return Judged(setting, layout, schedule, stages, counts, on_device, plan.memory.prefetch, limit)
+    return Judged(followed, setting.cluster.usable if limit is None else limit, on_device)
 
 
 def choice_of(plan: Plan, unit: UnitSpec) -> Choice:
@@ -182,149 +132,72 @@ def choice_of(plan: Plan, unit: UnitSpec) -> Choice:
     return Choice(rule.mode, rule.reduce, rule.within, min(rule.split, unit.slices), rule.recompute)
 
 
-def _simulated(layout: Layout) -> int:
-    """Micro-batches to simulate: all, or as many as show the middle that repeats."""
-    per = 3 * layout.stages
-    few = 4 * layout.mesh.pipe
-    return layout.micro_batches if layout.micro_batches * per <= MOST_OPS else max(few, MOST_OPS // per // few * few)
-
-
 class Judged:
-    """One plan being judged."""
+    """One plan in so much memory: of the optimizer's state, what finds room is on the device."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        layout: Layout,
-        schedule: Schedule,
-        stages: list[list[PlannedUnit]],
-        counts: Sequence[int],
-        state_on_device: float | None,
-        prefetch: int,
-        limit: float,
-    ):
-        self.prefetch, self.limit = prefetch, limit
-        self._times: dict[object, StageTimes] = {}  # of stages that are alike, once
-        self._tails: dict[object, float] = {}
-        self.walks: dict[Any, Any] = {}
-        self.setting, self.layout, self.schedule, self.stages = setting, layout, schedule, stages
-        self.counts = tuple(counts)
-        mesh = layout.mesh
-        self.message_bytes, self.message = layout.message(setting), layout.message_seconds(setting)
-        last = schedule.placement[-1]
-        self.tied_copy = setting.spec.tied and schedule.placement[0] != last
-        embed = setting.spec.units[0]
-        self.tied_elements = embed.matrices / (mesh.row * mesh.col)
-        self.streams = layout.optimizer != "device" or setting.moments != "fp32"  # the streamed engine updates
-        self.share = self._share(state_on_device)
+    def __init__(self, followed: Followed, limit: float, state_on_device: float | None = None):
+        self.followed, self.limit, self._given = followed, limit, state_on_device
+        self.setting, self.layout = followed.setting, followed.layout
+        self._streams = self.layout.streams(self.setting)
+        self.share = self._share()
+
+    def at(self, limit: float) -> Judged:
+        """The same plan with another amount of memory."""
+        return self if limit == self.limit else Judged(self.followed, limit, self._given)
 
     @property
     def seconds(self) -> float:
-        return self._timed[0]
+        return self._slowest[0]
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """What every rank of the pipeline holds."""
-        return tuple(self._memory(rank) for rank in range(self.schedule.ranks))
+        held = zip(self.followed.memory, self.followed.local, strict=True)
+        return tuple(m.with_state(*self._state(local)) for m, local in held)
 
     @property
     def fits(self) -> bool:
         return fits(self.memory, self.setting.cluster, self.limit)
 
     @cached_property
-    def _timed(self) -> tuple[float, int, float, float]:
-        """Seconds; the busiest rank; seconds of its ops, with what of its collectives is not hidden; those of the update."""
-        setting, layout, schedule = self.setting, self.layout, self.schedule
-        if schedule.ranks == 1:
-            step = whole_step(setting, self.stages[0], layout.micro_batches, self.prefetch)
-            update = self._update(sum(u.cost.local for u in self.stages[0]))
-            return step + update, 0, step, update
-        times = [self._stage_times(s) for s in range(schedule.stages)]
-        costs = rank_costs(times, self.message)
-        problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
-        ran = run(problem, schedule.order)
-        more = layout.micro_batches - schedule.micro_batches
-        work = [
-            sum(times[s].forward + times[s].input_grad + times[s].weight_grad for s in held)
-            for held in schedule.stages_of
-        ]
-        busiest = max(range(schedule.ranks), key=lambda r: work[r])
-        start = sum(t.first for t in times)
-        repeated = more * work[busiest]
-        ends = []
-        for rank in range(schedule.ranks):
-            late, update = self._tail(rank), self._update(self._local(rank))
-            ends.append((start + ran.ends[rank][-1] + repeated + late + update, late, update))
-        seconds, late, update = max(ends)
-        return seconds, busiest, layout.micro_batches * work[busiest] + start + late, update
+    def _slowest(self) -> tuple[float, float, float]:
+        """Seconds of the rank that is done last, of its reductions after its last backward, and of its update."""
+        ends = (
+            (rank, self._update(local)) for rank, local in zip(self.followed.ends, self.followed.local, strict=True)
+        )
+        return max((end.seconds + update, end.late, update) for end, update in ends)
 
     def prediction(self) -> Prediction:
-        seconds, busiest, work, update = self._timed
-        setting, layout, m = self.setting, self.layout, self.layout.micro_batches
-        units = [u for s in self.schedule.stages_of[busiest] for u in self.stages[s]]
-        parts = [u.cost.compute for u in units]
+        seconds, late, update = self._slowest
+        setting, layout, followed = self.setting, self.layout, self.followed
+        m, busiest = layout.micro_batches, followed.busiest
+        parts = [u.cost.compute for u in followed.units(busiest)]
         grid = m * sum(p.grid for p in parts)
         recompute = m * sum(p.again for p in parts)
         compute = m * sum(p.forward + p.input_grad + p.weight_grad for p in parts) - grid
-        late = max(0.0, work - compute - grid - recompute)
+        exposed = max(0.0, followed.busy + late - compute - grid - recompute)
         spec = setting.spec
         return Prediction(
             seconds=seconds,
             compute=compute,
             recompute=recompute,
             grid=grid,
-            exposed=late,
-            bubble=max(0.0, seconds - compute - recompute - grid - late - update),
+            exposed=exposed,
+            bubble=max(0.0, seconds - compute - recompute - grid - exposed - update),
             update=update,
             memory=self.memory,
             tokens=setting.global_batch * spec.seq_len,
             flops=spec.flops_per_token,
             ranks=layout.mesh.ranks,
             rate=setting.cluster.device.matrix[setting.precision.compute],
-            layers=self.counts,
+            layers=followed.counts,
             device_state=self.share * self._most_state() if layout.optimizer == "auto" else 0.0,
-            computing=tuple(self._computing(rank) for rank in range(self.schedule.ranks)),
+            computing=tuple(self._computing(rank) for rank in range(followed.schedule.ranks)),
         )
 
     def _computing(self, rank: int) -> float:
-        units = [u.cost for s in self.schedule.stages_of[rank] for u in self.stages[s]]
-        once = sum(sum(c.compute[:4]) - c.compute.grid for c in units)
-        return self.layout.micro_batches * once + self._update(sum(c.local for c in units))
-
-    def _steady(self, rank: int) -> bool:
-        """Whether a rank always has a micro-batch in flight between its first forward and its last backward."""
-        if self.schedule.ranks == 1:
-            return False
-        return len(self.schedule.stages_of[rank]) > 1 or rank < self.schedule.ranks - 1
-
-    def _stage_times(self, stage: int) -> StageTimes:
-        rank, units = self.schedule.placement[stage], self.stages[stage]
-        steady, alone = self._steady(rank), len(self.schedule.stages_of[rank]) == 1
-        key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
-        if key not in self._times:
-            split = self.schedule.split
-            self._times[key] = stage_times(
-                self.setting, units, steady=steady, split=split, alone=alone, prefetch=self.prefetch
-            )
-        return self._times[key]
-
-    def _tail(self, rank: int) -> float:
-        """Seconds after a rank's last backward: reductions still under way."""
-        schedule, cluster = self.schedule, self.setting.cluster
-        last = {op.stage: i for i, op in enumerate(schedule.order[rank]) if op.kind in "BW"}
-        stages = [self.stages[s] for s in sorted(last, key=lambda s: last[s])]
-        key = tuple((i, u.spec.kind, u.choice) for i, units in enumerate(stages) for u in units)
-        if key not in self._tails:
-            self._tails[key] = tail(self.setting, stages, split=schedule.split, prefetch=self.prefetch)
-        late = self._tails[key]
-        if self.tied_copy and rank in (schedule.placement[0], schedule.placement[-1]):
-            size = self.tied_elements * self.setting.reduce
-            late += cluster.message(size, self.layout.mesh.ranks // self.layout.mesh.pipe)
-        return late
-
-    def _local(self, rank: int) -> float:
-        """Parameters that a rank updates."""
-        return sum(u.cost.local for s in self.schedule.stages_of[rank] for u in self.stages[s])
+        once = sum(sum(u.cost.compute[:4]) - u.cost.compute.grid for u in self.followed.units(rank))
+        return self.layout.micro_batches * once + self._update(self.followed.local[rank])
 
     def _update(self, local: float) -> float:
         """Seconds of the update of `local` parameters: as fast as memory, or as the host's link for what is there."""
@@ -338,15 +211,16 @@ class Judged:
         on_device = local * moved / cluster.device.memory_rate  # what is streamed is updated there, too
         return max(on_device, local * (1 - self.share) * s.streamed / cluster.host.link)
 
-    def _share(self, given: float | None) -> float:
+    def _share(self) -> float:
         """The share of the optimizer's state that is on the device."""
         if self.layout.optimizer == "device":
             return 1.0
         if self.layout.optimizer == "host":
             return 0.0
-        if given is not None:
-            return min(1.0, given / self._most_state())
-        self.share, most = 0.0, self._most_state()
+        most = self._most_state()
+        if self._given is not None:
+            return min(1.0, self._given / most)
+        self.share = 0.0
         found = self._room() / most
         if 0 < found < 1 and (1 - found) * most < RING * BUCKET * self.setting.streamed:
             self.share = found  # with little to stream, the ring is smaller, too
@@ -355,52 +229,23 @@ class Judged:
 
     def _room(self) -> float:
         """Bytes that every rank has left."""
-        return min(self.limit - self._memory(r).peak for r in range(self.schedule.ranks))
+        held = zip(self.followed.memory, self.followed.local, strict=True)
+        return min(self.limit - m.peak - self._state(local)[0] for m, local in held)
+
+    def _state(self, local: float) -> tuple[float, float]:
+        """Bytes of the state of `local` parameters on the device, with what streams it, and on the host."""
+        state = local * (self.setting.streamed if self._streams else self.setting.state)
+        share = 1.0 if self.setting.cluster.device.kind == "cpu" else self.share
+        return state * share + self._buffers(local), state * (1 - share)
 
     def _most_state(self) -> float:
         """Bytes of the optimizer's state of the rank that has most of it."""
-        held = [sum(u.cost.local for s in stages for u in self.stages[s]) for stages in self.schedule.stages_of]
-        return max(1.0, *held) * self.setting.streamed
-
-    def _tables(self) -> float:
-        """Bytes of a step's tokens and targets, and of rotary tables."""
-        spec, mesh = self.setting.spec, self.layout.mesh
-        tokens = self.setting.global_batch / mesh.batch_ways * spec.seq_len
-        rotary = spec.config is not None and spec.config.family == "llama"
-        return 16 * tokens + (8.0 * spec.seq_len * spec.config.head_dim if rotary and spec.config else 0.0)
-
-    def _memory(self, rank: int) -> RankMemory:
-        s, schedule = self.setting, self.schedule
-        cpu = s.cluster.device.kind == "cpu"
-        units = [u for stage in schedule.stages_of[rank] for u in self.stages[stage]]
-        first, last = schedule.placement[0], schedule.placement[-1]
-        copy, owner = self.tied_copy and rank == last, self.tied_copy and rank == first
-        tied = self.tied_elements * s.reduce
-        whole = next(u.cost for u in self.stages[0])
-        head = self.stages[-1][-1].cost
-        flight = min(self.layout.micro_batches, self.layout.stages)
-        # CPUs have no kernel that rounds a master in one pass
-        rounding = 9.0 * max(u.cost.local for u in units) if s.compute < 4 and cpu else 0.0
-        extra = Extra(
-            parameters=(whole.parameters if copy else 0.0) + self._tables(),
-            lent=head.borrowed if s.spec.tied and not self.tied_copy and rank == first else 0.0,
-            copied=whole.gradients if copy else 0.0,
-            taken=tied if owner else 0.0,
-            messages=message_bytes(schedule, rank, self.message_bytes, cpu),
-            pooled=self.message_bytes if cpu else 0.0,
-            parked=0.0 if cpu else min(STASH, flight * sum(u.cost.offloaded for u in units)),
-            buffers=self._buffers(sum(u.cost.local for u in units)),
-            update=0.0 if self.streams else rounding,
-            state_on_device=1.0 if cpu else self.share,
-            state=s.streamed if self.streams else s.state,
-            prefetch=self.prefetch,
-        )
-        return replay_rank(schedule, rank, self.stages, extra, self.walks)
+        return max(1.0, *self.followed.local) * self.setting.streamed
 
     def _buffers(self, local: float) -> float:
         """Bytes of the streamed update's ring and scratch; narrow moments are widened there, wherever they are."""
         s = self.setting
-        if not self.streams:
+        if not self._streams:
             return 0.0
         bucket = min(BUCKET, local)
         slots = min(RING, -(-local * (1 - self.share) // BUCKET))

@@ -44,6 +44,12 @@ class RankMemory:
     def peak(self) -> float:
         return sum(self.by_category)
 
+    def with_state(self, optimizer: float, host: float) -> RankMemory:
+        """With so many bytes of optimizer state on the device, always, and on the host."""
+        held = list(self.by_category)
+        held[OPTIMIZER] += optimizer
+        return RankMemory(self.rank, self.at, tuple(held), host)
+
     def to_dict(self) -> dict[str, object]:
         parts = {name: round(size) for name, size in zip(CATEGORIES, self.by_category, strict=True) if size >= 1}
         return {"rank": self.rank, "bytes": round(self.peak), "at": self.at, **parts, "host": round(self.host)}
@@ -65,16 +71,10 @@ class Extra:
     """Of messages between stages."""
     pooled: float = 0.0
     """Of one of them, where inputs and gradients of stages that came in a message are among those."""
-    buffers: float = 0.0
-    """Of the streamed update, all the time."""
     parked: float = 0.0
     """Of activations on their way to the host and back."""
     update: float = 0.0
     """What the update holds for a while: rounding of masters."""
-    state_on_device: float = 1.0
-    """Share of the optimizer's state that is on the device."""
-    state: float = 0.0
-    """Bytes of optimizer state of one parameter, wherever it is."""
     prefetch: int = 1
     """Links gathered ahead."""
 
@@ -122,16 +122,16 @@ def replay_rank(
     extra: Extra,
     known: dict[Any, dict[_Place, _Walk]] | None = None,
 ) -> RankMemory:
-    """Replay one rank's ops; `stages[s]` are the units of stage s. `known`: what other ranks' replays have worked out."""
+    """Replay one rank's ops; `stages[s]` are the units of stage s. `known`: what other ranks' replays have worked out.
+
+    The optimizer's state is left out: it is there all the time.
+    """
     held = schedule.stages_of[rank]
     base: Bytes = [0.0] * len(CATEGORIES)
-    local = 0.0
     for s in held:
         for u in stages[s]:
             base[PARAMETERS] += u.cost.parameters
-            local += u.cost.local
     base[PARAMETERS] += extra.parameters
-    base[OPTIMIZER] = local * extra.state * extra.state_on_device + extra.buffers
     base[MESSAGES] = extra.messages
     base[ACTIVATIONS] = extra.parked
     came = _came(schedule, rank) if extra.pooled else frozenset()
@@ -164,8 +164,7 @@ def replay_rank(
     at_update[WORKSPACE] += extra.update
     if sum(at_update) > sum(best):
         best, best_at = at_update, "update"
-    host = local * extra.state * (1 - extra.state_on_device)
-    return RankMemory(rank, best_at, tuple(best), host)
+    return RankMemory(rank, best_at, tuple(best))
 
 
 @lru_cache(maxsize=1024)
