@@ -5,7 +5,8 @@ More memory or bandwidth must not make a plan slower, but the choice of units is
 simulation find: with less, something better may be found. So the plans of some lesser amounts are found, too, each as if there
 were no more, some as if networks were slower, some with what the last unit recomputes decided: it holds most for a while.
 Amounts are rungs of one ladder, whatever the memory: those that are tried for a little less memory are tried for a little more.
-What is near the fastest of them, with other modes and more or less recomputed, is tried as well (`polish`).
+What is near the fastest of them, with other modes and more or less recomputed, is tried as well (`polish`), until no exchange
+of some units' choices for others' is faster: from wherever that starts, it mostly ends at the same plan.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RUNGS = 256
 ABOVE = (0, 8, 18)
 """Rungs up from an amount: what is chosen for more than it may fit with little changed."""
 FILLED = 3
-"""Of all that was polished, how many of the fastest are filled up."""
+"""Of the layouts that were polished, how many of the fastest are filled up."""
 LOOKED = 3
 """Of plans within HOPE, how many are looked at with a little less memory."""
 
@@ -67,20 +68,18 @@ class Maker:
         first = [self._polished(c, self.limit) for c in ranked[: 1 if many else None] if c.prediction.seconds <= hope]
         first = sorted(first, key=lambda c: c.prediction.seconds)[:LOOKED]
         few = len(self.setting.spec.units) <= FEW and any(c.price > 0 for c in first)
-        some, every = ([self.limit, *_lower(self.limit, stride)] for stride in (4, 1))
-        best = [min([c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, some, many))]) for c in first]
+        limits = [self.limit, *_lower(self.limit)]
+        best = [min([c.prediction.seconds, *(s.seconds for s in self._starts(c.layout, limits, many))]) for c in first]
         done = list(first)
         for c, seconds in zip(first, best, strict=True):
             if seconds <= (1 + NEAR) * min(best):
                 leads = seconds == min(best)
-                limits = every if leads and not (many or few) else some
                 starts = self._starts(c.layout, limits, many, few, () if many else SLOWER)
                 wanted = len(starts) if few and leads else POLISHED if few or leads else 2
                 done += [self._polished(s.candidate, s.limit, few) for s in starts[:wanted]]
         done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
         done = sorted(done, key=lambda c: self._at(c, self.limit).seconds)
-        done += [self._filled(c) for c in done[:FILLED]]
-        chosen = min([self._settled(c) for c in done], key=lambda c: c.prediction.seconds)
+        chosen = min([self._settled(c) for c in [*done, *self._full(done)]], key=lambda c: c.prediction.seconds)
         return self._plainest(chosen) if self.setting.cluster.device.kind == "cpu" else chosen
 
     def _plainest(self, best: Candidate) -> Candidate:
@@ -147,10 +146,26 @@ class Maker:
         plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, self._judged, few)
         return replace(c, plan=plan, prediction=prediction)
 
+    def _full(self, done: list[Candidate]) -> list[Candidate]:
+        """The fastest layouts' plans with what room is left given to some units; then with what state has no room elsewhere."""
+        if {"mode", "recompute"} & self.wanted.fixed.keys():
+            return []
+        apart: dict[Layout, Candidate] = {}
+        for c in sorted(done, key=lambda c: c.layout.optimizer != "device"):
+            if c.layout.mesh.pipe == 1:
+                apart.setdefault(replace(c.layout, optimizer="device"), c)
+        first = sorted(apart.values(), key=lambda c: self._at(c, self.limit).seconds)[:FILLED]
+        full = [self._filled(c) for c in first]
+        if "optimizer" in self.wanted.fixed or self.setting.cluster.device.kind == "cpu":
+            return full
+        for c in sorted(full, key=lambda c: c.prediction.seconds)[:1]:
+            if c.layout.optimizer == "device":
+                plan = replace(c.plan, memory=replace(c.plan.memory, optimizer="auto"))
+                moved = replace(c, layout=replace(c.layout, optimizer="auto"), plan=plan)
+                full.append(self._filled(moved))
+        return full
+
     def _filled(self, c: Candidate) -> Candidate:
-        """With what room is left given to some of its units."""
-        if c.layout.mesh.pipe > 1 or {"mode", "recompute"} & self.wanted.fixed.keys():
-            return c
         plan, prediction = filled(self.setting, c.plan, self._at(c, self.limit), self.limit, self._judged)
         return replace(c, plan=plan, prediction=prediction)
 
@@ -182,8 +197,7 @@ def _amount(rung: int) -> float:
     return float(math.floor(2.0 ** (rung / RUNGS)))
 
 
-def _lower(amount: float, stride: int) -> list[float]:
-    """The amounts of rungs below one, the highest first: one of `stride` down to 4 percent less, fewer down to 8."""
+def _lower(amount: float) -> list[float]:
+    """The amounts of some rungs below one, the highest first: of four rungs one, down to 4 percent less; of eight, to 8."""
     top = _rung(amount)
-    far = max(4, 2 * stride)
-    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (stride if k >= top - 16 else far) == 0]
+    return [_amount(k) for k in range(top - 1, top - 33, -1) if k % (4 if k >= top - 16 else 8) == 0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 from fourfold.model.operators import UnitSpec
@@ -27,9 +27,11 @@ __all__ = ["FEW", "Known", "filled", "plainest", "polished"]
 
 FEW = 16
 """Units that are tried one by one, and two by two, where memory binds."""
-ROUNDS, PAIRS, FEWER = 8, 240, 60
-"""Times that all is tried; pairs of moves that are: of few units, and of kinds of units."""
-GAIN = 0.99999
+ROUNDS, PAIRS = 8, 240
+"""Of few units: times that all is tried, and pairs of moves that are."""
+FILLS, TRADES = 24, 60
+"""Of kinds of units: the same."""
+GAIN = 1 - 1e-7
 """Of few units, what is hardly faster is not worth another mode."""
 TIE = 0.01
 """What a CPU's clock and its networks leave open: plans that are as near take the same."""
@@ -57,6 +59,21 @@ class _Change(NamedTuple):
     move: Move
     seconds: float
     peak: float
+
+
+class _Step(NamedTuple):
+    """A change that units of a kind can make one by one, or all at once, and what the first of them made of the plan."""
+
+    moves: list[tuple[str, Choice]]
+    one: int
+    change: _Change | None
+
+    def of(self, count: int) -> Move:
+        return dict(self.moves[: count * self.one])
+
+    @property
+    def most(self) -> int:
+        return len(self.moves) // self.one
 
 
 @dataclass
@@ -118,6 +135,21 @@ class _Walk:
             if self.least < before:
                 break
 
+    def step(self, moves: list[tuple[str, Choice]], one: int) -> _Step:
+        """Make the first so many moves, if that is for the better, or as many as there is room for."""
+        before, change = self.least, self.go(dict(moves[:one]))
+        if self.least < before and len(moves) > one:
+            self.go(dict(moves[: self.most(moves)]))
+        return _Step(moves, one, change)
+
+    def exchange(self, steps: Sequence[_Step]) -> None:
+        """Some units of one kind make room for some of another; the most promising first, until that is for the better."""
+        before = self.least
+        for move in _exchanges(steps, self.limit - self.peak)[:TRADES]:
+            self.go(move)
+            if self.least < before:
+                break
+
     def most(self, moves: list[tuple[str, Choice]]) -> int:
         """How many of them, the first at least, can be made at once."""
         low, high = 1, len(moves) + 1
@@ -162,26 +194,23 @@ def polished(
 def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float, known: Known) -> tuple[Plan, Prediction]:
     """The plan, or a faster one in which as many of alike units as there is room for have another mode, or recompute less.
 
-    Where that does not help, two kinds of units change at once: one makes room for the other. Without a pipeline: there every
-    unit's seconds count.
+    Where that does not help, some of one kind make room for some of another. Without a pipeline: there all units' seconds count.
     """
     units = {u.name: u for u in setting.spec.units}
-    ends = (setting.spec.units[0].name, setting.spec.units[-1].name)  # which change together, where they are tied
     walk = _Walk(setting, limit, plan, prediction, {n: choice_of(plan, u) for n, u in units.items()}, True, known)
-    for _ in range(ROUNDS):
-        before, changes = walk.least, []
-        for names in _groups(setting, walk.choices, few=False)[1:]:
-            for change in _changes(plan, setting):
-                wished = [(n, change(units[n], walk.choices[n])) for n in reversed(names)]
-                moves = [(n, c) for n, c in wished if c != walk.choices[n]]
-                least, one = walk.least, len(moves) if setting.spec.tied and names[0] in ends else 1
-                walk.go(dict(moves[:one]))
-                if walk.least < least and len(moves) > one:
-                    walk.go(dict(moves[: walk.most(moves)]))
-                elif moves and walk.least == least:
-                    changes.append(walk.go(dict(moves)))
+    for _ in range(FILLS):
+        before, steps = walk.least, []
+        for way in (-1, 1):  # from the last unit, from the first
+            for names, together in _alike(setting, walk.choices, way):
+                for change in _changes(plan, setting):
+                    wished = [(n, change(units[n], walk.choices[n])) for n in names]
+                    moves = [(n, c) for n, c in wished if c != walk.choices[n]]
+                    if moves:
+                        steps.append(walk.step(moves, len(moves) if together else 1))
+            if walk.least < before:
+                break
         if walk.least == before:
-            walk.pair(changes, FEWER)
+            walk.exchange(steps)
         if walk.least == before:
             break
     return walk.plan, walk.prediction
@@ -258,6 +287,36 @@ def _pairs(changes: Sequence[_Change], room: float) -> list[Move]:
         if seconds < 0 and not a.move.keys() & b.move.keys():
             found.append((over, seconds, len(found), a.move | b.move))
     return [move for *_, move in sorted(found)]
+
+
+def _exchanges(steps: Sequence[_Step], room: float) -> list[Move]:
+    """So many of a step that makes room and so many of one that takes it, as they add up, those that save most first."""
+    found: list[tuple[float, int, Move]] = []
+    freeing = [(s, s.change) for s in steps if s.change and s.change.peak < 0]
+    faster = [(s, s.change) for s in steps if s.change and s.change.seconds < 0]
+    for (a, frees), (b, saves) in product(freeing, faster):
+        if dict(a.moves).keys() & dict(b.moves).keys():
+            continue
+        best = (0.0, 0, 0)
+        for count in range(1, a.most + 1):
+            others = min(b.most, int((room - count * frees.peak) // saves.peak)) if saves.peak > 0 else b.most
+            best = min(best, (count * frees.seconds + others * saves.seconds, count, others))
+        if best[0] < 0:
+            found.append((best[0], len(found), a.of(best[1]) | b.of(best[2])))
+    return [move for *_, move in sorted(found)]
+
+
+def _alike(setting: Setting, choices: dict[str, Choice], way: int) -> list[tuple[list[str], bool]]:
+    """Units of a pattern that choose the same now, from the first or (-1) from the last; those that change together."""
+    kinds: list[tuple[list[str], bool]] = []
+    for names in _groups(setting, choices, few=False)[1:]:
+        alike: dict[Choice, list[str]] = {}
+        for n in names[::way]:
+            alike.setdefault(choices[n], []).append(n)
+        tied = setting.spec.tied and names[0] == setting.spec.units[0].name
+        kinds += [] if tied else [(each, False) for each in alike.values() if way < 0 or len(each) > 1]
+        kinds += [(names, True)] if way < 0 and len(names) > 1 else []
+    return kinds
 
 
 def _in_mode(c: Choice, mode: Any, reduce: Any) -> Choice:
