@@ -143,7 +143,7 @@ class Maker:
     def _polished(self, c: Candidate, limit: float, few: bool = False) -> Candidate:
         if "mode" in self.wanted.fixed or c.layout.replicas == 1:
             return c
-        plan, prediction = polished(self.setting, c.plan, self._at(c, limit), limit, self._judged, few)
+        plan, prediction = polished(self.setting, c.plan, limit, self._judged, few)
         return replace(c, plan=plan, prediction=prediction)
 
     def _full(self, done: list[Candidate]) -> list[Candidate]:
@@ -166,7 +166,7 @@ class Maker:
         return full
 
     def _filled(self, c: Candidate) -> Candidate:
-        plan, prediction = filled(self.setting, c.plan, self._at(c, self.limit), self.limit, self._judged)
+        plan, prediction = filled(self.setting, c.plan, self.limit, self._judged)
         return replace(c, plan=plan, prediction=prediction)
 
     def _at(self, c: Candidate, limit: float) -> Prediction:

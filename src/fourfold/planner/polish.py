@@ -83,22 +83,19 @@ class _Walk:
     setting: Setting
     limit: float
     plan: Plan
-    prediction: Prediction
-    choices: dict[str, Choice]
     few: bool
     known: Known
 
     def __post_init__(self) -> None:
-        self.least = self._cost(self.prediction.seconds, self.prediction)
+        self.choices = {u.name: choice_of(self.plan, u) for u in self.setting.spec.units}
+        self.now = self._judged(self.choices)
+        self.peak = self.now.peak
+        self.least = self._cost(self.now.seconds, self.now)
 
-    @property
-    def peak(self) -> float:
-        return self.prediction.peak.peak
-
-    def _cost(self, seconds: float, held: Any) -> float:
+    def _cost(self, seconds: float, held: Judged) -> float:
         """Once the plan fits, it goes on fitting; before, what is too much counts."""
         host = self.setting.cluster.host_memory
-        over = max(m.peak for m in held.memory) / self.limit - 1
+        over = held.peak / self.limit - 1
         if any(m.host > host for m in held.memory) or (over > 0 and self.peak <= self.limit):
             return float("inf")
         return seconds * (1 + PENALTY * max(0.0, over))
@@ -109,13 +106,12 @@ class _Walk:
         if tried == self.choices:
             return None
         found = self._judged(tried)
-        now, then = self.prediction, max(m.peak for m in found.memory)
-        if not self.few and self._cost(0.5 * now.seconds, found) >= self.least:
+        if not self.few and self._cost(0.5 * self.now.seconds, found) >= self.least:
             return None
-        change = _Change(move, found.seconds - now.seconds, then - self.peak)
+        change = _Change(move, found.at_best - self.now.at_best, self.now.room - found.room)
         if (cost := self._cost(found.seconds, found)) < (GAIN if self.few else 1.0) * self.least:
-            plan = replace(self.plan, unit=rules_of(tried))
-            self.plan, self.prediction, self.choices, self.least = plan, found.prediction(), tried, cost
+            self.now, self.peak, self.choices, self.least = found, found.peak, tried, cost
+            self.plan = replace(self.plan, unit=rules_of(tried))
         return change
 
     def _after(self, move: Move) -> dict[str, Choice]:
@@ -130,7 +126,7 @@ class _Walk:
     def pair(self, changes: Sequence[_Change | None], most: int) -> None:
         """Two moves at once, so many pairs at most, until one is for the better."""
         before = self.least
-        for move in _pairs([c for c in changes if c is not None], self.limit - self.peak)[:most]:
+        for move in _pairs([c for c in changes if c is not None], self.now.room)[:most]:
             self.go(move)
             if self.least < before:
                 break
@@ -138,15 +134,18 @@ class _Walk:
     def step(self, moves: list[tuple[str, Choice]], one: int) -> _Step:
         """Make the first so many moves, if that is for the better, or as many as there is room for."""
         before, change = self.least, self.go(dict(moves[:one]))
-        if self.least < before and len(moves) > one:
+        if change is not None and self.least < before and len(moves) > one:
+            if self.now.rate < float("inf") and change.peak > 0:  # state makes room, while that is hidden
+                self.go(dict(moves[: 1 + max(0, int(self.now.room // change.peak))]))
             self.go(dict(moves[: self.most(moves)]))
         return _Step(moves, one, change)
 
     def exchange(self, steps: Sequence[_Step]) -> None:
         """Some units of one kind make room for some of another; the most promising first, until that is for the better."""
         before = self.least
-        for move in _exchanges(steps, self.limit - self.peak)[:TRADES]:
-            self.go(move)
+        for move in _exchanges(steps, self.now.room, self.now.rate)[:TRADES]:
+            if self._cost(0.0, self._judged(self._after(move))) < float("inf"):
+                self.go(move)
             if self.least < before:
                 break
 
@@ -167,15 +166,12 @@ class _Walk:
         return self.known[key].at(self.limit)
 
 
-def polished(
-    setting: Setting, plan: Plan, prediction: Prediction, limit: float, known: Known, few: bool
-) -> tuple[Plan, Prediction]:
+def polished(setting: Setting, plan: Plan, limit: float, known: Known, few: bool) -> tuple[Plan, Prediction]:
     """The plan, or a faster one with other modes that fits; from one that does not, the way leads to one that does, if any.
 
     `few`: units are tried one by one and two by two.
     """
-    choices = {u.name: choice_of(plan, u) for u in setting.spec.units}
-    walk = _Walk(setting, limit, plan, prediction, choices, few, known)
+    walk = _Walk(setting, limit, plan, few, known)
     modes = _modes(plan, setting) if few else MODES[:4]
     for _ in range(ROUNDS if few else 1):
         before = walk.least
@@ -188,16 +184,16 @@ def polished(
             walk.pair(changes, PAIRS)
         if walk.least == before:
             break
-    return walk.plan, walk.prediction
+    return walk.plan, walk.now.prediction()
 
 
-def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float, known: Known) -> tuple[Plan, Prediction]:
+def filled(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Plan, Prediction]:
     """The plan, or a faster one in which as many of alike units as there is room for have another mode, or recompute less.
 
     Where that does not help, some of one kind make room for some of another. Without a pipeline: there all units' seconds count.
     """
     units = {u.name: u for u in setting.spec.units}
-    walk = _Walk(setting, limit, plan, prediction, {n: choice_of(plan, u) for n, u in units.items()}, True, known)
+    walk = _Walk(setting, limit, plan, True, known)
     for _ in range(FILLS):
         before, steps = walk.least, []
         for way in (-1, 1):  # from the last unit, from the first
@@ -213,7 +209,7 @@ def filled(setting: Setting, plan: Plan, prediction: Prediction, limit: float, k
             walk.exchange(steps)
         if walk.least == before:
             break
-    return walk.plan, walk.prediction
+    return walk.plan, walk.now.prediction()
 
 
 def plainest(setting: Setting, plan: Plan, prediction: Prediction, limit: float) -> tuple[Plan, Prediction]:
@@ -289,8 +285,11 @@ def _pairs(changes: Sequence[_Change], room: float) -> list[Move]:
     return [move for *_, move in sorted(found)]
 
 
-def _exchanges(steps: Sequence[_Step], room: float) -> list[Move]:
-    """So many of a step that makes room and so many of one that takes it, as they add up, those that save most first."""
+def _exchanges(steps: Sequence[_Step], room: float, rate: float) -> list[Move]:
+    """So many of a step that makes room and so many of one that takes it, as they add up, those that save most first.
+
+    `rate`: seconds of a byte for which there is no room.
+    """
     found: list[tuple[float, int, Move]] = []
     freeing = [(s, s.change) for s in steps if s.change and s.change.peak < 0]
     faster = [(s, s.change) for s in steps if s.change and s.change.seconds < 0]
@@ -299,8 +298,12 @@ def _exchanges(steps: Sequence[_Step], room: float) -> list[Move]:
             continue
         best = (0.0, 0, 0)
         for count in range(1, a.most + 1):
-            others = min(b.most, int((room - count * frees.peak) // saves.peak)) if saves.peak > 0 else b.most
-            best = min(best, (count * frees.seconds + others * saves.seconds, count, others))
+            left = room - count * frees.peak
+            full = max(0, min(b.most, int(left // saves.peak))) if saves.peak > 0 else b.most
+            for others in {full, min(full + 1, b.most), b.most} if rate < float("inf") else {full}:
+                over = max(0.0, others * saves.peak - left) - max(0.0, -room)
+                seconds = count * frees.seconds + others * saves.seconds + (rate * over if over else 0.0)
+                best = min(best, (seconds, count, others))
         if best[0] < 0:
             found.append((best[0], len(found), a.of(best[1]) | b.of(best[2])))
     return [move for *_, move in sorted(found)]

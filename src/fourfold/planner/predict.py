@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from fourfold import schema
@@ -156,6 +157,34 @@ class Judged:
         return tuple(m.with_state(*self._state(local)) for m, local in held)
 
     @property
+    def peak(self) -> float:
+        return max(m.peak for m in self.memory)
+
+    @property
+    def at_best(self) -> float:
+        """Seconds, had all state room on the device."""
+        if self.share == 1:
+            return self.seconds
+        ends = zip(self.followed.ends, self.followed.local, strict=True)
+        return max(end.seconds + self._update(local, 1.0) for end, local in ends)
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes that units may hold more, and no more of the state crosses the host's link than the update hides."""
+        if self.layout.optimizer != "auto":
+            return self.limit - self.peak
+        hidden = self._update(max(self.followed.local), 1.0) / self.rate
+        bare = max(
+            m.peak + self._buffers(local) for m, local in zip(self.followed.memory, self.followed.local, strict=True)
+        )
+        return self.limit - bare - max(0.0, self._most_state() - hidden)
+
+    @property
+    def rate(self) -> float:
+        """Seconds of a byte for which there is no room."""
+        return 1 / self.setting.cluster.host.link if self.layout.optimizer == "auto" else inf
+
+    @property
     def fits(self) -> bool:
         return fits(self.memory, self.setting.cluster, self.limit)
 
@@ -199,7 +228,7 @@ class Judged:
         once = sum(sum(u.cost.compute[:4]) - u.cost.compute.grid for u in self.followed.units(rank))
         return self.layout.micro_batches * once + self._update(self.followed.local[rank])
 
-    def _update(self, local: float) -> float:
+    def _update(self, local: float, share: float | None = None) -> float:
         """Seconds of the update of `local` parameters: as fast as memory, or as the host's link for what is there."""
         s, cluster = self.setting, self.setting.cluster
         # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master:
@@ -209,7 +238,8 @@ class Judged:
         else:
             moved = 2 * s.state + 5 * s.reduce + (45 if s.compute < 4 else 2 * s.compute)
         on_device = local * moved / cluster.device.memory_rate  # what is streamed is updated there, too
-        return max(on_device, local * (1 - self.share) * s.streamed / cluster.host.link)
+        streamed = local * (1 - (self.share if share is None else share)) * s.streamed
+        return max(on_device, streamed / cluster.host.link)
 
     def _share(self) -> float:
         """The share of the optimizer's state that is on the device."""

@@ -207,10 +207,12 @@ class _Step:
     def __init__(self) -> None:
         self.now: Bytes = [0.0] * len(CATEGORIES)
         self.high: Bytes = list(self.now)
+        self._most = 0.0
 
     def mark(self, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0) -> None:
-        if sum(self.now) + workspace + gathered + gradients > sum(self.high):
-            self.high = list(self.now)
+        held = sum(self.now) + workspace + gathered + gradients
+        if held > self._most:
+            self._most, self.high = held, list(self.now)
             self.high[WORKSPACE] += workspace
             self.high[GATHERED] += gathered
             self.high[GRADIENTS] += gradients
@@ -246,19 +248,19 @@ def _walk(
             adds = kind != "W" and (turn.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients))
             grad = extra.pooled if i == 0 and kind != "W" and (stage, "B") in came else 0.0
             early = c.gradients / c.slices if c.at_once and kind == "B" and adds else 0.0
-            step.mark({"B": c.workspace, "I": c.split_workspace, "W": c.product}[kind] - grad, ahead, early)
+            height = c.workspace if kind == "B" else c.split_workspace if kind == "I" else c.product
+            step.mark(height - grad, ahead, early)
             if c.slices > 1:  # its gradient waits for those before
                 now[GRADIENTS] -= sum(flying)
                 flying = (0.0, 0.0)
             if adds:
                 now[GRADIENTS] += (c.gradients + c.borrowed) / c.slices
-            step.mark({"B": c.closing, "I": 0.0, "W": c.product}[kind], ahead)
+            step.mark(c.closing if kind == "B" else 0.0 if kind == "I" else c.product, ahead)
             if kind != "I":
                 flying = _reduced(u, part, turn, flying, step, extra)
             if part == 0:
-                kept = c.kept_for_weight_grad
-                whole = c.activation - given
-                now[ACTIVATIONS] -= {"B": whole, "I": whole - kept, "W": kept}[kind]
+                kept, whole = c.kept_for_weight_grad, c.activation - given
+                now[ACTIVATIONS] -= whole if kind == "B" else whole - kept if kind == "I" else kept
         if kind != "W" and _releases(u, turn) and not (last and turn.stays and u.choice.mode != "keep"):
             now[GATHERED] -= sizes[i]
     left = tuple((i, size) for i, size in enumerate(now) if size)

@@ -118,6 +118,7 @@ class _Running:
         self.cluster, self.steady, self.split, self.prefetch = setting.cluster, steady, split, prefetch
         self.lanes, self._charged = Lanes(self.cluster.queue), 0.0
         self._before, self._behind = "", 0.0
+        self._known: dict[object, Step] = {}
 
     def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]]) -> list[float]:
         """Seconds of every op, those of the first unit's gather where it is waited for included."""
@@ -149,36 +150,45 @@ class _Running:
     def _steps(self, units: Sequence[PlannedUnit], op: _Op) -> list[Step]:
         out: list[Step] = []
         for u in units if op.kind == "F" else units[::-1]:
-            c = u.cost.compute
-            seconds = {"F": c.forward, "B": c.input_grad + c.again + c.weight_grad, "I": c.input_grad + c.again}
-            gather = u.cost.gather if self._gathers(u, op) and u.spec.name != self._before else 0.0
-            reduces = op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
-            parts = u.cost.slices
-            shown, every = u.cost.crossing(op.kind)
-            holds = u.choice.mode != "replicate"  # whose sums take none of the host's time
-            moves = c.shown(op.kind)
-            calls = self.cluster.call * ((gather > 0) + (reduces and holds and u.cost.reduce > 0))
-            hidden = moves - shown + (c.cold(op.kind) if gather or not out else 0.0)
-            reduce, across, vectors = (u.cost.reduce, u.cost.across, u.cost.vectors) if reduces else (0.0, 0.0, 0.0)
-            waited = shown + vectors
-            if not self.prefetch:  # what could be under way meanwhile is waited for
-                waited, gather = waited + gather, 0.0
-                if holds:
-                    waited, reduce, across = waited + reduce + across, 0.0, 0.0
-            step = Step(
-                (seconds.get(op.kind, c.weight_grad) - moves) / parts + calls,
-                gather / parts,
-                reduce / parts,
-                across / parts,
-                holds,
-                waited / parts,
-                (every - shown) / parts,
-                hidden / parts,
-            )
-            out += [step] * parts
-            self._behind = u.cost.behind if reduces else 0.0
+            key = (id(u.cost), u.choice, op, u.spec.name == self._before, not out)
+            step = self._known.get(key)
+            if step is None:
+                step = self._known[key] = self._step(u, op, there=u.spec.name == self._before, first=not out)
+            out += [step] * u.cost.slices
+            self._behind = u.cost.behind if self._reduces(u, op) else 0.0
             self._before = u.spec.name  # what was used last is still there
         return out
+
+    def _step(self, u: PlannedUnit, op: _Op, there: bool, first: bool) -> Step:
+        """A unit's part of an op; `there`: its parameters are; `first`: nothing is before it."""
+        c, parts = u.cost.compute, u.cost.slices
+        seconds = {"F": c.forward, "B": c.input_grad + c.again + c.weight_grad, "I": c.input_grad + c.again}
+        gather = u.cost.gather if self._gathers(u, op) and not there else 0.0
+        reduces = self._reduces(u, op)
+        shown, every = u.cost.crossing(op.kind)
+        holds = u.choice.mode != "replicate"  # whose sums take none of the host's time
+        moves = c.shown(op.kind)
+        calls = self.cluster.call * ((gather > 0) + (reduces and holds and u.cost.reduce > 0))
+        hidden = moves - shown + (c.cold(op.kind) if gather or first else 0.0)
+        reduce, across, vectors = (u.cost.reduce, u.cost.across, u.cost.vectors) if reduces else (0.0, 0.0, 0.0)
+        waited = shown + vectors
+        if not self.prefetch:  # what could be under way meanwhile is waited for
+            waited, gather = waited + gather, 0.0
+            if holds:
+                waited, reduce, across = waited + reduce + across, 0.0, 0.0
+        return Step(
+            (seconds.get(op.kind, c.weight_grad) - moves) / parts + calls,
+            gather / parts,
+            reduce / parts,
+            across / parts,
+            holds,
+            waited / parts,
+            (every - shown) / parts,
+            hidden / parts,
+        )
+
+    def _reduces(self, u: PlannedUnit, op: _Op) -> bool:
+        return op.kind == ("W" if self.split else "B") and (op.last or u.choice.reduce == "micro-batch")
 
     def _gathers(self, u: PlannedUnit, op: _Op) -> bool:
         match u.choice.mode:
