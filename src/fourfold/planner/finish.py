@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 from fourfold.plan import Plan
 from fourfold.planner.build import Candidate, build_out
+from fourfold.planner.fill import filled
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints
 from fourfold.planner.options import Solver
-from fourfold.planner.polish import FEW, Known, filled, plainest, polished
+from fourfold.planner.polish import FEW, Known, plainest, polished
 from fourfold.planner.predict import Prediction, fits, predict
 from fourfold.planner.units import Choice
 
@@ -166,7 +167,7 @@ class Maker:
         return full
 
     def _filled(self, c: Candidate) -> Candidate:
-        plan, prediction = filled(self.setting, c.plan, self.limit, self._judged)
+        plan, prediction = filled(self.setting, c.plan, self.setting.cluster.usable, self._judged)
         return replace(c, plan=plan, prediction=prediction)
 
     def _at(self, c: Candidate, limit: float) -> Prediction:

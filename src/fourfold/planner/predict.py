@@ -154,7 +154,7 @@ class Judged:
     def memory(self) -> tuple[RankMemory, ...]:
         """What every rank of the pipeline holds."""
         held = zip(self.followed.memory, self.followed.local, strict=True)
-        return tuple(m.with_state(*self._state(local)) for m, local in held)
+        return tuple(m.with_state(*self._state(local, self.share)) for m, local in held)
 
     @property
     def peak(self) -> float:
@@ -174,10 +174,7 @@ class Judged:
         if self.layout.optimizer != "auto":
             return self.limit - self.peak
         hidden = self._update(max(self.followed.local), 1.0) / self.rate
-        bare = max(
-            m.peak + self._buffers(local) for m, local in zip(self.followed.memory, self.followed.local, strict=True)
-        )
-        return self.limit - bare - max(0.0, self._most_state() - hidden)
+        return self._left(max(0.0, 1 - hidden / self._most_state()))
 
     @property
     def rate(self) -> float:
@@ -192,7 +189,8 @@ class Judged:
     def _slowest(self) -> tuple[float, float, float]:
         """Seconds of the rank that is done last, of its reductions after its last backward, and of its update."""
         ends = (
-            (rank, self._update(local)) for rank, local in zip(self.followed.ends, self.followed.local, strict=True)
+            (rank, self._update(local, self.share))
+            for rank, local in zip(self.followed.ends, self.followed.local, strict=True)
         )
         return max((end.seconds + update, end.late, update) for end, update in ends)
 
@@ -226,9 +224,9 @@ class Judged:
 
     def _computing(self, rank: int) -> float:
         once = sum(sum(u.cost.compute[:4]) - u.cost.compute.grid for u in self.followed.units(rank))
-        return self.layout.micro_batches * once + self._update(self.followed.local[rank])
+        return self.layout.micro_batches * once + self._update(self.followed.local[rank], self.share)
 
-    def _update(self, local: float, share: float | None = None) -> float:
+    def _update(self, local: float, share: float) -> float:
         """Seconds of the update of `local` parameters: as fast as memory, or as the host's link for what is there."""
         s, cluster = self.setting, self.setting.cluster
         # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master:
@@ -238,8 +236,7 @@ class Judged:
         else:
             moved = 2 * s.state + 5 * s.reduce + (45 if s.compute < 4 else 2 * s.compute)
         on_device = local * moved / cluster.device.memory_rate  # what is streamed is updated there, too
-        streamed = local * (1 - (self.share if share is None else share)) * s.streamed
-        return max(on_device, streamed / cluster.host.link)
+        return max(on_device, local * (1 - share) * s.streamed / cluster.host.link)
 
     def _share(self) -> float:
         """The share of the optimizer's state that is on the device."""
@@ -250,35 +247,33 @@ class Judged:
         most = self._most_state()
         if self._given is not None:
             return min(1.0, self._given / most)
-        self.share = 0.0
-        found = self._room() / most
+        found = self._left(0.0) / most
         if 0 < found < 1 and (1 - found) * most < RING * BUCKET * self.setting.streamed:
-            self.share = found  # with little to stream, the ring is smaller, too
-            found += self._room() / most
+            found += self._left(found) / most  # with little to stream, the ring is smaller, too
         return max(0.0, min(1.0, found))
 
-    def _room(self) -> float:
-        """Bytes that every rank has left."""
+    def _left(self, share: float) -> float:
+        """Bytes that every rank has left with that share of its state on the device."""
         held = zip(self.followed.memory, self.followed.local, strict=True)
-        return min(self.limit - m.peak - self._state(local)[0] for m, local in held)
+        return min(self.limit - m.peak - self._state(local, share)[0] for m, local in held)
 
-    def _state(self, local: float) -> tuple[float, float]:
+    def _state(self, local: float, share: float) -> tuple[float, float]:
         """Bytes of the state of `local` parameters on the device, with what streams it, and on the host."""
         state = local * (self.setting.streamed if self._streams else self.setting.state)
-        share = 1.0 if self.setting.cluster.device.kind == "cpu" else self.share
-        return state * share + self._buffers(local), state * (1 - share)
+        held = 1.0 if self.setting.cluster.device.kind == "cpu" else share
+        return state * held + self._buffers(local, share), state * (1 - held)
 
     def _most_state(self) -> float:
         """Bytes of the optimizer's state of the rank that has most of it."""
         return max(1.0, *self.followed.local) * self.setting.streamed
 
-    def _buffers(self, local: float) -> float:
+    def _buffers(self, local: float, share: float) -> float:
         """Bytes of the streamed update's ring and scratch; narrow moments are widened there, wherever they are."""
         s = self.setting
         if not self._streams:
             return 0.0
         bucket = min(BUCKET, local)
-        slots = min(RING, -(-local * (1 - self.share) // BUCKET))
+        slots = min(RING, -(-local * (1 - share) // BUCKET))
         scratch = max(4, s.compute) * (1 + (s.compute < 4) + 2 * (s.moments == "bf16"))
         if s.compute < 4 and s.cluster.device.kind != "cpu":
             scratch = 0  # one kernel does it all
