@@ -175,20 +175,32 @@ def _move(
 
 
 def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen | None:
-    """All mixes, keeping of those with no more bytes the fastest only; None where there are too many."""
+    """All mixes, keeping of those with no more bytes the fastest only; None where there are too many.
+
+    With every byte paid at its price, a unit's options cost more than its cheapest: a mix in which that adds up to more than the
+    gap takes longer than what was chosen.
+    """
     least = [min(o[0] for o in g.options) for g in groups]
     rest = [0.0] * (len(groups) + 1)
     for i in range(len(groups) - 1, -1, -1):
         rest[i] = rest[i + 1] + groups[i].count * least[i]
-    front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    gap = (chosen.seconds - chosen.bound) * (1 + 1e-9) + 1e-12 * chosen.seconds
+    near: list[list[tuple[int, float, float, float]]] = []  # of each group: option, bytes, seconds, what it costs more
+    for g in groups:
+        paid = [s + chosen.price * m for m, s in g.options]
+        cheapest = min(paid)
+        near.append(
+            [(k, *o, p - cheapest) for k, (o, p) in enumerate(zip(g.options, paid, strict=True)) if p - cheapest <= gap]
+        )
+    front: list[tuple[float, float, float, tuple[int, ...]]] = [(0.0, 0.0, 0.0, ())]
     places: list[tuple[int, int]] = [(i, n) for i, g in enumerate(groups) for n in range(g.count)]
     for i, n in places:
         left = rest[i + 1] + (groups[i].count - n - 1) * least[i]
         grown = [
-            (m + size, s + time, (*path, k))
-            for m, s, path in front
-            for k, (size, time) in enumerate(groups[i].options)
-            if m + size + left <= budget
+            (m + size, s + time, more + extra, (*path, k))
+            for m, s, more, path in front
+            for k, size, time, extra in near[i]
+            if m + size + left <= budget and more + extra <= gap
         ]
         grown.sort(key=lambda x: (x[0], x[1]))
         front, fastest = [], math.inf
@@ -200,7 +212,7 @@ def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen 
             return None
     if not front:
         return None
-    memory, seconds, path = min(front, key=lambda x: x[1])
+    memory, seconds, _, path = min(front, key=lambda x: x[1])
     counts: list[dict[int, int]] = [{} for _ in groups]
     for (i, _), k in zip(places, path, strict=True):
         counts[i][k] = counts[i].get(k, 0) + 1

@@ -94,7 +94,7 @@ def _chosen(steps: Sequence[_Step], room: float) -> Move:
     for kind in kinds.values():
         options = [(0.0, 0.0), *((s.first.peak, s.first.seconds) for s in kind)]
         rows.append(Group([(peak - lowest, seconds - fastest) for peak, seconds in options], kind[0].most))
-    chosen = choose(rows, room - lowest * sum(row.count for row in rows))
+    chosen = choose(rows, room - lowest * sum(row.count for row in rows), exact=True)
     move: Move = {}
     if chosen is not None:
         for counts, kind in zip(chosen.counts, kinds.values(), strict=True):
