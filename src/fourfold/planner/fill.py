@@ -9,6 +9,7 @@ starts, it mostly ends at the same plan, so that more memory ends at a faster on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import inf
@@ -16,19 +17,26 @@ from typing import Any, NamedTuple
 
 from fourfold.model.operators import UnitSpec
 from fourfold.plan import Plan
-from fourfold.planner.choice import Group, choose
+from fourfold.planner.choice import Chosen, Group, choose
 from fourfold.planner.layout import Setting
 from fourfold.planner.options import SPLITS
 from fourfold.planner.polish import Change, Known, Move, Walk, groups, in_mode, modes_of
 from fourfold.planner.predict import Prediction
+from fourfold.planner.rules import rules_of
 from fourfold.planner.units import Choice
 
-__all__ = ["filled"]
+__all__ = ["Filling", "filled", "turned"]
 
 ROUNDS, TRADES = 24, 60
 """Times that all steps are measured, and exchanges of two that are tried."""
-WIDER = (0.0, 0.001, -0.001, 0.003, -0.003, 0.01)
+WIDER = (0.0, 0.001, -0.001, 0.003, -0.003, 0.01, -0.01, -0.05)
 """Of a device's memory: more or less room than there is, for which all steps are chosen at once."""
+NEARBY, TURNS, HOPE = 0.002, 3, 0.0003
+"""Of a step's seconds: what another choice of a large unit may cost more; how many are tried; and of those that then are no
+slower by more, others' exchanges, too."""
+
+Filling = Callable[[Setting, Plan, float, Known], tuple[Plan, Prediction]]
+"""From a plan to one that uses so many bytes of a device."""
 
 
 class _Step(NamedTuple):
@@ -49,16 +57,49 @@ class _Step(NamedTuple):
 def filled(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Plan, Prediction]:
     """The plan, or a faster one with other modes, and more or less recomputed, for as many units as there is room for."""
     walk = Walk(setting, limit, plan, True, known)
-    for _ in range(ROUNDS):
-        before = walk.least
-        steps = _steps(walk)
-        for attempt in (_all_at_once, _many_of_one, _exchange):
+    _climb(walk)
+    return walk.plan, walk.now.prediction()
+
+
+def turned(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Plan, Prediction]:
+    """One that is filled, or a faster one in which the embedding or the head chooses something else, and all others with it.
+
+    These are large, and hold most at other times than the layers: no step of one alone leads there.
+    """
+    walk = Walk(setting, limit, plan, True, known)
+    for name, choice in _nearby(walk):
+        other = Walk(setting, limit, replace(walk.plan, unit=rules_of(walk.choices | {name: choice})), True, known)
+        _climb(other, name)
+        if other.peak <= limit and other.least < (1 + HOPE) * walk.least:
+            _climb(other)
+            walk = other if other.least < walk.least else walk
+    return walk.plan, walk.now.prediction()
+
+
+def _climb(walk: Walk, but: str = "") -> None:
+    """From plan to plan, until nothing helps; `but`: a unit that stays as it is, while all others are chosen at once."""
+    for _ in range(2 if but else ROUNDS):
+        before, steps = walk.least, [s for s in _steps(walk) if but not in dict(s.moves)]
+        for attempt in (_all_at_once,) if but else (_all_at_once, _many_of_one, _exchange):
             attempt(walk, steps)
             if walk.least < before:
                 break
         else:
             break
-    return walk.plan, walk.now.prediction()
+
+
+def _nearby(walk: Walk) -> list[tuple[str, Choice]]:
+    """What a unit that is alone in its kind could choose, and cost little more if bytes had their price; the least first."""
+    steps, few = _steps(walk), {walk.setting.spec.units[0].name, walk.setting.spec.units[-1].name}
+    chosen, _ = _knapsack(steps, walk.now.room)
+    if chosen is None or walk.setting.spec.tied:
+        return []
+    more = {  # modes that are alike here, once
+        (s.first.seconds, s.first.peak): (s.first.seconds + chosen.price * s.first.peak, s.moves[0])
+        for s in steps
+        if s.moves[0][0] in few and s.first.peak
+    }
+    return [move for seconds, move in sorted(more.values()) if seconds <= NEARBY * walk.now.seconds][:TURNS]
 
 
 def _steps(walk: Walk) -> list[_Step]:
@@ -84,6 +125,20 @@ def _all_at_once(walk: Walk, steps: Sequence[_Step]) -> None:
 
 def _chosen(steps: Sequence[_Step], room: float) -> Move:
     """What would be best of all that they can do, were seconds and bytes sums."""
+    chosen, kinds = _knapsack(steps, room)
+    move: Move = {}
+    if chosen is not None:
+        for counts, kind in zip(chosen.counts, kinds, strict=True):
+            done = 0
+            for option, n in counts.items():
+                if option:
+                    move.update(kind[option - 1].moves[done : done + n])
+                    done += n
+    return move
+
+
+def _knapsack(steps: Sequence[_Step], room: float) -> tuple[Chosen | None, list[list[_Step]]]:
+    """How many of each, by kind of unit; option 0 is to stay."""
     kinds: dict[str, list[_Step]] = {}
     for s in steps:
         if not s.together:
@@ -94,20 +149,11 @@ def _chosen(steps: Sequence[_Step], room: float) -> Move:
     for kind in kinds.values():
         options = [(0.0, 0.0), *((s.first.peak, s.first.seconds) for s in kind)]
         rows.append(Group([(peak - lowest, seconds - fastest) for peak, seconds in options], kind[0].most))
-    chosen = choose(rows, room - lowest * sum(row.count for row in rows), exact=True)
-    move: Move = {}
-    if chosen is not None:
-        for counts, kind in zip(chosen.counts, kinds.values(), strict=True):
-            done = 0
-            for option, n in counts.items():
-                if option:
-                    move.update(kind[option - 1].moves[done : done + n])
-                    done += n
-    return move
+    return choose(rows, room - lowest * sum(row.count for row in rows), exact=True), list(kinds.values())
 
 
 def _many_of_one(walk: Walk, steps: Sequence[_Step]) -> None:
-    """The first step that helps, and as many of it as there is room for."""
+    """Every step that helps, and as many of it as there is room for."""
     for s in steps:
         before = walk.least
         walk.go(s.of(1))
@@ -115,7 +161,6 @@ def _many_of_one(walk: Walk, steps: Sequence[_Step]) -> None:
             if walk.now.rate < inf and s.first.peak > 0:  # state makes room, while that is hidden
                 walk.go(s.of(1 + max(0, int(walk.now.room // s.first.peak))))
             walk.go(s.of(_most(walk, s)))
-            return
 
 
 def _most(walk: Walk, step: _Step) -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fourfold.plan import Plan
 from fourfold.planner.build import Candidate, build_out
-from fourfold.planner.fill import filled
+from fourfold.planner.fill import Filling, filled, turned
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints
 from fourfold.planner.options import Solver
@@ -80,7 +80,7 @@ class Maker:
                 done += [self._polished(s.candidate, s.limit, few) for s in starts[:wanted]]
         done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
         done = sorted(done, key=lambda c: self._at(c, self.limit).seconds)
-        chosen = min([self._settled(c) for c in [*done, *self._full(done)]], key=lambda c: c.prediction.seconds)
+        chosen = min([self._settled(c) for c in [*done, *self._full(done, many)]], key=lambda c: c.prediction.seconds)
         return self._plainest(chosen) if self.setting.cluster.device.kind == "cpu" else chosen
 
     def _plainest(self, best: Candidate) -> Candidate:
@@ -147,7 +147,7 @@ class Maker:
         plan, prediction = polished(self.setting, c.plan, limit, self._judged, few)
         return replace(c, plan=plan, prediction=prediction)
 
-    def _full(self, done: list[Candidate]) -> list[Candidate]:
+    def _full(self, done: list[Candidate], many: bool) -> list[Candidate]:
         """The fastest layouts' plans with what room is left given to some units; then with what state has no room elsewhere."""
         if {"mode", "recompute"} & self.wanted.fixed.keys():
             return []
@@ -156,18 +156,19 @@ class Maker:
             if c.layout.mesh.pipe == 1:
                 apart.setdefault(replace(c.layout, optimizer="device"), c)
         first = sorted(apart.values(), key=lambda c: self._at(c, self.limit).seconds)[:FILLED]
-        full = [self._filled(c) for c in first]
-        if "optimizer" in self.wanted.fixed or self.setting.cluster.device.kind == "cpu":
-            return full
-        for c in sorted(full, key=lambda c: c.prediction.seconds)[:1]:
-            if c.layout.optimizer == "device":
-                plan = replace(c.plan, memory=replace(c.plan.memory, optimizer="auto"))
-                moved = replace(c, layout=replace(c.layout, optimizer="auto"), plan=plan)
-                full.append(self._filled(moved))
-        return full
+        full = sorted((self._filled(c) for c in first), key=lambda c: c.prediction.seconds)
+        if not full:
+            return []
+        best = full[0]
+        movable = "optimizer" not in self.wanted.fixed and self.setting.cluster.device.kind != "cpu"
+        if movable and best.layout.optimizer == "device":
+            plan = replace(best.plan, memory=replace(best.plan.memory, optimizer="auto"))
+            moved = self._filled(replace(best, layout=replace(best.layout, optimizer="auto"), plan=plan))
+            best = min(best, moved, key=lambda c: c.prediction.seconds)
+        return [*full, best if many else self._filled(best, turned)]
 
-    def _filled(self, c: Candidate) -> Candidate:
-        plan, prediction = filled(self.setting, c.plan, self.setting.cluster.usable, self._judged)
+    def _filled(self, c: Candidate, by: Filling = filled) -> Candidate:
+        plan, prediction = by(self.setting, c.plan, self.setting.cluster.usable, self._judged)
         return replace(c, plan=plan, prediction=prediction)
 
     def _at(self, c: Candidate, limit: float) -> Prediction:
