@@ -38,7 +38,7 @@ def test_it_ends_at_the_same_plan_wherever_it_starts() -> None:
         plan_of(mode="zero3", reduce="micro-batch"),
         plan_of(mode="keep", reduce="micro-batch", recompute="full"),
     ]
-    ends = [filled(SETTING, start, 18.9e9, known)[1].seconds for start in starts]
+    ends = [filled(SETTING, start, 18.9e9, known).prediction.seconds for start in starts]
     assert max(ends) <= min(ends) * (1 + 1e-5)
     assert max(ends) < 0.9 * predict(SMALL, SETTING).seconds
 
@@ -48,7 +48,7 @@ def test_a_little_more_memory_is_never_slower_and_all_of_it_is_used(optimizer: s
     known: Known = {}
     start, best, limit = replace(SMALL, memory=replace(SMALL.memory, optimizer=optimizer)), float("inf"), 18.5e9
     for _ in range(4):
-        plan, prediction = filled(SETTING, start, limit, known)
+        plan, prediction, _ = filled(SETTING, start, limit, known)
         assert prediction.seconds <= best * (1 + 1e-9), limit
         assert 0.98 * limit < prediction.peak.peak <= limit
         assert prediction == predict(plan, SETTING, limit)
@@ -57,7 +57,14 @@ def test_a_little_more_memory_is_never_slower_and_all_of_it_is_used(optimizer: s
 
 def test_a_large_unit_that_chooses_otherwise_is_never_slower() -> None:
     known: Known = {}
-    plan, prediction = filled(SETTING, SMALL, 18.9e9, known)
-    _, other = turned(SETTING, plan, 18.9e9, known)
-    assert other.seconds <= prediction.seconds
-    assert other.peak.peak <= 18.9e9
+    full = filled(SETTING, SMALL, 18.9e9, known)
+    other = turned(SETTING, full.plan, 18.9e9, known)
+    assert other.prediction.seconds <= full.prediction.seconds
+    assert other.prediction.peak.peak <= 18.9e9
+
+
+def test_what_a_byte_is_worth_is_what_more_of_them_save() -> None:
+    known: Known = {}
+    before, after = (filled(SETTING, SMALL, limit, known) for limit in (18.0e9, 18.5e9))
+    saved = (before.prediction.seconds - after.prediction.seconds) / 0.5e9
+    assert saved == pytest.approx(before.price, rel=0.5)

@@ -35,7 +35,17 @@ NEARBY, TURNS, HOPE = 0.002, 3, 0.0003
 """Of a step's seconds: what another choice of a large unit may cost more; how many are tried; and of those that then are no
 slower by more, others' exchanges, too."""
 
-Filling = Callable[[Setting, Plan, float, Known], tuple[Plan, Prediction]]
+
+class Filled(NamedTuple):
+    """A plan that uses what memory there is."""
+
+    plan: Plan
+    prediction: Prediction
+    price: float
+    """Seconds that another byte would save."""
+
+
+Filling = Callable[[Setting, Plan, float, Known], Filled]
 """From a plan to one that uses so many bytes of a device."""
 
 
@@ -54,14 +64,14 @@ class _Step(NamedTuple):
         return dict(self.moves if self.together and count else self.moves[:count])
 
 
-def filled(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Plan, Prediction]:
+def filled(setting: Setting, plan: Plan, limit: float, known: Known) -> Filled:
     """The plan, or a faster one with other modes, and more or less recomputed, for as many units as there is room for."""
     walk = Walk(setting, limit, plan, True, known)
     _climb(walk)
-    return walk.plan, walk.now.prediction()
+    return _done(walk)
 
 
-def turned(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Plan, Prediction]:
+def turned(setting: Setting, plan: Plan, limit: float, known: Known) -> Filled:
     """One that is filled, or a faster one in which the embedding or the head chooses something else, and all others with it.
 
     These are large, and hold most at other times than the layers: no step of one alone leads there.
@@ -73,7 +83,12 @@ def turned(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Pl
         if other.peak <= limit and other.least < (1 + HOPE) * walk.least:
             _climb(other)
             walk = other if other.least < walk.least else walk
-    return walk.plan, walk.now.prediction()
+    return _done(walk)
+
+
+def _done(walk: Walk) -> Filled:
+    chosen, _ = _knapsack(_steps(walk), walk.now.room)
+    return Filled(walk.plan, walk.now.prediction(), min(chosen.price, walk.now.rate) if chosen else 0.0)
 
 
 def _climb(walk: Walk, but: str = "") -> None:

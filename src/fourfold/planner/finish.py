@@ -168,8 +168,8 @@ class Maker:
         return [*full, best if many else self._filled(best, turned)]
 
     def _filled(self, c: Candidate, by: Filling = filled) -> Candidate:
-        plan, prediction = by(self.setting, c.plan, self.setting.cluster.usable, self._judged)
-        return replace(c, plan=plan, prediction=prediction)
+        full = by(self.setting, c.plan, self.setting.cluster.usable, self._judged)
+        return replace(c, plan=full.plan, prediction=full.prediction, price=full.price)
 
     def _at(self, c: Candidate, limit: float) -> Prediction:
         """With so much memory, of which state may take what is left."""
