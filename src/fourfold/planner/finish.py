@@ -5,8 +5,8 @@ More memory or bandwidth must not make a plan slower, but the choice of units is
 simulation find: with less, something better may be found. So the plans of some lesser amounts are found, too, each as if there
 were no more, some as if networks were slower, some with what the last unit recomputes decided: it holds most for a while.
 Amounts are rungs of one ladder, whatever the memory: those that are tried for a little less memory are tried for a little more.
-What is near the fastest of them, with other modes and more or less recomputed, is tried as well (`polish`), until no exchange
-of some units' choices for others' is faster: from wherever that starts, it mostly ends at the same plan.
+What is near the fastest of them, with other modes, is tried as well (`polish`). At last, without a pipeline, the memory that is
+left is used up, unit by unit (`fill`): from wherever that starts, it mostly ends at the same plan.
 """
 
 from __future__ import annotations
