@@ -13,6 +13,7 @@ never run a multi-threaded torch kernel: `run_ranks` sets one thread, so call it
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ def run_ranks(
             processes.append(process)
             pipes.append(ours)
         try:
-            return _collect(processes, pipes, time.monotonic() + timeout, timeout)
+            return _collect(processes, pipes, time.monotonic() + timeout, timeout, folder)
         finally:
             for process in processes:
                 process.kill()
@@ -82,6 +84,8 @@ def _rank(
     pipe: Connection,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stack = open(_stack_of(os.path.dirname(store), rank), "w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, stack)
     if sys.platform == "linux":
         # gloo's thread spins while another holds a connection's lock: on few cores it must not take that one's core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -110,7 +114,7 @@ def _rank(
     os._exit(0 if answer[1] else 1)  # no clean-up: the group's other ranks may be gone
 
 
-def _collect(processes: list[Any], pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+def _collect(processes: list[Any], pipes: list[Connection], deadline: float, timeout: float, folder: str) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, tuple[float, str]] = {}
     open_pipes = dict(enumerate(pipes))
@@ -119,7 +123,8 @@ def _collect(processes: list[Any], pipes: list[Connection], deadline: float, tim
         ready = wait(list(open_pipes.values()), timeout=max(0.0, left))
         if not ready:
             waiting = ", ".join(map(str, open_pipes))
-            raise RankFailure(f"ranks {waiting} did not finish within {timeout:.0f} s{_first(failures)}")
+            where = _where({rank: processes[rank].pid for rank in open_pipes}, folder)
+            raise RankFailure(f"ranks {waiting} did not finish within {timeout:.0f} s{_first(failures)}\n{where}")
         for rank in [r for r, p in open_pipes.items() if p in ready]:
             pipe = open_pipes.pop(rank)
             try:
@@ -139,6 +144,25 @@ def _collect(processes: list[Any], pipes: list[Connection], deadline: float, tim
     if failures:
         raise RankFailure(_first(failures).lstrip("; "))
     return [results[rank] for rank in sorted(results)]
+
+
+def _stack_of(folder: str, rank: int) -> str:
+    return f"{folder}/stack.{rank}"
+
+
+def _where(pids: dict[int, int], folder: str) -> str:
+    """What ranks are at, thread by thread."""
+    for rank, pid in pids.items():
+        if os.path.exists(_stack_of(folder, rank)):  # it listens
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    texts = []
+    for rank in pids:
+        try:
+            texts.append(f"rank {rank} is at:\n{Path(_stack_of(folder, rank)).read_text()}")
+        except OSError:
+            texts.append(f"rank {rank} has not begun")
+    return "\n".join(texts)
 
 
 def _first(failures: dict[int, tuple[float, str]]) -> str:
