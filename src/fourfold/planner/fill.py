@@ -25,7 +25,7 @@ from fourfold.planner.predict import Prediction
 from fourfold.planner.rules import rules_of
 from fourfold.planner.units import Choice
 
-__all__ = ["Filling", "filled", "turned"]
+__all__ = ["Filled", "Filling", "filled", "turned"]
 
 ROUNDS, TRADES = 24, 60
 """Times that all steps are measured, and exchanges of two that are tried."""
@@ -105,9 +105,12 @@ def _climb(walk: Walk, but: str = "") -> None:
 
 def _nearby(walk: Walk) -> list[tuple[str, Choice]]:
     """What a unit that is alone in its kind could choose, and cost little more if bytes had their price; the least first."""
-    steps, few = _steps(walk), {walk.setting.spec.units[0].name, walk.setting.spec.units[-1].name}
+    spec = walk.setting.spec
+    if spec.tied:  # these change together
+        return []
+    steps, few = _steps(walk), {spec.units[0].name, spec.units[-1].name}
     chosen, _ = _knapsack(steps, walk.now.room)
-    if chosen is None or walk.setting.spec.tied:
+    if chosen is None:
         return []
     more = {  # modes that are alike here, once
         (s.first.seconds, s.first.peak): (s.first.seconds + chosen.price * s.first.peak, s.moves[0])
