@@ -7,9 +7,13 @@
 
 Tensors that autograd saves inside `saving` and that have at least `least` bytes become **parcels**: copied to host memory in a
 lane of their own, and dropped from the device once that is done. Parcels of one `saving` key form a stack: when the backward
-opens one, those below it start to come back, `ahead` bytes of them. At most `stash` bytes wait on the device to go out (a
-forward that is faster than the link waits for it), and at most `budget` bytes are on the host; what exceeds it stays on the
-device. Parameters and other tensors that live on anyway are named, and left alone. Values are the same, bit for bit.
+opens one, those below it start to come back, `ahead` bytes of them. At most `stash` bytes are on the device still (a forward that
+is faster than the link waits for it), and at most `budget` bytes are on the host; what exceeds it stays on the device. Parameters
+and other tensors that live on anyway are named, and left alone. Values are the same, bit for bit.
+
+What a forward saves last its backward wants first. With `late`, as much as the stash holds is not sent before more comes: as many
+bytes are expected as there were between the two backwards before, so that copies begin with the first parcel, are done with the
+forward, and none is made that nobody needs.
 
 Host buffers are kept for the next step. Two bytes move for every byte saved, so a layer's offload is free where its compute
 takes longer than that: for a transformer at 400 TFLOP/s and 55 GB/s, from a width of about 4,000 on.
@@ -40,6 +44,7 @@ class Parcel:
     def __init__(self, offload: ActivationOffload, value: Tensor, buffer: Tensor):
         self.offload, self.value, self.buffer = offload, value, buffer
         self.size, self.stride, self.dtype = value.size(), value.stride(), value.dtype
+        self.sent = False
         self.out: Any = None
         self.back: Any = None
         self.leaving = True  # on the device still, only until it is out
@@ -70,18 +75,24 @@ class ActivationOffload:
         least: int = 1 << 20,
         ahead: int = 2 << 30,
         stash: int = 2 << 30,
+        late: bool | None = None,
         lanes: Lanes | None = None,
     ):
         check_available(budget, "the budget for activations")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # as tensors name theirs
         self.device, self.budget, self.least, self.ahead, self.stash = device, budget, least, ahead, stash
+        self.late = device.type == "cuda" if late is None else late  # on a CPU copies are no lane of their own
         self.lanes = lanes or make_lanes(device)
         self.taken = 0
         """Bytes of host memory in use or kept for use."""
         self.moved = 0
         """Bytes sent to the host so far."""
         self._pool: dict[int, list[tuple[Tensor, Any]]] = {}
+        self._put = self._expected = 0  # bytes since the last backward, and before it
+        self._gone_back = False
+        self._waiting: deque[weakref.ref[Parcel]] = deque()
+        self._waiting_bytes = 0
         self._leaving: deque[weakref.ref[Parcel]] = deque()
         self._leaving_bytes = 0
         self._top: dict[Hashable, weakref.ref[Parcel]] = {}
@@ -115,20 +126,14 @@ class ActivationOffload:
             return t
         value = _dense(t.detach())
         parcel = Parcel(self, value, buffer)
-        lanes = self.lanes
-        lanes.outgoing.wait(lanes.here.mark())
-        host, flat = parcel.host, _flat(value)
-        lanes.outgoing.do(lambda: host.copy_(flat, non_blocking=True))
-        parcel.out = lanes.outgoing.mark()
-        self.moved += parcel.bytes
-        self._leaving.append(weakref.ref(parcel))
-        self._leaving_bytes += parcel.bytes
         if value.data_ptr() == t.data_ptr():
             parcel.address, self._same[address] = address, weakref.ref(parcel)
-        while self._leaving_bytes > self.stash:
-            if (oldest := self._leaving.popleft()()) is not None:
-                self._leave(oldest)
-                oldest.value = None  # type: ignore[assignment]
+        if self._gone_back:
+            self._expected, self._put, self._gone_back = self._put, 0, False
+        self._put += parcel.bytes
+        self._waiting.append(weakref.ref(parcel))
+        self._waiting_bytes += parcel.bytes
+        self._make_room()
         parcel.below = self._top.get(key)
         self._top[key] = weakref.ref(parcel)
         return parcel
@@ -137,6 +142,7 @@ class ActivationOffload:
         """The tensor again, on the device; those below it in its stack start to come back."""
         if not isinstance(packed, Parcel):
             return packed
+        self._gone_back = True
         self._fetch(packed)
         if not packed.known:
             self.lanes.here.wait(packed.back)
@@ -149,6 +155,31 @@ class ActivationOffload:
         return packed.value
 
     # ---- between device and host ----
+
+    def _make_room(self) -> None:
+        """Send what need not wait for others to come, and let go of what exceeds the stash."""
+        for queue in (self._waiting, self._leaving):
+            while queue and queue[0]() is None:
+                queue.popleft()
+        more = self._expected - self._put
+        stays = max(0, self.stash - more) if more >= 0 else self.stash // 2
+        while self._waiting_bytes > stays * self.late:
+            if (oldest := self._waiting.popleft()()) is not None:
+                self._send(oldest)
+        while self._leaving_bytes > max(0, self.stash - self._waiting_bytes):
+            if (oldest := self._leaving.popleft()()) is not None:
+                self._leave(oldest)
+                oldest.value = None  # type: ignore[assignment]
+
+    def _send(self, parcel: Parcel) -> None:
+        lanes, host, flat = self.lanes, parcel.host, _flat(parcel.value)
+        lanes.outgoing.wait(lanes.here.mark())
+        lanes.outgoing.do(lambda: host.copy_(flat, non_blocking=True))
+        parcel.sent, parcel.out = True, lanes.outgoing.mark()
+        self.moved += parcel.bytes
+        self._waiting_bytes -= parcel.bytes
+        self._leaving.append(weakref.ref(parcel))
+        self._leaving_bytes += parcel.bytes
 
     def _fetch(self, parcel: Parcel) -> None:
         if parcel.value is not None:
@@ -170,7 +201,10 @@ class ActivationOffload:
 
     def _take_back(self, parcel: Parcel) -> None:
         """Nobody needs a parcel any more: its host buffer is free once the last copy from or to it is done."""
-        if parcel.leaving:
+        if not parcel.sent:
+            self._waiting_bytes -= parcel.bytes
+            self._same.pop(parcel.address, None)
+        elif parcel.leaving:
             self._leave(parcel)
         if not parcel.known:
             self.lanes.here.wait(parcel.back)
@@ -181,7 +215,8 @@ class ActivationOffload:
         size = -(-size // _ROUND) * _ROUND
         if self._pool.get(size):
             buffer, free = self._pool[size].pop()
-            self.lanes.outgoing.wait(free)
+            if free is not None:
+                self.lanes.outgoing.wait(free)
             return buffer
         if self.taken + size > self.budget:
             return None
