@@ -31,7 +31,15 @@ MODELS = (
     ModelConfig(family="gpt", layers=6, hidden=4096, heads=32, vocab=50304, seq_len=1024, tie=False),
 )
 PRESETS = ("v100-16g", "a100-40g", "a100-80g", "h100-sxm", "l4-pcie")
-FIXES = ((), (), (), ("optimizer=device", "activations=device"), ("pipe=1",), ("pipe=1", "col=1", "optimizer=device"))
+FIXES = (
+    (),
+    (),
+    (),
+    ("optimizer=device", "activations=device"),
+    ("pipe=1",),
+    ("pipe=1", "col=1", "optimizer=device"),
+    ("pipe=2",),
+)
 STEPS = 8
 
 

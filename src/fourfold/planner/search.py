@@ -95,11 +95,15 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     return Found(best, tuple(ranked), certificate)
 
 
-def _distinct(built: list[Candidate]) -> list[Candidate]:
-    """The fastest first; of plans that differ in placements alone the fastest, on the device where that costs nothing."""
+def _distinct(built: list[Candidate], grids: bool = False) -> list[Candidate]:
+    """The fastest first; of plans that differ in placements alone the fastest, on the device where that costs nothing.
+
+    `grids`: what they keep on the grid counts as a difference, too.
+    """
     best: dict[Layout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
-        key = replace(c.layout, optimizer="device", activations="device", tensor=Tensor())
+        key = replace(c.layout, optimizer="device", activations="device")
+        key = key if grids else replace(key, tensor=Tensor())
         if key not in best or c.prediction.seconds < best[key].prediction.seconds:
             best[key] = c
     return sorted(best.values(), key=lambda c: c.prediction.seconds)
@@ -291,7 +295,7 @@ class _Search:
 
     def fastest(self) -> Candidate:
         """Of what was built out, and what is near it."""
-        built, many = _distinct(self.built), self.total > MANY
+        built, many = _distinct(self.built, grids=True), self.total > MANY
         best = self.maker.fastest(built, many)
         ahead = [c for c in built if c.layout.prefetch]
         if self.setting.cluster.device.kind == "cpu" and not best.layout.prefetch and ahead:
