@@ -20,9 +20,9 @@ from fourfold.program import Costs, Unit, lower, simulate
 from fourfold.program.from_plan import schedule_of_plan
 
 
-def question(bandwidth: str = "x1", batch: int = 16) -> Setting:
-    model = ModelConfig(family="llama", layers=8, hidden=2048, heads=16, vocab=4096, seq_len=2048)
-    cluster = replace(Cluster.preset("a100-80g").what_if({"bandwidth": bandwidth}), overlap=1.0)
+def question(bandwidth: str = "x1", batch: int = 16, layers: int = 8, nodes: int = 1) -> Setting:
+    model = ModelConfig(family="llama", layers=layers, hidden=2048, heads=16, vocab=4096, seq_len=2048)
+    cluster = replace(Cluster.preset("a100-80g", nodes=nodes).what_if({"bandwidth": bandwidth}), overlap=1.0)
     return Setting(ModelSpec.from_config(model), cluster, batch, Precision(compute="bf16"))
 
 
@@ -71,6 +71,43 @@ def test_times_are_those_of_the_program(mesh: dict[str, int], schedule: str, mod
     )
     found = predict(plan, setting)
     assert found.seconds - found.update == pytest.approx(simulated(plan, setting), rel=0.08)
+
+
+@pytest.mark.parametrize("bandwidth", ["x1", "x0.3"])
+@pytest.mark.parametrize("mode", ["replicate", "keep"])
+@pytest.mark.parametrize(("schedule", "tolerance"), [("interleaved", 0.002), ("zb-v", 0.02), ("1f1b", 0.04)])
+def test_deep_pipelines_gather_while_they_wait(schedule: str, tolerance: float, mode: Any, bandwidth: str) -> None:
+    """Ranks that have nothing to compute yet gather meanwhile; gradients that are reduced hold the last backwards up.
+
+    With whole layers in a stage they hold them up more than the programs' simulation knows: one reduction is under way at most.
+    """
+    setting = question(bandwidth, batch=128, layers=30, nodes=8)
+    plan = Plan(
+        mesh=Mesh(pipe=8, data=8),
+        batch=Batch(micro_batches=16),
+        pipeline=Pipeline(schedule=schedule, stages_per_rank=4)
+        if schedule == "interleaved"
+        else Pipeline(schedule=schedule),
+        unit=(UnitRule(match="*", mode=mode),),
+        precision=setting.precision,
+    )
+    found = predict(plan, setting)
+    assert found.seconds - found.update == pytest.approx(simulated(plan, setting), rel=tolerance)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_what_the_grid_keeps_is_gathered_and_summed_at_a_steps_ends(schedule: str) -> None:
+    """Rows that keep weights and gradients move what sharded replicas do, over the same links; but in ops, not while they wait."""
+    setting = question("x0.3", batch=128, layers=30, nodes=8)
+    pipeline = Pipeline(schedule=schedule, stages_per_rank=4) if schedule == "interleaved" else Pipeline()
+    plan = Plan(
+        mesh=Mesh(pipe=8, data=8), batch=Batch(micro_batches=16), pipeline=pipeline, precision=setting.precision
+    )
+    keep = replace(plan, unit=(UnitRule(match="*", mode="keep"),))
+    grid = replace(plan, mesh=Mesh(pipe=8, row=8), tensor=Tensor(keep=("weights", "gradients")))
+    shards, rows = predict(keep, setting), predict(grid, setting)
+    alone = predict(replace(plan, mesh=Mesh(pipe=8)), replace(setting, global_batch=16))
+    assert 1.05 * alone.seconds < shards.seconds < rows.seconds < 1.2 * shards.seconds
 
 
 def test_parts_add_up_and_memory_has_an_instant() -> None:

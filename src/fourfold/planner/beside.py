@@ -91,14 +91,22 @@ class _Linear(NamedTuple):
 
 @lru_cache(maxsize=50_000)
 def grid_times(
-    setting: Setting, tokens: int, row: int, col: int, tensor: Tensor, steps: int, apart: bool = False
+    setting: Setting,
+    tokens: int,
+    row: int,
+    col: int,
+    tensor: Tensor,
+    steps: int,
+    apart: bool = False,
+    once: bool = True,
 ) -> dict[str, OnGrid]:
-    """By kind of unit, what its collectives take in a micro-batch of `tokens` tokens on a row.
+    """By kind of unit, what its collectives take in a micro-batch of `tokens` tokens on a row, of which a step has `steps`.
 
     `apart`: weight gradients are computed in an op of their own, so that nothing of the other one is beside them.
+    `once`: of the first forward and the last backward of a step, in which what is kept is gathered and summed.
     """
     chain, cluster = _chain(setting), setting.cluster
-    there, parts = _there(setting, tokens, row, col, tensor, steps)
+    there, parts = _there(setting, tokens, row, col, tensor, steps, once)
     back = _Clock(cluster, row, col, apart).chain([parts[u.kind] for u in reversed(chain)])[::-1]
     out = {}
     for at in sorted(range(len(chain)), key=lambda i: -abs(2 * i + 1 - len(chain))):  # of two, the one inside
@@ -110,11 +118,12 @@ def grid_times(
 
 @lru_cache(maxsize=50_000)
 def _there(
-    setting: Setting, tokens: int, row: int, col: int, tensor: Tensor, steps: int
+    setting: Setting, tokens: int, row: int, col: int, tensor: Tensor, steps: int, once: bool
 ) -> tuple[list[_Timed], dict[str, list[_Linear]]]:
     """The forward of the chain; and by kind of unit, what the backward starts."""
     chain = _chain(setting)
-    parts = {u.kind: _parts(setting, u, tokens, row, col, tensor, steps) for u in {u.kind: u for u in chain}.values()}
+    kinds = {u.kind: u for u in chain}
+    parts = {kind: _parts(setting, u, tokens, row, col, tensor, steps, once) for kind, u in kinds.items()}
     there = _Clock(setting.cluster, row, col).chain([parts[u.kind][0] for u in chain])
     return there, {kind: back for kind, (_, back) in parts.items()}
 
@@ -136,12 +145,14 @@ def _chain(setting: Setting) -> list[UnitSpec]:
 Pair = tuple[list[_Linear], list[_Linear]]
 
 
-def _parts(setting: Setting, unit: UnitSpec, tokens: int, row: int, col: int, tensor: Tensor, steps: int) -> Pair:
+def _parts(
+    setting: Setting, unit: UnitSpec, tokens: int, row: int, col: int, tensor: Tensor, steps: int, once: bool
+) -> Pair:
     """A unit's operators in the order of the forward, and in that of the backward."""
     there, back = [], []
     for o in unit.operators:
-        f, i, w = operator_seconds(setting, o, tokens, row, col, 1)
-        moved = grid_moves(setting, o, tokens, row, col, tensor, steps)
+        f, i, w = operator_seconds(setting, o, tokens, row, col, 1, "gradients" in tensor.keep)
+        moved = grid_moves(setting, o, tokens, row, col, tensor, steps, once)
         timed = [(m, (_line(setting, m, size), seconds)) for m, seconds, size in moved]
         there.append(_forward(timed, f, tensor.overlap))
         back.append(_backward(timed, i, w, tensor.overlap))

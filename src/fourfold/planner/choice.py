@@ -21,8 +21,8 @@ from itertools import pairwise
 
 __all__ = ["Chosen", "Group", "choose", "relaxed"]
 
-FRONT = 4000
-"""Mixes that the exact comparison keeps at most; with more, the relaxed answer stands."""
+MIXES = 150_000
+"""Mixes that the exact comparison looks at, at most; with more, the relaxed answer stands."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen 
             [(k, *o, p - cheapest) for k, (o, p) in enumerate(zip(g.options, paid, strict=True)) if p - cheapest <= gap]
         )
     front: list[tuple[float, float, float, tuple[int, ...]]] = [(0.0, 0.0, 0.0, ())]
+    looked_at = 0
     places: list[tuple[int, int]] = [(i, n) for i, g in enumerate(groups) for n in range(g.count)]
     for i, n in places:
         left = rest[i + 1] + (groups[i].count - n - 1) * least[i]
@@ -208,7 +209,8 @@ def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen 
             if point[1] < fastest:
                 front.append(point)
                 fastest = point[1]
-        if len(front) > FRONT:
+        looked_at += len(grown)
+        if looked_at > MIXES:
             return None
     if not front:
         return None

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from fourfold.plan import Tensor
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.units import compute_times, computing
 from fourfold.program.costs import Costs
-from fourfold.program.engine import Problem, run
-from fourfold.program.ops import Schedule
+from fourfold.program.engine import More, Problem, run
+from fourfold.program.ops import Schedule, ends_of_step
 from fourfold.program.partition import partition
 from fourfold.program.schedules import loop, zigzag
 
@@ -55,12 +55,14 @@ def deal_layers(setting: Setting, layout: Layout, schedule: Schedule, message: f
 def _dealt(
     setting: Setting, size: int, row: int, col: int, tensor: Tensor, steps: int, schedule: Schedule, message: float
 ) -> Deal:
-    times = _times(setting, size, row, col, tensor, steps)
+    grid = (setting, size, row, col, tensor, steps)
+    times = _times(*grid)
+    ends_of_step = _times(*grid, True) if steps > 1 else times
     work = [sum(t) for t in times]
     if schedule.stages == 1:
         return Deal((len(work),), 0.0, 0, sum(work))
     deals = _deals(_relative(setting, size, row, col), schedule.placement)
-    seconds = {counts: _seconds(times, counts, schedule, message) for counts in deals}
+    seconds = {counts: _seconds(times, ends_of_step, counts, schedule, message) for counts in deals}
     best = min(seconds, key=seconds.__getitem__)
     ends = list(accumulate(best))
     by_stage = [sum(work[end - count : end]) for count, end in zip(best, ends, strict=True)]
@@ -84,11 +86,11 @@ def least_idle(setting: Setting, layout: Layout) -> float:
     mesh, m = layout.mesh, layout.micro_batches
     if mesh.pipe == 1 or layout.schedule == "synthesized":  # whose stages are its own
         return 0.0
-    times = _times(setting, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.steps)
+    grid = (setting, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.steps)
     placed, deals = stage_deals(setting, layout)
     split, hop = layout.puts_weights_off, layout.message_seconds(setting)
-    work = [0.0, *accumulate(sum(t) for t in times)]
-    first = [0.0, *accumulate(t[0] for t in times)] if split else work
+    work = [0.0, *accumulate(sum(t) for t in _times(*grid, None))]
+    first = [0.0, *accumulate(t[0] if split else sum(t) for t in _times(*grid, True))]
     best = float("inf")
     for counts in deals:
         ends = [0, *accumulate(counts)]
@@ -102,11 +104,11 @@ def least_idle(setting: Setting, layout: Layout) -> float:
 
 @lru_cache(maxsize=4096)
 def _times(
-    setting: Setting, size: int, row: int, col: int, tensor: Tensor, steps: int
+    setting: Setting, size: int, row: int, col: int, tensor: Tensor, steps: int, once: bool | None = False
 ) -> list[tuple[float, float, float]]:
-    """F, I and W of a micro-batch, layer by layer."""
+    """F, I and W of a micro-batch, layer by layer; `once` as of `compute_times`."""
     spec, tokens = setting.spec, size * setting.spec.seq_len
-    kinds = {k: compute_times(setting, k, tokens, row, col, tensor, steps, 1, "none") for k in spec.kinds}
+    kinds = {k: compute_times(setting, k, tokens, row, col, tensor, steps, 1, "none", once=once) for k in spec.kinds}
     times = []
     for layer in range(spec.layers):
         parts = [kinds[u.kind] for u in spec.of_layer(layer)]
@@ -163,11 +165,20 @@ def _by_count(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _seconds(
-    times: Sequence[tuple[float, float, float]], counts: Sequence[int], schedule: Schedule, message: float
+    times: Sequence[tuple[float, float, float]],
+    ends: Sequence[tuple[float, float, float]],
+    counts: Sequence[int],
+    schedule: Schedule,
+    message: float,
 ) -> float:
-    sums, at = [], 0
-    for count in counts:
-        sums.append([sum(t[i] for t in times[at : at + count]) for i in range(3)])
+    """Of a step; `ends`: the first forward and the last backward of every layer."""
+    sums, at, more = [], 0, {}
+    for stage, count in enumerate(counts):
+        layers = slice(at, at + count)
+        sums.append([sum(t[i] for t in times[layers]) for i in range(3)])
+        if times is not ends:
+            f, i, w = (max(0.0, sum(t[i] for t in ends[layers]) - sums[-1][i]) for i in range(3))
+            more[stage] = {"F": f, "I": i, "W": w, "B": i + w}
         at += count
     costs = Costs(
         forward=tuple(s[0] for s in sums),
@@ -177,4 +188,8 @@ def _seconds(
         link="rank",
     )
     problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
-    return float(run(problem, schedule.order).makespan)
+    once: dict[tuple[int, str, int], More] = {}
+    for ops in schedule.order if more else ():
+        for op in chain(*ends_of_step(ops)):
+            once[op] = More(longer := more[op.stage][op.kind], longer)
+    return float(run(problem, schedule.order, more=once).makespan)

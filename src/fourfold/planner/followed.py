@@ -7,6 +7,7 @@ backward. Memory: a replay of every rank (`replay`). Neither depends on how much
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -22,14 +23,13 @@ from fourfold.planner.stages import (
     plan_units,
     rank_costs,
     stage_times,
-    tail,
     units_of_stages,
     whole_step,
 )
 from fourfold.planner.units import STASH, Choice
-from fourfold.program.engine import Problem, run
+from fourfold.program.engine import More, Problem, run
 from fourfold.program.from_plan import schedule_of_plan
-from fourfold.program.ops import Schedule
+from fourfold.program.ops import Op, Schedule, ends_of_step
 from fourfold.program.partition import partition
 
 __all__ = ["Followed", "schedule_of", "stage_layers"]
@@ -77,6 +77,19 @@ def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
     return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
 
 
+def _once(ops: Sequence[Op], times: Sequence[StageTimes]) -> dict[tuple[int, str, int], More]:
+    """How the first forwards and the last backwards of a rank's stages differ from others."""
+    out: dict[tuple[int, str, int], More] = {}
+    first, last = ends_of_step(ops)
+    for op in first:
+        t = times[op.stage]
+        hidden = t.before if out else 0.0
+        out[op] = t.first._replace(free=max(t.first.ready, t.first.free - hidden))
+    for op in last:
+        out[op] = times[op.stage].last[0 if op.kind == "I" else -1]
+    return out
+
+
 class End(NamedTuple):
     """A rank's step, the update left out."""
 
@@ -99,7 +112,6 @@ class Followed:
         self.setting, self.layout, self.schedule, self.counts = setting, layout, schedule, counts
         self.stages = plan_units(setting, layout, units_of_stages(setting.spec, counts), choices)
         self._times: dict[object, StageTimes] = {}  # of stages that are alike, once
-        self._tails: dict[object, float] = {}
         self._walks: dict[Any, Any] = {}
         self._message_bytes, self._message = layout.message(setting), layout.message_seconds(setting)
         self._tied_copy = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
@@ -145,27 +157,38 @@ class Followed:
         times = [self._stage_times(s) for s in range(schedule.stages)]
         costs = rank_costs(times, self._message)
         problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
-        ran = run(problem, schedule.order)
+        more = {op: m for ops in schedule.order for op, m in _once(ops, times).items()}
+        ran = run(problem, schedule.order, more=more)
         work = [
             sum(times[s].forward + times[s].input_grad + times[s].weight_grad for s in held)
             for held in schedule.stages_of
         ]
         busiest = max(range(schedule.ranks), key=lambda r: work[r])
-        start = sum(t.first for t in times)
+        once = sum(
+            times[s].first.ready + sum(m.ready + m.after for m in times[s].last) for s in schedule.stages_of[busiest]
+        )
         repeated = (layout.micro_batches - schedule.micro_batches) * work[busiest]
-        tails = [self._tail(rank) for rank in range(schedule.ranks)]
-        ends = [End(start + ran.ends[r][-1] + repeated + late, late) for r, late in enumerate(tails)]
-        return ends, busiest, layout.micro_batches * work[busiest] + start
+        ends = []
+        for rank, ops in enumerate(schedule.order):
+            end = ran.ends[rank][-1] + more[ops[-1]].after
+            late = max(0.0, ran.lanes[rank] - end) + self._lent(rank)
+            ends.append(End(end + late + repeated, late))
+        return ends, busiest, layout.micro_batches * work[busiest] + once
 
-    def _steady(self, rank: int) -> bool:
-        """Whether a rank always has a micro-batch in flight between its first forward and its last backward."""
-        if self.schedule.ranks == 1:
-            return False
-        return len(self.schedule.stages_of[rank]) > 1 or rank < self.schedule.ranks - 1
+    @cached_property
+    def _steady(self) -> list[bool]:
+        """By stage, whether it always has a micro-batch in flight between its first forward and its last backward."""
+        flying, turned = [0] * self.schedule.stages, [0] * self.schedule.stages
+        for ops in self.schedule.order:
+            for op in ops:
+                if op.kind != "W":
+                    flying[op.stage] += 1 if op.kind == "F" else -1
+                    turned[op.stage] += flying[op.stage] == 0
+        return [turns == 1 for turns in turned]
 
     def _stage_times(self, stage: int) -> StageTimes:
         rank, units = self.schedule.placement[stage], self.stages[stage]
-        steady, alone = self._steady(rank), len(self.schedule.stages_of[rank]) == 1
+        steady, alone = self._steady[stage], len(self.schedule.stages_of[rank]) == 1
         key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
         if key not in self._times:
             split = self.schedule.split
@@ -174,19 +197,12 @@ class Followed:
             )
         return self._times[key]
 
-    def _tail(self, rank: int) -> float:
-        """Seconds after a rank's last backward: reductions still under way."""
-        schedule, cluster = self.schedule, self.setting.cluster
-        last = {op.stage: i for i, op in enumerate(schedule.order[rank]) if op.kind in "BW"}
-        stages = [self.stages[s] for s in sorted(last, key=lambda s: last[s])]
-        key = tuple((i, u.spec.kind, u.choice) for i, units in enumerate(stages) for u in units)
-        if key not in self._tails:
-            self._tails[key] = tail(self.setting, stages, split=schedule.split, prefetch=self.layout.prefetch)
-        late = self._tails[key]
-        if self._tied_copy and rank in (schedule.placement[0], schedule.placement[-1]):
-            size = self._tied_elements * self.setting.reduce
-            late += cluster.message(size, self.layout.mesh.ranks // self.layout.mesh.pipe)
-        return late
+    def _lent(self, rank: int) -> float:
+        """Seconds in which a tied weight's gradient goes from the last stage to the first."""
+        schedule, mesh = self.schedule, self.layout.mesh
+        if not self._tied_copy or rank not in (schedule.placement[0], schedule.placement[-1]):
+            return 0.0
+        return self.setting.cluster.message(self._tied_elements * self.setting.reduce, mesh.ranks // mesh.pipe)
 
     # ---- memory ----
 

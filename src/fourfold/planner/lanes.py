@@ -48,6 +48,7 @@ class Lanes:
     """A clock of computing, and what is under way beside it."""
 
     def __init__(self, queue: float = 0.0) -> None:
+        self._worked = 0.0
         self.exposed = self.communicated = 0.0
         """Seconds waited for collectives so far, and seconds of all of them, alone on the link."""
         self._link = Link((0, 0, 0), (queue,) * 3)
@@ -56,6 +57,11 @@ class Lanes:
     @property
     def now(self) -> float:
         return self._link.now
+
+    @property
+    def since_work(self) -> float:
+        """Seconds that have passed since a unit computed: its reduction waited for others."""
+        return self.now - self._worked
 
     def run(self, chain: Sequence[Step], *, ready: bool = False, following: float = 0.0) -> None:
         """Units one after another; `ready`: the first one's gather has been started; `following`: that of the unit after them."""
@@ -67,6 +73,7 @@ class Lanes:
             if step.gather:
                 self.exposed += self._link.wait_for_all_but(GATHERS, 1 if ahead else 0)
             self._work(step)
+            self._worked = self.now
             if step.reduce:
                 self.reduce(step)
 

@@ -127,7 +127,7 @@ def recompute_options(setting: Setting, layout: Layout, kind: str, weights: Weig
     and of backwards, which compute more for the same bytes.
     """
     unit, out = setting.spec.kinds[kind], []
-    base = _work(computes(setting, layout, kind, Choice()))
+    base = _work(computes(setting, layout, kind, Choice(), False))
     candidates = [Choice(recompute=r) for r in ("none", "selective", "full")]
     if "per-slice" in unit.saved and layout.mesh.row * layout.mesh.col == 1:  # slices and the grid exclude each other
         candidates += [Choice(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]

@@ -198,10 +198,10 @@ class Judged:
         seconds, late, update = self._slowest
         setting, layout, followed = self.setting, self.layout, self.followed
         m, busiest = layout.micro_batches, followed.busiest
-        parts = [u.cost.compute for u in followed.units(busiest)]
-        grid = m * sum(p.grid for p in parts)
-        recompute = m * sum(p.again for p in parts)
-        compute = m * sum(p.forward + p.input_grad + p.weight_grad for p in parts) - grid
+        units = [u.cost for u in followed.units(busiest)]
+        parts = [c.compute for c in units] * (m - 1) + [c.ends for c in units]
+        grid, recompute = sum(p.grid for p in parts), sum(p.again for p in parts)
+        compute = sum(p.forward + p.input_grad + p.weight_grad for p in parts) - grid
         exposed = max(0.0, followed.busy + late - compute - grid - recompute)
         spec = setting.spec
         return Prediction(

@@ -120,13 +120,19 @@ def flow_of(setting: Setting, o: Operator, tokens: int, row: int, col: int, tens
 
 @lru_cache(maxsize=50_000)
 def operator_seconds(
-    setting: Setting, o: Operator, tokens: int, row: int, col: int, split: int
+    setting: Setting, o: Operator, tokens: int, row: int, col: int, split: int, whole: bool = False
 ) -> tuple[float, float, float]:
-    """Seconds that an operator of a micro-batch computes: forward, gradients of its input and of its weight."""
-    cluster, width = setting.cluster, setting.compute
+    """Seconds that an operator of a micro-batch computes: forward, gradients of its input and of its weight.
+
+    `whole`: gradients of all rows are kept, and added to.
+    """
+    cluster, width, reduce = setting.cluster, setting.compute, setting.reduce
     if o.kind == "product":
         f, i, w = product_seconds(setting, o, tokens, col, split)
-        added = o.inputs * o.outputs / (row * col) * (width + 2 * setting.reduce)  # to the gradient so far
+        added = width + 2.0 * reduce  # bytes of an element: the product is added to the gradient so far
+        if row > 1 and not whole:  # all rows' is made as wide as it is summed, and this row's is added
+            added = (width + reduce if width < reduce else 0) + 3 * reduce / row
+        added *= o.inputs * o.outputs / col
         # what moves is cut, padded and joined, and a bias is apart; a GPU's host does that ahead of it
         around = cluster.device.operator if row * col > 1 and cluster.device.kind == "cpu" else 0.0
         return f + around, i + around, w + around + cluster.memory_bound(added, fused=True)
@@ -139,9 +145,12 @@ def operator_seconds(
 
 
 def grid_moves(
-    setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int
+    setting: Setting, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int, once: bool
 ) -> list[tuple[Move, float, float]]:
-    """An operator's collectives in a micro-batch, the seconds of each, alone on its line, and the bytes of a call."""
+    """An operator's collectives in a micro-batch, the seconds of each, alone on its line, and the bytes of a call.
+
+    `once`: those are among them that one micro-batch of a step has.
+    """
     links, config = links_of(setting, row, col), setting.spec.config
     if o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
@@ -151,8 +160,9 @@ def grid_moves(
         every = moves(_sizes(setting, o, tokens, row, col, tensor.residual), flow, tensor.keep)
     out = []
     for m in every:
-        width = setting.reduce if m.what == "gradients" else setting.compute
-        out.append((m, links.seconds(m, width) / (micro_batches if m.once else 1), links.size(m, width)))
+        if once or not m.once:
+            width = setting.reduce if m.what == "gradients" else setting.compute
+            out.append((m, links.seconds(m, width), links.size(m, width)))
     return out
 
 

@@ -16,6 +16,7 @@ from fourfold.planner.lanes import Lanes, Step
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.units import STASH, Choice, UnitCost, joins, unit_cost
 from fourfold.program.costs import Costs
+from fourfold.program.engine import More
 from fourfold.shard.layout import joined
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "plan_units",
     "rank_costs",
     "stage_times",
-    "tail",
     "units_of_stages",
     "whole_step",
 ]
@@ -46,8 +46,12 @@ class StageTimes:
     forward: float
     input_grad: float
     weight_grad: float
-    first: float
-    """How much longer the first forward of a step takes, since parameters that are kept are gathered in it."""
+    first: More
+    """How the first forward of a step differs: what is kept is gathered in it, the first two units' while it has no input."""
+    before: float
+    """Seconds of the first gather that hide behind an op before: its last unit's computing."""
+    last: tuple[More, ...]
+    """How the last backward differs, or its two parts: gradients are reduced in it, behind what computes."""
 
 
 def units_of_stages(spec: ModelSpec, counts: Sequence[int]) -> list[list[UnitSpec]]:
@@ -114,15 +118,19 @@ class _Op:
 class _Running:
     """Ops of stages on one rank, one after another, with their gathers and reductions beside them."""
 
+    turns = True
+    """Whether a stage's backward may follow its forward."""
+
     def __init__(self, setting: Setting, steady: bool, split: bool, prefetch: int):
         self.cluster, self.steady, self.split, self.prefetch = setting.cluster, steady, split, prefetch
         self.lanes, self._charged = Lanes(self.cluster.queue), 0.0
         self._before, self._behind = "", 0.0
         self._known: dict[object, Step] = {}
 
-    def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]]) -> list[float]:
-        """Seconds of every op, those of the first unit's gather where it is waited for included."""
+    def run(self, ops: Sequence[tuple[Sequence[PlannedUnit], _Op]], there: int = 0) -> list[float]:
+        """Seconds of every op; `there`: so many units of the first one are, and need no gather."""
         chains = [self._steps(units, op) for units, op in ops]
+        chains[0] = [s._replace(gather=0.0) if i < there else s for i, s in enumerate(chains[0])]
         out = []
         for i, (units, op) in enumerate(ops):
             following = chains[i + 1][0].gather if i + 1 < len(chains) else 0.0
@@ -161,11 +169,11 @@ class _Running:
 
     def _step(self, u: PlannedUnit, op: _Op, there: bool, first: bool) -> Step:
         """A unit's part of an op; `there`: its parameters are; `first`: nothing is before it."""
-        c, parts = u.cost.compute, u.cost.slices
+        c, parts = u.cost.ends if op.first or op.last else u.cost.compute, u.cost.slices
         seconds = {"F": c.forward, "B": c.input_grad + c.again + c.weight_grad, "I": c.input_grad + c.again}
         gather = u.cost.gather if self._gathers(u, op) and not there else 0.0
         reduces = self._reduces(u, op)
-        shown, every = u.cost.crossing(op.kind)
+        shown, every = u.cost.crossing(c, op.kind)
         holds = u.choice.mode != "replicate"  # whose sums take none of the host's time
         moves = c.shown(op.kind)
         calls = self.cluster.call * ((gather > 0) + (reduces and holds and u.cost.reduce > 0))
@@ -205,7 +213,7 @@ class _Running:
 
         Where a micro-batch's backward follows its forward, what still waits to go out is there, and nobody waits for it.
         """
-        there = 0.0 if self.steady or self.cluster.device.kind == "cpu" else STASH
+        there = STASH if self.turns and not self.steady and self.cluster.device.kind != "cpu" else 0.0
         moved = max(0.0, sum(u.cost.offloaded for u in units) - there) / self.cluster.host.link
         if not moved or op.kind == "W":
             return 0.0
@@ -224,17 +232,53 @@ def stage_times(
     `steady`: some micro-batch is always in flight, so zero2 gathers once a step. `alone`: the rank has no other stage, so that
     what an op used last is there for the next.
     """
-    run = (_Running if alone else _Apart)(setting, steady, split, prefetch)
-    ops = [(units, op) for first in (True, False, False) for op in (_Op("F", first=first), *_backward(split))]
-    found = run.run(ops)
+    kind = _Running if alone else _Apart
+    usual = [(units, op) for op in (_Op("F"), *_backward(split))]
+    first = [(units, _Op("F", first=True)), *usual[1:]]
+    found = kind(setting, steady, split, prefetch).run(first + usual * 2)
     middle = found[-3:] if split else found[-2:]
     forward, backward = middle[0], sum(middle[1:])
     weight = min(backward, sum(u.cost.compute.weight_grad for u in units))
-    return StageTimes(forward, backward - weight, weight, max(0.0, found[0] - forward))
+    warm = kind(setting, steady, split, prefetch).run(first[:1], there=1 + prefetch)[0]
+    gather = units[0].cost.gather / units[0].cost.slices if units[0].choice.mode != "replicate" else 0.0
+    before = min(gather, forward / len(units)) if prefetch else 0.0
+    return StageTimes(
+        forward,
+        backward - weight,
+        weight,
+        More(max(0.0, found[0] - forward), max(0.0, warm - forward)),
+        before,
+        _endings(setting, units, split, prefetch, kind),
+    )
+
+
+def _endings(
+    setting: Setting, units: Sequence[PlannedUnit], split: bool, prefetch: int, kind: type[_Running]
+) -> tuple[More, ...]:
+    """How the last backward of a stage differs from others, or its two parts.
+
+    Its input's gradient leaves when it has computed; what the last unit's reduction waits for comes after that.
+    """
+    usual, last = kind(setting, True, split, prefetch), kind(setting, True, split, prefetch)
+    without = usual.run([(units, op) for op in _backward(split)], there=1)
+    found = last.run([(units, op) for op in _backward(split, True)], there=1)
+    late, done = last.lanes.since_work, last.finish()
+    out = [More(x := max(0.0, a - b), x) for a, b in zip(found, without, strict=True)]
+    left = max(0.0, out[-1].free - late)
+    reduced = [u for u in units[::-1] if u.cost.reduce]
+    puts = sum(u.cost.reduce + u.cost.across for u in reduced)
+    lead = None
+    if reduced and reduced[0].choice.mode != "replicate":
+        c = units[-1].cost.ends
+        lead = c.weight_grad if split else c.input_grad + c.again + c.weight_grad
+    out[-1] = More(left, left, out[-1].free - left, puts, found[-1] + done, lead)
+    return tuple(out)
 
 
 class _Apart(_Running):
     """Ops between which another stage runs: nothing is left of the one before."""
+
+    turns = False
 
     def _steps(self, units: Sequence[PlannedUnit], op: _Op) -> list[Step]:
         self._before = ""
@@ -249,17 +293,6 @@ def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: in
     found = run.run(ops)
     middle = found[-4] + found[-3] if simulated > 2 else 0.0
     return sum(found) + run.finish() + (micro_batches - simulated) * middle
-
-
-def tail(setting: Setting, stages: Sequence[Sequence[PlannedUnit]], *, split: bool, prefetch: int) -> float:
-    """Seconds by which the step's reductions lengthen the last backwards of a rank's stages, in their order."""
-
-    def takes(last: bool) -> float:
-        run = (_Running if len(stages) == 1 else _Apart)(setting, True, split, prefetch)
-        found = run.run([(units, op) for units in stages for op in _backward(split, last)])
-        return sum(found) + (run.finish() if last else 0.0)
-
-    return takes(True) - takes(False)
 
 
 def rank_costs(times: Sequence[StageTimes], message: float) -> Costs:

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from fourfold.cluster import Cluster
 from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.plan import Mesh, Tensor
-from fourfold.planner.beside import NO_GRID, OnGrid, grid_times
+from fourfold.planner.beside import NO_GRID, Crossing, OnGrid, grid_times
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.products import flow_of, operator_seconds, vector_sums
 from fourfold.shard.layout import ALIGN
@@ -79,8 +79,7 @@ class Compute(NamedTuple):
 
     def shown(self, op: str) -> float:
         """Seconds of an op (F, B, I, W) in which the grid's collectives are waited for."""
-        lines = self.lines.of(op)
-        return lines[0].shown + lines[1].shown
+        return _shown(self.lines.of(op))
 
     def cold(self, op: str) -> float:
         """Seconds more of an op that begins with this unit: its first weight is not gathered ahead."""
@@ -118,6 +117,8 @@ class UnitCost(Shared):
     """All that a unit costs under a choice on a layout."""
 
     compute: Compute
+    ends: Compute
+    """The first forward and the last backward of a step, in which the grid gathers and sums what it keeps over micro-batches."""
     vectors: float
     """Seconds that sums over the grid take before a reduction; without one, to start them."""
     behind: float
@@ -147,9 +148,9 @@ class UnitCost(Shared):
     lines: tuple[bool, bool] = (False, False)
     """Whether the grid's row and its col cross the link on which it is gathered and reduced."""
 
-    def crossing(self, op: str) -> tuple[float, float]:
+    def crossing(self, c: Compute, op: str) -> tuple[float, float]:
         """Seconds of an op's collectives on the grid that cross that link: those that are waited for, and all."""
-        found = [line for line, crosses in zip(self.compute.lines.of(op), self.lines, strict=True) if crosses]
+        found = [line for line, crosses in zip(c.lines.of(op), self.lines, strict=True) if crosses]
         return sum(line.shown for line in found), sum(line.every for line in found)
 
 
@@ -165,29 +166,47 @@ def compute_times(
     split: int,
     recompute: str,
     apart: bool = False,
+    once: bool | None = None,
 ) -> Compute:
-    """Seconds of one micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them.
+    """Seconds of a micro-batch of `tokens` tokens on a rank, of which a step has `steps` where something is kept over them.
 
-    `apart`: weight gradients have an op of their own.
+    `apart`: weight gradients have an op of their own. `once`: of the first forward and the last backward of a step, where what
+    is kept is gathered and summed (True); of all others (False); of all on average (None).
     """
-    forward, input_grad, weight_grad, cheap, unread = computing(setting, kind, tokens, row, col, split)
-    grid = grid_times(setting, tokens, row, col, tensor, steps, apart)[kind] if row * col > 1 else NO_GRID
-    there, back = (sum(line.shown for line in op) for op in (grid.forward, grid.backward))
-    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + there - unread)
+    where = (setting, kind, tokens, row, col, tensor, steps, split, recompute, apart)
+    if once is None and steps > 1:
+        usual, ends = compute_times(*where, False), compute_times(*where, True)
+        f, i, w, again, moved = (u + (e - u) / steps for u, e in zip(usual[:5], ends[:5], strict=True))
+        return Compute(f, i, w, again, moved)
+    whole = "gradients" in tensor.keep
+    forward, input_grad, weight_grad, cheap, unread = computing(setting, kind, tokens, row, col, split, whole)
+    grid = usual_grid = NO_GRID
+    if row * col > 1:
+        on_grid = (setting, tokens, row, col, tensor, steps, apart)
+        grid, usual_grid = (grid_times(*on_grid, kept)[kind] for kept in (once is not False or steps == 1, False))
+    there, back, redone = (_shown(lines) for lines in (grid.forward, grid.backward, usual_grid.forward))
+    again = {"none": 0.0, "selective": cheap}.get(recompute, forward + redone - unread)
     return Compute(
         forward + there, input_grad + back - grid.weight, weight_grad + grid.weight, again, there + back, grid
     )
 
 
+def _shown(lines: tuple[Crossing, Crossing]) -> float:
+    return lines[0].shown + lines[1].shown
+
+
 @lru_cache(maxsize=50_000)
 def computing(
-    setting: Setting, kind: str, tokens: int, row: int, col: int, split: int = 1
+    setting: Setting, kind: str, tokens: int, row: int, col: int, split: int = 1, whole: bool = False
 ) -> tuple[float, float, float, float, float]:
-    """Seconds of a micro-batch, the grid's collectives left out: F, I, W; of F, what is cheap to redo, and what nobody reads."""
+    """Seconds of a micro-batch, the grid's collectives left out: F, I, W; of F, what is cheap to redo, and what nobody reads.
+
+    `whole`: gradients of all rows are kept, and added to.
+    """
     unit = setting.spec.kinds[kind]
     forward = input_grad = weight_grad = cheap = unread = 0.0
     for o in unit.operators:
-        f, i, w = operator_seconds(setting, o, tokens, row, col, split)
+        f, i, w = operator_seconds(setting, o, tokens, row, col, split, whole)
         forward, input_grad, weight_grad = forward + f, input_grad + i, weight_grad + w
         if o.kind == "product":
             unread += f if o.name == unit.unread and row * col == split == 1 and not setting.precision.compile else 0.0
@@ -256,11 +275,11 @@ def _kept(tensor: Tensor, choice: Choice) -> Tensor:
     return tensor
 
 
-def computes(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Compute:
-    """Seconds of one micro-batch of the unit."""
+def computes(setting: Setting, layout: Layout, kind: str, choice: Choice, once: bool | None = None) -> Compute:
+    """Seconds of one micro-batch of the unit; `once` as of `compute_times`."""
     mesh, tokens = layout.mesh, layout.micro_batch_size * setting.spec.seq_len
     grid = mesh.row, mesh.col, _kept(layout.tensor, choice), layout.steps
-    return compute_times(setting, kind, tokens, *grid, choice.split, choice.recompute, layout.splits_backward)
+    return compute_times(setting, kind, tokens, *grid, choice.split, choice.recompute, layout.splits_backward, once)
 
 
 @lru_cache(maxsize=200_000)
@@ -290,7 +309,8 @@ def unit_cost(setting: Setting, layout: Layout, kind: str, choice: Choice) -> Un
         lender = _rounded(_elements(setting, setting.spec.units[0].kind, mesh.row * mesh.col), shards) * e
     return UnitCost(
         **vars(sharing),
-        compute=computes(setting, layout, kind, choice),
+        compute=computes(setting, layout, kind, choice, False),
+        ends=computes(setting, layout, kind, choice, True),
         vectors=vectors,
         behind=behind,
         activation=held,

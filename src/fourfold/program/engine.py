@@ -14,19 +14,36 @@ Times are the numbers of the problem's tables: whole ticks, or floats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 from fourfold.program.costs import Costs, Number, StageCosts, Table, Ticks
 
-__all__ = ["Order", "Problem", "Times", "levels", "peaks", "run"]
+__all__ = ["More", "Order", "Problem", "Times", "levels", "peaks", "run"]
 
 Order = Sequence[Sequence[tuple[int, str, int]]]
 """Every rank's ops, as (stage, kind, micro-batch); a schedule's `order` is one."""
+
+
+class More(NamedTuple):
+    """What an op does besides, in ticks. Beside its ops a rank has a lane, where what they put runs one after another."""
+
+    free: Any = 0
+    """Longer, from when the rank is free: it gets ready meanwhile."""
+    ready: Any = 0
+    """Longer, from when its input is there."""
+    after: Any = 0
+    """What the rank waits for when its result has left."""
+    puts: Any = 0
+    """What it puts into the lane."""
+    done: Any = 0
+    """From its start until that is done, in a lane that was empty."""
+    lead: Any = None
+    """From its start until it waits for what was in the lane before; None: it does not."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,8 @@ class Times:
     ends: list[list[Any]]
     messages: list[tuple[int, int, int, Any, int, Any, Any]] = field(default_factory=list)
     """(sender, receiver, stage, "activation" | "gradient", micro-batch, start, end), when asked for."""
+    lanes: list[Any] = field(default_factory=list)
+    """By rank, when its lane is empty."""
     stuck: bool = False
     """Whether ranks wait for each other in a circle; then the lists end where they do."""
 
@@ -117,7 +136,12 @@ class Times:
         return max((row[-1] for row in self.ends if row), default=0)
 
 
-def run(problem: Problem, order: Order, record_messages: bool = False) -> Times:
+def run(
+    problem: Problem,
+    order: Order,
+    record_messages: bool = False,
+    more: Mapping[tuple[int, str, int], More] | None = None,
+) -> Times:
     """Time an order whose ops are complete, on their ranks and locally in order (see `validator.check_ops`)."""
     p, c = problem.placement, problem.costs
     forward, backward, input_grad, weight_grad = c.forward, c.backward, c.input_grad, c.weight_grad
@@ -130,6 +154,8 @@ def run(problem: Problem, order: Order, record_messages: bool = False) -> Times:
     free: dict[tuple[int, int], Any] = {}  # when a shared link is free again
     times = Times([[] for _ in range(ranks)], [[] for _ in range(ranks)])
     at, clock, waiting = [0] * ranks, [0] * ranks, [False] * ranks
+    lanes: list[Any] = [0] * ranks
+    times.lanes = lanes
     todo = list(range(ranks))
 
     def leave(sender: int, receiver: int, stage: int, kind: str, micro_batch: int, ready: Any, takes: Any) -> Any:
@@ -142,6 +168,16 @@ def run(problem: Problem, order: Order, record_messages: bool = False) -> Times:
             times.messages.append((sender, receiver, stage, kind, micro_batch, start, start + takes))
         return start + takes
 
+    def different(op: More, rank: int, t: Any, ready: Any, takes: Any) -> tuple[Any, Any, Any]:
+        """Start, end and when the rank is free of an op that does more."""
+        if op.lead is not None:
+            t = max(t, lanes[rank] - op.lead)
+        start = max(t, ready)
+        end = max(t + op.free, ready + op.ready) + takes
+        if op.puts:
+            lanes[rank] = max(start + op.done, lanes[rank] + op.puts)
+        return start, end, end + op.after
+
     simple = private and not record_messages
     while todo:
         rank = todo.pop()
@@ -149,15 +185,21 @@ def run(problem: Problem, order: Order, record_messages: bool = False) -> Times:
         add_start, add_end, count = times.starts[rank].append, times.ends[rank].append, len(order[rank])
         while i < count:
             stage, kind, m = ops[i]
+            this = more.get(ops[i]) if more else None
             if kind == "F":
+                ready = 0
                 if stage:
                     ready = activation[stage][m]
                     if ready is None:
                         break
+                if this is None:
                     if ready > t:
                         t = ready
-                add_start(t)
-                t += forward[stage]
+                    add_start(t)
+                    t += forward[stage]
+                else:
+                    start, t, after = different(this, rank, t, ready, forward[stage])
+                    add_start(start)
                 add_end(t)
                 if stage < last:
                     to = p[stage + 1]
@@ -171,18 +213,28 @@ def run(problem: Problem, order: Order, record_messages: bool = False) -> Times:
                             waiting[to] = False
                             todo.append(to)
             elif kind == "W":
-                add_start(t)
-                t += weight_grad[stage]
+                if this is None:
+                    add_start(t)
+                    t += weight_grad[stage]
+                else:
+                    start, t, after = different(this, rank, t, 0, weight_grad[stage])
+                    add_start(start)
                 add_end(t)
             else:
+                ready = 0
                 if stage < last:
                     ready = gradient[stage][m]
                     if ready is None:
                         break
+                takes = input_grad[stage] if kind == "I" else backward[stage]
+                if this is None:
                     if ready > t:
                         t = ready
-                add_start(t)
-                t += input_grad[stage] if kind == "I" else backward[stage]
+                    add_start(t)
+                    t += takes
+                else:
+                    start, t, after = different(this, rank, t, ready, takes)
+                    add_start(start)
                 add_end(t)
                 if stage:
                     to = p[stage - 1]
@@ -195,6 +247,8 @@ def run(problem: Problem, order: Order, record_messages: bool = False) -> Times:
                         if waiting[to]:
                             waiting[to] = False
                             todo.append(to)
+            if this is not None:
+                t = after
             i += 1
         at[rank], clock[rank], waiting[rank] = i, t, i < count
     times.stuck = any(waiting)

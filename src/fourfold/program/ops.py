@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, cast
 from fourfold import schema
 from fourfold.errors import ScheduleError
 
-__all__ = ["Kind", "Op", "Schedule"]
+__all__ = ["Kind", "Op", "Schedule", "ends_of_step"]
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -183,6 +183,18 @@ class Schedule:
         if path.suffix != ".json":
             raise ScheduleError(f"{path}: a schedule file ends in .json or .csv; found '{path.suffix}'")
         return cls.from_dict(schema.read(path, ScheduleError))
+
+
+def ends_of_step(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """Of a rank's stages, each one's first forward, in their order; and each one's last backward, or both of its parts."""
+    first: dict[int, Op] = {}
+    last: dict[tuple[int, str], Op] = {}
+    for op in ops:
+        if op.kind == "F":
+            first.setdefault(op.stage, op)
+        else:
+            last[op.stage, op.kind] = op
+    return list(first.values()), list(last.values())
 
 
 def _ops_of_row(rank: int, row: Sequence[str]) -> Iterable[Op]:

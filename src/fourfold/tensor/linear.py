@@ -191,7 +191,7 @@ class GridLinear(nn.Module):
         elif self._unsummed is None:
             self._unsummed = self.matmul.weight_product(inputs, kept, wide)
         else:
-            self._unsummed += self.matmul.weight_product(inputs, kept, wide)
+            self._unsummed += self.matmul.weight_product(inputs, kept, kept.dtype)
         return True
 
     def flush(self) -> None:
