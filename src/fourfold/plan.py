@@ -200,6 +200,11 @@ class Memory:
     prefetch: int = 1
     """Units gathered ahead of the one that is computed with; 0: no overlap, not of reductions either, and least memory."""
 
+    @property
+    def host_share(self) -> float:
+        """Of the host's memory, what activations may take; what exceeds it stays on the device."""
+        return 0.9 if self.optimizer == "device" else 0.5  # optimizer state is made after them, and needs room, too
+
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)
         if self.device_state:

@@ -13,6 +13,7 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.followed import stage_layers
 from fourfold.planner.layout import Setting
+from fourfold.planner.make import make_plan
 from fourfold.planner.predict import layout_of_plan, predict
 from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice, Compute, compute_times, unit_cost
@@ -156,3 +157,28 @@ def test_recomputation_is_a_forward_without_its_last_product() -> None:
         product = setting.cluster.product(8 * 2048, inputs, 4096, "bf16", 2)
         assert alone.again == pytest.approx(alone.forward - product)
         assert grid.again == grid.forward
+
+
+def test_activations_on_the_host_take_its_memory_and_stay_where_it_has_none_left() -> None:
+    """As the runtime does it: in a share of the host's memory; what exceeds that is on the device."""
+    setting = question(batch=64)
+    plan = Plan(mesh=Mesh(data=8), batch=Batch(micro_batches=1), precision=setting.precision)
+    there = replace(plan, memory=replace(plan.memory, activations="host"))
+    here, moved = predict(plan, setting).peak, predict(there, setting).peak
+    small = replace(setting, cluster=setting.cluster.what_if({"host": "32GiB"}))
+    less = predict(there, small).peak
+    assert moved.host == moved.host_activations > 2**33
+    assert moved.peak < here.peak - 0.5 * moved.host
+    assert less.host == pytest.approx(0.9 * 2**32)
+    assert less.peak == pytest.approx(moved.peak + moved.host - less.host)
+    state = replace(there, memory=replace(there.memory, optimizer="host"))
+    assert predict(state, small).peak.host_activations == pytest.approx(0.5 * 2**32)
+
+
+def test_a_plan_with_activations_on_the_host_fits_there() -> None:
+    spec = question(batch=256).spec
+    cluster = Cluster.preset("l4-pcie").what_if({"host": "24GiB"})
+    found = make_plan(spec, cluster, global_batch=256, fix={"activations": "host", "data": 4})
+    memory = found.predicted["memory"] if found.predicted else []
+    assert memory
+    assert all(0 < m["host_activations"] <= m["host"] <= cluster.host_memory for m in memory)

@@ -78,8 +78,14 @@ def _memory(plan: Plan) -> list[str]:
         f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])}{where}, "
         f"at its peak ({most['at']}): {', '.join(parts)}"
     ]
-    if most.get("host"):
-        lines.append(f"  and {format_bytes(most['host'])} of optimizer state on the host, for every device")
+    state, activations = most.get("host", 0) - most.get("host_activations", 0), most.get("host_activations", 0)
+    there = [
+        f"{format_bytes(size)} of {what}"
+        for what, size in (("optimizer state", state), ("activations", activations))
+        if size
+    ]
+    if there:
+        lines.append(f"  and on the host, for every device: {', '.join(there)} of {format_bytes(p['host_bytes'])}")
     return lines
 
 

@@ -206,6 +206,20 @@ class Followed:
 
     # ---- memory ----
 
+    def _away(self, rank: int) -> float:
+        """Bytes of activations that are meant for the host when most micro-batches are in flight."""
+        size = {s: sum(u.cost.offloaded for u in self.stages[s]) for s in self.schedule.stages_of[rank]}
+        if not any(size.values()):
+            return 0.0
+        most = held = 0.0
+        for op in self.schedule.order[rank]:
+            if op.kind == "F":
+                held += size[op.stage]
+                most = max(most, held)
+            elif op.kind != "I":  # of a backward in two parts, the second needs some still
+                held -= size[op.stage]
+        return most
+
     def _tables(self) -> float:
         """Bytes of a step's tokens and targets, and of rotary tables."""
         spec, mesh = self.setting.spec, self.layout.mesh
@@ -222,7 +236,8 @@ class Followed:
         tied = self._tied_elements * s.reduce
         whole = next(u.cost for u in self.stages[0])
         head = self.stages[-1][-1].cost
-        flight = min(self.layout.micro_batches, self.layout.stages)
+        away = self._away(rank)
+        there = min(away, self.layout.host_room(s))
         # CPUs have no kernel that rounds a master in one pass
         rounding = 9.0 * max(u.cost.local for u in units) if s.compute < 4 and cpu else 0.0
         extra = Extra(
@@ -232,7 +247,8 @@ class Followed:
             taken=tied if owner else 0.0,
             messages=message_bytes(schedule, rank, self._message_bytes, cpu),
             pooled=self._message_bytes if cpu else 0.0,
-            parked=0.0 if cpu else min(STASH, flight * sum(u.cost.offloaded for u in units)),
+            parked=0.0 if cpu else min(STASH, there) + away - there,
+            host=0.0 if cpu else there,
             update=0.0 if self.layout.streams(s) else rounding,
             prefetch=self.layout.prefetch,
         )

@@ -101,6 +101,10 @@ class Layout:
         """Whether the streamed engine updates: state on the host, or narrow."""
         return self.optimizer != "device" or setting.moments != "fp32"
 
+    def host_room(self, setting: Setting) -> float:
+        """Bytes of the host that a device's activations may take."""
+        return Memory(optimizer=self.optimizer).host_share * setting.cluster.host_memory
+
     def message(self, setting: Setting) -> float:
         """Bytes of one message between stages."""
         if self.mesh.pipe == 1:

@@ -107,6 +107,7 @@ def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
         "cluster": setting.cluster.name,
         "ranks": best.layout.mesh.ranks,
         "usable_bytes": setting.cluster.usable,
+        "host_bytes": round(setting.cluster.host_memory),
         "price": best.price * 2**30,
         "binding": binding(best, setting),
         "break_even_tokens": round(break_even(best, setting)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from fourfold.planner.layout import Layout, Setting
@@ -105,7 +106,7 @@ class Solver:
         `weights`: of the host's link in what ops take at least, where activations cross it; without, as if each unit waited.
         """
         mesh = layout.mesh
-        where: tuple[object, ...] = (layout.activations,)
+        where: tuple[object, ...] = (layout.activations, _stays(self.setting, layout))
         if weights is not None and layout.activations == "host":
             where = (weights, layout.puts_weights_off)
         key = (kind, mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.steps, *where)
@@ -127,6 +128,7 @@ def recompute_options(setting: Setting, layout: Layout, kind: str, weights: Weig
     and of backwards, which compute more for the same bytes.
     """
     unit, out = setting.spec.kinds[kind], []
+    stays = _stays(setting, layout) if weights is None else 0.0
     base = _work(computes(setting, layout, kind, Choice(), False))
     candidates = [Choice(recompute=r) for r in ("none", "selective", "full")]
     if "per-slice" in unit.saved and layout.mesh.row * layout.mesh.col == 1:  # slices and the grid exclude each other
@@ -143,8 +145,19 @@ def recompute_options(setting: Setting, layout: Layout, kind: str, weights: Weig
         elif moved:
             for work in (c.forward, c.input_grad + c.again):
                 seconds += max(work, moved) + (1 - overlap) * min(work, moved) - work
-        out.append(Option(choice, seconds, cost.activation, max(cost.workspace, cost.forward_workspace)))
+        held = cost.activation + stays * cost.offloaded
+        out.append(Option(choice, seconds, held, max(cost.workspace, cost.forward_workspace)))
     return out
+
+
+@lru_cache(maxsize=4096)
+def _stays(setting: Setting, layout: Layout) -> float:
+    """Of what could move to the host, the share for which it has no room if nothing is recomputed."""
+    if layout.activations == "device" or setting.cluster.device.kind == "cpu":
+        return 0.0
+    flight = min(layout.micro_batches, layout.mesh.pipe) / layout.mesh.pipe
+    moves = flight * sum(unit_cost(setting, layout, u.kind, Choice()).offloaded for u in setting.spec.units)
+    return max(0.0, 1 - layout.host_room(setting) / moves) if moves else 0.0
 
 
 def sharding_options(

@@ -38,7 +38,9 @@ class RankMemory:
     """The op at which it is highest, or `update`."""
     by_category: tuple[float, ...]
     host: float = 0.0
-    """Bytes on its host."""
+    """Bytes on its host: activations, and optimizer state."""
+    host_activations: float = 0.0
+    """Of these, activations."""
 
     @cached_property
     def peak(self) -> float:
@@ -48,11 +50,12 @@ class RankMemory:
         """With so many bytes of optimizer state on the device, always, and on the host."""
         held = list(self.by_category)
         held[OPTIMIZER] += optimizer
-        return RankMemory(self.rank, self.at, tuple(held), host)
+        return RankMemory(self.rank, self.at, tuple(held), self.host + host, self.host_activations)
 
     def to_dict(self) -> dict[str, object]:
         parts = {name: round(size) for name, size in zip(CATEGORIES, self.by_category, strict=True) if size >= 1}
-        return {"rank": self.rank, "bytes": round(self.peak), "at": self.at, **parts, "host": round(self.host)}
+        host = {"host": round(self.host), "host_activations": round(self.host_activations)}
+        return {"rank": self.rank, "bytes": round(self.peak), "at": self.at, **parts, **host}
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class Extra:
     pooled: float = 0.0
     """Of one of them, where inputs and gradients of stages that came in a message are among those."""
     parked: float = 0.0
-    """Of activations on their way to the host and back."""
+    """Of activations on their way to the host and back, and of those for which it has no room."""
+    host: float = 0.0
+    """Of activations there."""
     update: float = 0.0
     """What the update holds for a while: rounding of masters."""
     prefetch: int = 1
@@ -164,7 +169,7 @@ def replay_rank(
     at_update[WORKSPACE] += extra.update
     if sum(at_update) > sum(best):
         best, best_at = at_update, "update"
-    return RankMemory(rank, best_at, tuple(best))
+    return RankMemory(rank, best_at, tuple(best), extra.host, extra.host)
 
 
 @lru_cache(maxsize=1024)

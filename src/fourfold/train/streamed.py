@@ -52,10 +52,11 @@ def make_optimizer(config: Config, plan: Plan, units: Sequence[Unit], ranks_here
 
 
 def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> ActivationOffload | None:
-    """What keeps a rank's activations on the host, if the plan wants it: in at most half of the memory that is free there."""
+    """What keeps a rank's activations on the host, if the plan wants it: in at most a share of the memory that is free there."""
     if plan.memory.activations == "device":
         return None
-    return ActivationOffload(device, budget=available_bytes() // (2 * ranks_here), least=LEAST)
+    budget = int(plan.memory.host_share * available_bytes() / ranks_here)
+    return ActivationOffload(device, budget=budget, least=LEAST)
 
 
 class StreamedUnits:
