@@ -161,7 +161,9 @@ def own_data() -> Iterator[Clock]:
 
 def predicted(plan: Plan, setting: Setting, stage: int) -> tuple[float, float]:
     """Bytes, and seconds without communication, of a rank of the pipeline."""
-    p = predict(plan, setting)
+    host = setting.cluster.host  # it has one to itself here
+    alone = replace(host, memory=str(int(setting.cluster.host_memory) * setting.cluster.devices**2))
+    p = predict(plan, replace(setting, cluster=replace(setting.cluster, host=alone)))
     return p.memory[stage].peak, p.computing[stage] if plan.mesh.pipe > 1 else p.seconds
 
 

@@ -57,6 +57,8 @@ class Device:
     """Share of the rest that the allocator loses to rounding and fragmentation."""
     matrix: dict[str, float] = field(default_factory=lambda: {"bf16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12})
     """Peak FLOP/s of matrix products by type."""
+    stated: dict[str, float] = field(default_factory=dict)
+    """By type, FLOP/s that the vendor states, where those of `matrix` are measured: what MFU is a share of."""
     efficiency: float = 0.8
     """Share of the peak that large products reach."""
     attention: float = 0.65
@@ -71,6 +73,10 @@ class Device:
     """Share of it that a model's operators between products reach, one by one; 1: fused."""
     operator: float = 5e-6
     """Seconds that starting an operator takes at least."""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s that MFU is a share of."""
+        return self.stated.get(dtype, self.matrix[dtype])
 
     def fullness(self, m: float, k: float, n: float) -> float:
         """Of what large products reach, the share that [m, k] · [k, n] can: short sums, and idle processors in the last round."""
@@ -90,7 +96,7 @@ class Host:
     memory: str = "1TiB"
     """Of a node."""
     link: float = 25e9
-    """Bytes a second between a device and its host, in each direction at once."""
+    """Bytes a second between a device and its host, in each direction at once, while all devices of a node do the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +223,9 @@ class Cluster:
             if base is not None:
                 if not isinstance(base, str):
                     raise ClusterError(f"preset must be a name; found {base!r}")
-                whole = cls.preset(base)
-                if "level" not in data and schema.whole(data.get("devices"), 1):
-                    whole = whole.with_devices(data["devices"])
+                whole, devices = cls.preset(base), data.get("devices", 0)
+                if "level" not in data and schema.whole(devices, 1):
+                    whole = cls.local(devices) if base == "local" else whole.with_devices(devices)
                 data = _merged(whole.to_dict(), {"name": Path(path).stem} | data)
             cluster = schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
             check_pieces(cluster)
@@ -254,8 +260,10 @@ class Cluster:
 
     def with_devices(self, devices: int) -> Cluster:
         """This cluster with so many devices a node; what joined a node still does."""
-        levels = tuple(replace(x, ranks=devices) if x.ranks == self.devices else x for x in self.level)
-        return replace(self, devices=devices, level=levels)
+        levels = [replace(x, ranks=devices) if x.ranks == self.devices else x for x in self.level]
+        if devices == 1:  # what joined a node has nothing to join
+            levels = [x for x in levels if x.ranks != 1]
+        return replace(self, devices=devices, level=tuple(levels))
 
     # ---- what it can do ----
 
@@ -304,9 +312,19 @@ class Cluster:
         return factor * (latency + share * size / bandwidth)
 
     def message(self, size: float, distance: int) -> float:
-        """Seconds of a message of `size` bytes to the rank `distance` away."""
+        """Seconds of a message of `size` bytes to the rank `distance` away, if both are on what joins so many."""
         bandwidth, hops, crossed = self._crossed(2, distance)
         return self._factor(crossed, "message", size, 2) * (hops + size / bandwidth)
+
+    def messages(self, size: float, first: int, other: int, ranks: int) -> float:
+        """Seconds until each of `ranks` ranks from `first` on has sent one to its peer among those from `other` on."""
+        far = abs(other - first)
+        for level in self.level:
+            joined = level.ranks or self.ranks
+            if all((first + i) // joined == (other + i) // joined for i in range(ranks)):
+                break
+            far = max(far, joined)  # some are on two of what this level joins
+        return self.message(size, far)
 
     def link(self, members: int, stride: int = 1) -> int:
         """The level whose links a group's collectives keep busy, by its number: the outermost that it crosses."""
@@ -331,13 +349,16 @@ class Cluster:
             joined = level.ranks or self.ranks
             inside = max(1, min(members, joined // stride)) if stride < joined else 1
             if inside > under:
-                bandwidth = min(bandwidth, level.bandwidth * max(1, min(under, below // stride)))
-                latency += (inside / under - 1) * level.latency
+                lines = members % under or under  # where a group fills its last node in part, fewer cross there
+                bandwidth = min(bandwidth, level.bandwidth * max(1, min(lines, below // stride)))
+                latency += (members / under - members / inside) * level.latency  # hops on the way past all members
                 crossed.append(level)
                 under = inside
             below = joined
             if under >= members:
                 break
+        if not crossed and members > 1 and self.level:  # further apart than whole strides reach
+            bandwidth, latency, crossed = self.level[-1].bandwidth, self.level[-1].latency, [self.level[-1]]
         self._groups[members, stride] = bandwidth, latency, crossed
         return bandwidth, latency, crossed
 

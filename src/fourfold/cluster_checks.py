@@ -55,8 +55,9 @@ def _check_device(c: Cluster) -> None:
     for name in ("bf16", "fp32", "fp64"):
         if name not in d.matrix:
             raise ClusterError(f"device.matrix has no rate for '{name}'; give FLOP/s for bf16, fp32 and fp64")
-    for name, rate in d.matrix.items():
-        _rate(f"device.matrix.{name}", rate, "FLOP", "312e12")
+    for table in ("matrix", "stated"):
+        for name, rate in getattr(d, table).items():
+            _rate(f"device.{table}.{name}", rate, "FLOP", "312e12")
     _rate("device.memory_rate", d.memory_rate, "bytes", "2e12")
     for name in ("efficiency", "attention", "eager"):
         _share(f"device.{name}", getattr(d, name))

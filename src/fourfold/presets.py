@@ -1,6 +1,8 @@
 """Clusters by name. Peak rates are the vendors'; shares of them, ring bandwidths and links are what public benchmarks reach.
 
-Every preset's `source` says where its numbers are from. `fourfold calibrate` measures better ones on your machines.
+Every preset's `source` says where its numbers are from. `fourfold calibrate` measures better ones on your machines. Memory is
+what torch finds on such a device, of which GPUs have more than their name says. A host's link is what each device of a full node
+has while all of them use it: memory channels of the host, not PCIe, are what they share.
 """
 
 from __future__ import annotations
@@ -30,20 +32,22 @@ def _presets() -> dict[str, Cluster]:
     made = [
         _gpus(
             "v100-16g",
-            "NVIDIA V100 datasheet; DGX-1: rings over NVLink 130 GB/s, 4 × 100 Gb/s InfiniBand a node, PCIe 3",
+            "NVIDIA V100 datasheet; DGX-1: rings over NVLink 130 GB/s, 4 × 100 Gb/s InfiniBand a node, two GPUs a PCIe 3 link",
             Device(
                 name="V100 16 GB",
-                memory="16GB",
+                memory="15.77GiB",
                 reserve="1GiB",
                 matrix={"bf16": 15.7e12, "fp32": 15.7e12, "fp64": 7.8e12},  # its matrix units take fp16, and no bf16
                 efficiency=0.76,
                 attention=0.4,
+                attention_backward=3.0,
                 processors=80,
                 memory_rate=0.78e12,
+                eager=0.8,
             ),
             node=nvlink(130e9),
             network=infiniband(6e9),
-            link=12e9,
+            link=6e9,
             memory="512GiB",
         ),
         _gpus(
@@ -51,16 +55,18 @@ def _presets() -> dict[str, Cluster]:
             "NVIDIA A100 datasheet; rings over NVSwitch 235 GB/s (nccl-tests), 8 × 200 Gb/s InfiniBand a node, PCIe 4",
             Device(
                 name="A100 40 GB",
-                memory="40GB",
+                memory="39.5GiB",
                 reserve="1.5GiB",
                 matrix=a100,
                 efficiency=0.83,
+                attention_backward=3.0,
                 processors=108,
                 memory_rate=1.33e12,
+                eager=0.75,
             ),
             node=nvlink(235e9),
             network=infiniband(23e9),
-            link=24e9,
+            link=20e9,
             memory="1TiB",
         ),
         _gpus(
@@ -68,36 +74,57 @@ def _presets() -> dict[str, Cluster]:
             "NVIDIA A100 datasheet; rings over NVSwitch 235 GB/s (nccl-tests), 8 × 200 Gb/s InfiniBand a node, PCIe 4",
             Device(
                 name="A100 80 GB",
-                memory="80GB",
+                memory="79.2GiB",
                 reserve="1.5GiB",
                 matrix=a100,
                 efficiency=0.83,
+                attention_backward=3.0,
                 processors=108,
                 memory_rate=1.75e12,
+                eager=0.75,
             ),
             node=nvlink(235e9),
             network=infiniband(23e9),
-            link=24e9,
+            link=20e9,
             memory="2TiB",
         ),
         _gpus(
             "h100-sxm",
-            "NVIDIA H100 datasheet; rings over NVSwitch 360 GB/s (nccl-tests), 8 × 400 Gb/s InfiniBand a node, PCIe 5",
-            Device(name="H100 80 GB", memory="80GB", matrix=h100, efficiency=0.73, processors=132, memory_rate=2.85e12),
+            "NVIDIA H100 datasheet, shares of it as measured on an H200; rings over NVSwitch 360 GB/s (nccl-tests), "
+            "8 × 400 Gb/s InfiniBand a node, two sockets of DDR5-4800",
+            Device(
+                name="H100 80 GB",
+                memory="79.1GiB",
+                matrix=h100,
+                efficiency=0.7,
+                attention=0.7,
+                attention_backward=3.0,
+                processors=132,
+                memory_rate=2.95e12,
+                eager=0.65,
+            ),
             node=nvlink(360e9),
             network=infiniband(46e9),
-            link=54e9,
+            link=30e9,
             memory="2TiB",
         ),
         _gpus(
             "h200",
-            "NVIDIA H200 datasheet; products of 8192³ at 800 TFLOP/s and a host link of 55 GB/s each way measured on one",
+            "NVIDIA H200 datasheet; shares of it measured on one (large products, warm: 700 TFLOP/s); network and host as H100's",
             Device(
-                name="H200 141 GB", memory="141GB", matrix=h100, efficiency=0.81, processors=132, memory_rate=4.1e12
+                name="H200 141 GB",
+                memory="139.8GiB",
+                matrix=h100,
+                efficiency=0.71,
+                attention=0.7,
+                attention_backward=3.0,
+                processors=132,
+                memory_rate=4.36e12,
+                eager=0.65,
             ),
             node=nvlink(360e9),
             network=infiniband(46e9),
-            link=55e9,
+            link=30e9,
             memory="2TiB",
         ),
         _gpus(
@@ -105,15 +132,18 @@ def _presets() -> dict[str, Cluster]:
             "NVIDIA B200 datasheet; rings over NVSwitch and shares of the peak scaled from H100's",
             Device(
                 name="B200 180 GB",
-                memory="180GB",
+                memory="178.3GiB",
                 matrix={"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12},
-                efficiency=0.73,
+                efficiency=0.68,
+                attention=0.7,
+                attention_backward=3.0,
                 processors=148,
                 memory_rate=6.8e12,
+                eager=0.6,
             ),
             node=nvlink(700e9),
             network=infiniband(46e9),
-            link=54e9,
+            link=35e9,
             memory="3TiB",
         ),
         Cluster(
@@ -121,12 +151,14 @@ def _presets() -> dict[str, Cluster]:
             devices=4,
             device=Device(
                 name="L4 24 GB",
-                memory="24GB",
+                memory="22GiB",
                 reserve="1GiB",
                 matrix={"bf16": 121e12, "fp32": 30.3e12, "fp64": 0.5e12},
                 efficiency=0.5,
+                attention_backward=3.0,
                 processors=58,
                 memory_rate=0.25e12,
+                eager=0.9,
             ),
             host=Host(memory="256GiB", link=20e9),
             level=(

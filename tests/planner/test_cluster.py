@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,41 @@ def test_products_take_their_shape_into_account() -> None:
     assert 2 * 8192**3 / large < c.device.matrix["bf16"] * c.device.efficiency
     assert c.product(16, 8192, 8192, "bf16", 2) > 0.9 * 2 * 8192**2 / c.device.memory_rate  # bound by memory
     assert c.product(8192, 64, 8192, "bf16", 2) > large / 128
+
+
+def test_rings_pass_every_member_and_groups_that_fill_a_node_in_part_have_fewer_lines() -> None:
+    c = Cluster.preset("h100-sxm", nodes=16)
+    near, far = c.level
+    tiny = c.collective("all_gather", 1, 128)
+    assert tiny == pytest.approx(112 * near.latency + 15 * far.latency, rel=1e-3)
+    whole, part = (c.collective("all_gather", 1e12, n) * n / (n - 1) for n in (16, 12))
+    assert whole == pytest.approx(1e12 / near.bandwidth, rel=1e-3)  # eight lines, faster than NVLink
+    assert part == pytest.approx(1e12 / (4 * far.bandwidth), rel=1e-3)
+
+
+def test_messages_between_nodes_are_slow_however_near_the_stages_are() -> None:
+    c = Cluster.preset("l4-pcie", nodes=4)
+    hops = [c.messages(3e7, 2 * stage, 2 * stage + 2, 2) for stage in range(7)]
+    assert hops[0::2] == [c.message(3e7, 1)] * 4
+    assert hops[1::2] == [c.message(3e7, 4)] * 3
+    assert c.messages(3e7, 14, 0, 2) == c.message(3e7, 4)
+
+
+def test_a_node_of_one_device_has_no_network_inside(tmp_path: Path) -> None:
+    for nodes, levels in ((1, 1), (4, 1)):
+        (tmp_path / "c.toml").write_text(f'preset = "h100-sxm"\ndevices = 1\nnodes = {nodes}\n')
+        c = Cluster.load(tmp_path / "c.toml")
+        assert (c.devices, len(c.level), c.ranks) == (1, levels, nodes)
+    assert Cluster.preset("h100-sxm").what_if({"devices": "1"}).ranks == 1
+
+
+def test_local_devices_of_a_file_share_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('preset = "local"\ndevices = 4\n')
+    c = Cluster.load(tmp_path / "c.toml")
+    assert (c.devices, c.memory) == (4, Cluster.local(4).memory)
+
+
+def test_mfu_is_a_share_of_what_the_vendor_states() -> None:
+    d = Cluster.preset("h200").device
+    measured = replace(d, matrix=d.matrix | {"bf16": 760e12}, stated=d.matrix)
+    assert measured.peak("bf16") == d.peak("bf16") == 989e12

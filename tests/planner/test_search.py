@@ -390,8 +390,8 @@ def test_layouts_print() -> None:
 def test_the_plan_says_how_much_optimizer_state_stays_on_the_device() -> None:
     spec = ModelSpec.from_config(ModelConfig(family="gpt", layers=24, hidden=1536, heads=16, vocab=50304, seq_len=1024))
     cluster = Cluster.preset("v100-16g")
-    bf16 = Precision(compute="bf16")
-    plan = make_plan(spec, cluster, global_batch=16, precision=bf16, fix={"optimizer": "auto", "data": 1}, max_ranks=1)
+    bf16, fix = Precision(compute="bf16"), {"optimizer": "auto", "activations": "device", "data": 1}
+    plan = make_plan(spec, cluster, global_batch=16, precision=bf16, fix=fix, max_ranks=1)
     state = spec.parameters * 10  # two moments, and half of a master
     assert 0.1 * state < int(plan.memory.device_state) < state
     again = judge(Plan.from_dict(plan.to_dict()), Setting(spec, cluster, 16, plan.precision))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from fourfold.errors import PlanError
@@ -77,6 +78,16 @@ def _by_flops(setting: Setting, placement: tuple[int, ...]) -> tuple[int, ...]:
     return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
 
 
+@lru_cache(maxsize=1024)
+def _messages(setting: Setting, mesh: Mesh, placement: tuple[int, ...], size: float) -> tuple[tuple[float, ...], ...]:
+    """Seconds of a message from every rank of a pipeline to those that have the next stages."""
+    far, table = mesh.ranks // mesh.pipe, [[0.0] * mesh.pipe for _ in range(mesh.pipe)]
+    for pair in set(pairwise(placement)):
+        for a, b in (pair, pair[::-1]) if pair[0] != pair[1] else ():
+            table[a][b] = setting.cluster.messages(size, a * far, b * far, far)
+    return tuple(map(tuple, table))
+
+
 def _once(ops: Sequence[Op], times: Sequence[StageTimes]) -> dict[tuple[int, str, int], More]:
     """How the first forwards and the last backwards of a rank's stages differ from others."""
     out: dict[tuple[int, str, int], More] = {}
@@ -113,7 +124,7 @@ class Followed:
         self.stages = plan_units(setting, layout, units_of_stages(setting.spec, counts), choices)
         self._times: dict[object, StageTimes] = {}  # of stages that are alike, once
         self._walks: dict[Any, Any] = {}
-        self._message_bytes, self._message = layout.message(setting), layout.message_seconds(setting)
+        self._message_bytes = layout.message(setting)
         self._tied_copy = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
         self._tied_elements = setting.spec.units[0].matrices / (layout.mesh.row * layout.mesh.col)
 
@@ -155,7 +166,7 @@ class Followed:
             step = whole_step(self.setting, self.stages[0], layout.micro_batches, layout.prefetch)
             return [End(step, 0.0)], 0, step
         times = [self._stage_times(s) for s in range(schedule.stages)]
-        costs = rank_costs(times, self._message)
+        costs = rank_costs(times, _messages(self.setting, layout.mesh, schedule.placement, self._message_bytes))
         problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
         more = {op: m for ops in schedule.order for op, m in _once(ops, times).items()}
         ran = run(problem, schedule.order, more=more)

@@ -216,7 +216,7 @@ class Judged:
             tokens=setting.global_batch * spec.seq_len,
             flops=spec.flops_per_token,
             ranks=layout.mesh.ranks,
-            rate=setting.cluster.device.matrix[setting.precision.compute],
+            rate=setting.cluster.device.peak(setting.precision.compute),
             layers=followed.counts,
             device_state=self.share * self._most_state() if layout.optimizer == "auto" else 0.0,
             computing=tuple(self._computing(rank) for rank in range(followed.schedule.ranks)),

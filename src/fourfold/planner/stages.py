@@ -295,7 +295,7 @@ def whole_step(setting: Setting, units: Sequence[PlannedUnit], micro_batches: in
     return sum(found) + run.finish() + (micro_batches - simulated) * middle
 
 
-def rank_costs(times: Sequence[StageTimes], message: float) -> Costs:
+def rank_costs(times: Sequence[StageTimes], message: tuple[tuple[float, ...], ...]) -> Costs:
     """Costs of a schedule's simulation, stage by stage. What a rank sends, it sends one after another."""
     return Costs(
         forward=tuple(t.forward for t in times),

@@ -217,9 +217,16 @@ class _Calibration:
         if self.device.type != "cuda":
             there = torch.empty_like(here)
             return here.nbytes / self._time(lambda: there.copy_(here))
-        here = here.pin_memory()
-        far = torch.empty(self.sizes.elements, device=self.device)
-        return here.nbytes / self._time(lambda: far.copy_(here, non_blocking=True))
+        here, back = here.pin_memory(), torch.empty_like(here).pin_memory()
+        far, gone = torch.empty(2, self.sizes.elements, device=self.device).unbind()
+        out, home = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+        def both_ways() -> None:  # as the streamed update does, on all devices of a node at once
+            for stream, into, source in ((out, far, here), (home, back, gone)):
+                with torch.cuda.stream(stream):
+                    into.copy_(source, non_blocking=True)
+
+        return here.nbytes / self._time(both_ways)
 
     # ---- between devices ----
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fourfold.cluster import Device
+from fourfold.train.metrics import peak_flops
 
 __all__ = ["gpu_device", "steady"]
 
@@ -47,6 +48,7 @@ def gpu_device(device: torch.device, memory: int, operator: float) -> Device:
         reserve="2GiB",
         processors=properties.multi_processor_count,
         matrix=peaks,
+        stated={kind: peak_flops(device, dtype) for kind, dtype in DTYPES.items()},
         efficiency=efficiency,
         attention=min(1.0, forward / (peaks["bf16"] * efficiency)),
         attention_backward=ratio,
