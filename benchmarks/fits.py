@@ -24,7 +24,7 @@ from fourfold.errors import PlanError, RankFailure
 from fourfold.plan import Plan
 from fourfold.planner.layouts import Constraints, parse_fixes
 from fourfold.planner.make import find_plan, with_report
-from fourfold.planner.misfit import smallest
+from fourfold.planner.misfit import least
 from fourfold.planner.runnable import run_setting
 
 WISHES: tuple[tuple[str, ...], ...] = (
@@ -87,10 +87,10 @@ def make_case(random: Random, folder: str) -> Case:
     cluster = replace(Cluster.local(ranks), name="budget")
     cluster = replace(cluster, device=replace(cluster.device, reserve="0MiB"))
     try:
-        least, _ = smallest(run_setting(config, cluster), parse_fixes(list(wish)))
+        need = least(run_setting(config, cluster), parse_fixes(list(wish))).prediction.peak.peak
     except PlanError:  # the wish cannot be had on so many ranks: any budget will do
-        least = 2.0**23
-    memory = int(least * random.uniform(0.85, 3.0))
+        need = 2.0**23
+    memory = int(need * random.uniform(0.85, 3.0))
     return Case(config, replace(cluster, device=replace(cluster.device, memory=str(memory))), wish)
 
 

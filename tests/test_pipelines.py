@@ -234,7 +234,7 @@ def test_traces_tell_what_ran_and_can_be_replayed(tmp_path: Path) -> None:
     [
         ({"layers": [1, 1, 2]}, "pipeline.layers has 3 numbers, but 1f1b has 2 stages"),
         ({"layers": [1, 2]}, "pipeline.layers sums to 3, but the model has 4 layers"),
-        ({"schedule": "wave", "waves": 4}, "6 layers cannot fill 16 stages; use at most 6 stages"),
+        ({"schedule": "wave", "waves": 4}, "6 layers, embedding and head among them, cannot fill 16 stages; use 6 at most"),
         ({"schedule": "wave", "layers": [4, 0, 0, 0]}, "pipeline.layers leaves stage 1 empty"),
         ({"schedule": "nowhere.json"}, "nowhere.json: no such file"),
     ],

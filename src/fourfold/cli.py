@@ -87,10 +87,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(kind: type, name: str, args: list[str]) -> Any:
     default = None
+    args = _joined(args, ("--fix", "--what-if"))
     if kind is TrainArgs:
         default = loaded_defaults(args)
         args = [a if a not in ("true", "false") else a.capitalize() for a in args]
     return tyro.cli(kind, prog=f"fourfold {name}", args=args, default=default, config=(tyro.conf.AvoidSubcommands,))
+
+
+def _joined(args: list[str], flags: Sequence[str]) -> list[str]:
+    """Arguments with the values of a flag that is given several times in one place: none of them is dropped."""
+    for flag in flags:
+        at = [i for i, a in enumerate(args) if a == flag]
+        for i in reversed(at[1:]):
+            end = next((j for j in range(i + 1, len(args)) if args[j].startswith("-")), len(args))
+            values, args = args[i + 1 : end], args[:i] + args[end:]
+            args[at[0] + 1 : at[0] + 1] = values
+    return args
 
 
 def _help() -> int:

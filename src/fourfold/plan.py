@@ -16,12 +16,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fourfold import schema
 from fourfold.config import Config, ModelConfig, nearest_divisor
 from fourfold.errors import PlanError
 from fourfold.model.spec import unit_names
+
+if TYPE_CHECKING:
+    from fourfold.program.timeline import Timeline
 
 __all__ = [
     "AXES",
@@ -277,6 +280,16 @@ class Plan:
 
         return explain(self)
 
+    def simulate(self) -> Timeline:
+        """A step's timeline: of the seconds that the planner predicted, or, of a plan by hand, in forwards of a rank's share."""
+        from fourfold.program.from_plan import costs_of_plan, schedule_of_plan  # they need this module
+        from fourfold.program.simulator import simulate
+
+        costs = costs_of_plan(self)
+        return simulate(
+            schedule_of_plan(self, self.batch.micro_batches or max(1, 2 * self.mesh.pipe), costs=costs), costs
+        )
+
     def rule_for(self, unit: str) -> UnitRule:
         """The first rule that matches a unit's name, or the defaults."""
         return next((r for r in self.unit if fnmatch.fnmatchcase(unit, r.match)), UnitRule(match=unit))
@@ -296,14 +309,21 @@ class Plan:
         """Raise PlanError unless this plan can train `config` (a resolved one) on `ranks` ranks."""
         self._check_ranks(ranks)
         self._check_batch(config.train.global_batch)
-        units = unit_names(config.model)
-        self._check_rules(units)
-        self.check_sharding(units)
-        self._check_pipeline()
-        self._check_grid(config.model)
+        self.check_units(unit_names(config.model))
+        self.check_model(config.model)
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
         lay_out_pipeline(config.model, self, config.train.global_batch)
+
+    def check_units(self, units: list[str]) -> None:
+        """Raise PlanError unless all rules match some unit, and can be obeyed."""
+        self._check_rules(units)
+        self.check_sharding(units)
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise PlanError unless this pipeline and this grid can hold such a model."""
+        self._check_pipeline()
+        self._check_grid(model)
 
     def _check_ranks(self, ranks: int | None) -> None:
         if ranks is None or self.mesh.ranks == ranks:

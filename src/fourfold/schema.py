@@ -276,9 +276,23 @@ def parse_bytes(text: str | int, where: str, error: type[FourfoldError] = Config
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def format_seconds(seconds: float) -> str:
+    """A time for people, four digits of it: `24.14 s`, `276.1 ms`, `37.2 min`."""
+    for unit, size, least in (
+        ("days", 86400, 172800),
+        ("h", 3600, 7200),
+        ("min", 60, 600),
+        ("s", 1, 1),
+        ("ms", 1e-3, 1e-3),
+    ):
+        if abs(seconds) >= least * (1 - 5e-5):
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} µs" if seconds else "0 s"
+
+
 def format_bytes(count: float) -> str:
     """Bytes for people: `1.50 GiB`."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"

@@ -83,7 +83,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         try:
             return judge(given, question) if given is not None else _planned(question, wanted, args)
         except PlanError as e:
-            if changed is None:
+            if changed is None and not args.json:
                 raise
             return str(e)
 
@@ -93,6 +93,8 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     status = 0 if _fits(plan) or _fits(other) else 2
     if args.json:
         data = _json(plan)
+        if other is not None or exported is not None:  # the plan is one part of the answer
+            data = {"plan": data}
         if other is not None:
             data["what_if"] = _json(other)
         if exported is not None:

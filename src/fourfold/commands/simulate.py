@@ -13,7 +13,7 @@ from fourfold import schema
 from fourfold.errors import ScheduleError
 from fourfold.plan import SCHEDULES, Pipeline, Plan
 from fourfold.program.costs import Costs
-from fourfold.program.from_plan import schedule_of_plan
+from fourfold.program.from_plan import costs_of_plan, schedule_of_plan
 from fourfold.program.instructions import Programs
 from fourfold.program.ops import Schedule
 from fourfold.program.schedules import build, names
@@ -73,10 +73,10 @@ class SimulateArgs:
 
 def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
     """Run the command: print a table and a drawing, or JSON, to `file` (default: standard output); returns 0."""
-    target = _target(args)
+    target, costs = _target(args)
     rows: list[tuple[str, Timeline]] = []
     if isinstance(target, Schedule):
-        rows.append((target.name or args.target, simulate(target, args.costs)))
+        rows.append((target.name or args.target, simulate(target, costs)))
         if args.compare:
             rows = compare(target, args)
     else:
@@ -84,7 +84,7 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
             raise ScheduleError(
                 f"{args.target}: programs are compared as they are; give --compare a schedule or a plan"
             )
-        rows.append((args.target, simulate(target, args.costs)))
+        rows.append((args.target, simulate(target, costs)))
     if args.json:
         data = [{"schedule": name, **_plain(timeline, spans=not args.compare)} for name, timeline in rows]
         print(json.dumps(data if args.compare else data[0], indent=2), file=file)
@@ -118,8 +118,21 @@ def compare(target: Schedule, args: SimulateArgs) -> list[tuple[str, Timeline]]:
     return sorted(fitting.items(), key=lambda item: (item[1].makespan, max(item[1].peak_activations)))
 
 
-def _target(args: SimulateArgs) -> Schedule | Programs:
-    """What to time: a file's content, or the schedule of a name."""
+def _target(args: SimulateArgs) -> tuple[Schedule | Programs, Costs]:
+    """What to time, and with which costs: those asked for, or what the planner predicted of a plan."""
+    path = Path(args.target)
+    if path.suffix in (".json", ".toml", ".yaml", ".yml"):
+        data = schema.read(path, ScheduleError)
+        if not {"order", "programs"} & data.keys():
+            plan = Plan.from_dict(data)
+            told = costs_of_plan(plan) if args.costs == Costs() else None
+            count = plan.batch.micro_batches or max(1, 2 * plan.mesh.pipe)
+            return schedule_of_plan(plan, count, costs=told or args.costs), told or args.costs
+    return _schedule(args), args.costs
+
+
+def _schedule(args: SimulateArgs) -> Schedule | Programs:
+    """A file's content, or the schedule of a name."""
     path = Path(args.target)
     match path.suffix:
         case ".csv":
@@ -128,12 +141,7 @@ def _target(args: SimulateArgs) -> Schedule | Programs:
             return Programs.load(path)
         case ".json" | ".toml" | ".yaml" | ".yml":
             data = schema.read(path, ScheduleError)
-            if "order" in data:
-                return Schedule.from_dict(data)
-            if "programs" in data:
-                return Programs.from_dict(data)
-            plan = Plan.from_dict(data)
-            return schedule_of_plan(plan, plan.batch.micro_batches or max(1, 2 * plan.mesh.pipe), costs=args.costs)
+            return Schedule.from_dict(data) if "order" in data else Programs.from_dict(data)
     known = tuple(dict.fromkeys((*names(), *SCHEDULES)))
     if args.target not in known:
         raise ScheduleError(

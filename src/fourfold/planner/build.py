@@ -16,11 +16,12 @@ from typing import Any
 from fourfold.plan import Plan
 from fourfold.planner.deal import Deal, deal_layers
 from fourfold.planner.followed import schedule_of
-from fourfold.planner.inner import Solved, frugal_bytes, solve_rank
+from fourfold.planner.inner import Solved, frugal_bytes, frugal_rank, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.options import RankLoad, Solver
 from fourfold.planner.predict import Judged, Prediction, judged
 from fourfold.planner.products import chosen_flows
+from fourfold.planner.replay import RankMemory
 from fourfold.planner.rules import rules_of
 from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice
@@ -28,7 +29,7 @@ from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, peaks
 from fourfold.program.ops import Schedule
 
-__all__ = ["Candidate", "build_out", "dealt_out", "stretched"]
+__all__ = ["Candidate", "build_out", "dealt_out", "frugal", "stretched"]
 
 STRETCH = 1.4
 """Of the budget: what a choice may add up to. Heights that are summed need not meet: the replay decides."""
@@ -106,30 +107,41 @@ class _Seat:
         return self.tried
 
 
+class _Site:
+    """A layout with its schedule and its layers dealt out: what every rank of its pipeline has to choose for."""
+
+    def __init__(self, setting: Setting, layout: Layout):
+        self.setting, self.layout = setting, layout
+        schedule, deal = dealt_out(setting, layout)
+        stages = units_of_stages(setting.spec, deal.counts)
+        flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
+        flight = peaks(Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat), schedule.order)
+        self._units = [[u for s in held for u in stages[s]] for held in schedule.stages_of]
+        tied = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
+        self.loads = [
+            RankLoad(tuple(Counter(u.kind for u in units).items()), flight[r], tied and r == schedule.placement[-1])
+            for r, units in enumerate(self._units)
+        ]
+        self._layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(deal.counts))
+
+    def planned(self, solved: Sequence[Solved], limit: float) -> tuple[Plan, Judged]:
+        """The plan with every rank's choices, in so much memory."""
+        spec, choices = self.setting.spec, _assigned(self._units, solved)
+        if spec.tied:  # its matrix is the embedding's, and so is what is done with it
+            lender, head = choices[spec.units[0].name], spec.units[-1].name
+            choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
+        flows = chosen_flows(self.setting, self.layout)
+        plan = self.layout.plan(self.setting, rules_of(choices), self._layers, flows=flows)
+        return plan, judged(plan, self.setting, choices, limit)
+
+
 def build_out(setting: Setting, solver: Solver, layout: Layout, limit: float) -> Candidate | None:
     """The plan of a layout with every rank's own choices, simulated and replayed; None where none fits into `limit` bytes."""
-    schedule, deal = dealt_out(setting, layout)
-    stages = units_of_stages(setting.spec, deal.counts)
-    flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
-    flight = peaks(Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat), schedule.order)
-    rank_units = [[u for s in held for u in stages[s]] for held in schedule.stages_of]
-    tied = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
-    seats = []
-    for rank, units in enumerate(rank_units):
-        load = RankLoad(
-            tuple(Counter(u.kind for u in units).items()), flight[rank], tied and rank == schedule.placement[-1]
-        )
-        seats.append(_Seat(solver, layout, load, stretched(solver, layout, load, limit), limit))
-    layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(deal.counts))
+    site = _Site(setting, layout)
+    seats = [_Seat(solver, layout, load, stretched(solver, layout, load, limit), limit) for load in site.loads]
 
     def planned(solved: Sequence[Solved]) -> tuple[Plan, Judged]:
-        choices = _assigned(rank_units, solved)
-        if setting.spec.tied:  # its matrix is the embedding's, and so is what is done with it
-            lender = choices[setting.spec.units[0].name]
-            head = setting.spec.units[-1].name
-            choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
-        plan = layout.plan(setting, rules_of(choices), layers, flows=chosen_flows(setting, layout))
-        return plan, judged(plan, setting, choices, limit)
+        return site.planned(solved, limit)
 
     for turn in range(TURNS):
         tried = [s.settle() if turn == TURNS - 1 else s.tried for s in seats]
@@ -144,6 +156,14 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, limit: float) ->
                 plan, found, solved = _above(seats[0], planned, (plan, found, solved), limit)
             return _candidate(setting, layout, plan, found, solved) if found.fits else None
     return None
+
+
+def frugal(setting: Setting, solver: Solver, layout: Layout) -> tuple[Sequence[RankMemory], Callable[[], Candidate]]:
+    """What ranks hold where every unit holds as little as it can, by their sums; and the plan."""
+    site = _Site(setting, layout)
+    solved = [frugal_rank(solver, layout, load) for load in site.loads]
+    plan, held = site.planned(solved, 0.0)
+    return held.memory, lambda: _candidate(setting, layout, plan, held, solved)
 
 
 def _above(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
 from fourfold.planner.replay import CATEGORIES
-from fourfold.schema import format_bytes
+from fourfold.schema import format_bytes, format_seconds
 
-__all__ = ["explain", "table"]
+__all__ = ["explain", "table", "told_units"]
 
 PARTS = {
     "compute": "computing",
     "recompute": "recomputing",
     "grid": "the grid's collectives",
-    "exposed": "gathers and reductions that nothing hides",
+    "exposed": "collectives and copies that nothing hides",
     "bubble": "waiting for other ranks",
     "update": "the update",
 }
@@ -31,9 +32,11 @@ def explain(plan: Plan) -> str:
     lines = [
         *([f"does NOT fit: {p['misfit']}"] if p.get("misfit") else []),
         f"{p['model']}, {_count(p['parameters'])} parameters, {p['global_batch']} × {p['seq_len']} tokens a step, "
-        f"on {p['ranks']} × {p['cluster']}",
-        f"{p['seconds']:.4g} s a step, {p['tokens_per_second']:,.0f} tokens/s, {p['mfu']:.1%} of the devices' peak (MFU)",
-        "  " + "; ".join(f"{told} {p[name]:.3g} s" for name, told in PARTS.items() if p[name] > 0.0005 * p["seconds"]),
+        f"on {p['ranks']} × {p['cluster']}, in {plan.precision.compute}",
+        f"{format_seconds(p['seconds'])} a step, {p['tokens_per_second']:,.0f} tokens/s, "
+        f"{p['mfu']:.1%} of the devices' peak in {plan.precision.compute} (MFU)",
+        "  "
+        + "; ".join(f"{told} {_seconds(p[name])}" for name, told in PARTS.items() if p[name] > 0.0005 * p["seconds"]),
         *_why(plan),
         *_memory(plan),
         *_price(p),
@@ -44,9 +47,14 @@ def explain(plan: Plan) -> str:
         lines.append(
             f"certificate: {c['layouts']:,} layouts searched in {c['seconds']:.2g} s ({c['simulated']} simulated, "
             f"{c['too_large']} solved and too large); under the planner's model none takes less than "
-            f"{c['lower_bound']:.4g} s: this plan is at most {c['gap']:.2%} slower than the best"
+            f"{format_seconds(c['lower_bound'])}: this plan is at most {c['gap']:.2%} slower than the best"
         )
     return "\n".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits will do."""
+    return format_seconds(float(f"{seconds:.3g}"))
 
 
 def _count(n: float) -> str:
@@ -63,7 +71,7 @@ def _why(plan: Plan) -> list[str]:
     for name, told in PARTS.items():
         gain = second[name] - best[name]
         if abs(gain) > 0.002 * best["seconds"]:
-            parts.append(f"{gain:+.3g} s {told}")
+            parts.append(f"{'+' if gain > 0 else '-'}{_seconds(abs(gain))} {told}")
     text = f"runner-up: {second['plan']}, {second['seconds'] / best['seconds'] - 1:+.1%}"
     return [text + (f" ({', '.join(parts)})" if parts else "")]
 
@@ -78,6 +86,8 @@ def _memory(plan: Plan) -> list[str]:
         f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])}{where}, "
         f"at its peak ({most['at']}): {', '.join(parts)}"
     ]
+    if plan.mesh.pipe > 1:
+        lines += _ranks(p["memory"])
     state, activations = most.get("host", 0) - most.get("host_activations", 0), most.get("host_activations", 0)
     there = [
         f"{format_bytes(size)} of {what}"
@@ -89,12 +99,30 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
+def _ranks(memory: Sequence[dict[str, Any]]) -> list[str]:
+    """What every rank of the pipeline holds at its peak; neighbours that hold the same once."""
+    names = [name for name in CATEGORIES if any(m.get(name) for m in memory)]
+    rows: list[tuple[str, ...]] = []
+    ranks: list[str] = []
+    for m in memory:
+        row = (format_bytes(m["bytes"]), m["at"], *(format_bytes(m.get(name, 0)) for name in names))
+        if rows and rows[-1] == row:
+            ranks[-1] = f"{ranks[-1].partition('-')[0]}-{m['rank']}"
+        else:
+            rows.append(row)
+            ranks.append(str(m["rank"]))
+    head = ("rank", "peak", "at", *names)
+    table = [head, *((rank, *row) for rank, row in zip(ranks, rows, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
+
+
 def _price(p: dict[str, Any]) -> list[str]:
     if not p["binding"]:  # judged: nothing else was tried
         return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.1%} full"]
     if p["binding"] != "memory":
         return [f"what binds: {p['binding']}; more memory would not make this layout faster"]
-    return [f"what binds: memory; a GiB more on every device would save about {p['price'] * 1e3:.3g} ms a step"]
+    return [f"what binds: memory; a GiB more on every device would save about {_seconds(p['price'])} a step"]
 
 
 def _gathers(p: dict[str, Any]) -> list[str]:
@@ -118,8 +146,8 @@ def _flows(plan: Plan) -> list[str]:
         late = {f: shown + max(0.0, hidden - room) for f, (shown, hidden) in costs.items()}
         shown, hidden = costs[flow]
         others = sorted((t, f) for f, t in late.items() if f != flow)
-        instead = f"; {others[0][1]} would show {others[0][0]:.3g} s" if others else ""
-        text = f"{shown:.3g} s shown, {hidden:.3g} s beside {each['beside']:.3g} s of products"
+        instead = f"; {others[0][1]} would show {_seconds(others[0][0])}" if others else ""
+        text = f"{_seconds(shown)} shown, {_seconds(hidden)} beside {_seconds(each['beside'])} of products"
         lines.append(f"  {each['product']:<5} {flow:<6} {text}{instead}")
     return lines
 
@@ -128,17 +156,26 @@ def table(plan: Plan) -> list[tuple[str, ...]]:
     """Rows for people: the best plans."""
     rows: list[tuple[str, ...]] = []
     for i, a in enumerate(plan.alternatives or (), 1):
-        where = [w for w, v in (("optimizer", a["optimizer"]), ("activations", a["activations"])) if v != "device"]
         rows.append(
             (
                 str(i),
                 a["plan"],
-                a["units"] + (f"; {', '.join(where)} on the host" if where else ""),
-                f"{a['seconds']:.4g} s",
+                told_units(a),
+                format_seconds(a["seconds"]),
                 f"{a['mfu']:.1%}",
                 format_bytes(a["peak_bytes"]),
-                f"{a['exposed'] + a['grid']:.3g} s",
-                f"{a['bubble']:.3g} s",
+                _seconds(a["exposed"] + a["grid"]),
+                _seconds(a["bubble"]),
             )
         )
     return rows
+
+
+def told_units(a: dict[str, Any]) -> str:
+    """What units choose, and what is on the host."""
+    state, there = a["host_state"], []
+    if state:
+        there.append("optimizer" if state > 0.999 else f"{max(0.01, state):.0%} of the optimizer")
+    if a["activations"] != "device":
+        there.append("activations")
+    return "; ".join(x for x in (a["units"], f"{', '.join(there)} on the host" if there else "") if x)

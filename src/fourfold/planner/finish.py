@@ -78,7 +78,7 @@ class Maker:
                 starts = self._starts(c.layout, limits, many, few, () if many else SLOWER)
                 wanted = len(starts) if few and leads else POLISHED if few or leads else 2
                 done += [self._polished(s.candidate, s.limit, few) for s in starts[:wanted]]
-        done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)]
+        done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)] or ranked[:1]
         done = sorted(done, key=lambda c: self._at(c, self.limit).seconds)
         chosen = min([self._settled(c) for c in [*done, *self._full(done, many)]], key=lambda c: c.prediction.seconds)
         return self._plainest(chosen) if self.setting.cluster.device.kind == "cpu" else chosen
@@ -98,7 +98,7 @@ class Maker:
         With the optimizer's state on the device and where there is room, unless the user said where or layouts are many.
         """
         homes = [layout]
-        if "optimizer" not in self.wanted.fixed and self.setting.cluster.device.kind != "cpu" and not many:
+        if self._movable and not many:
             homes = [replace(layout, optimizer="device"), replace(layout, optimizer="auto")]
         found: dict[Plan, _Start] = {}
         for home, limit, up in product(homes, limits, ABOVE if few else ABOVE[:1]):
@@ -112,6 +112,11 @@ class Maker:
             if c is not None and c.plan not in found:
                 found[c.plan] = _Start(c.prediction.seconds, c, self.limit)
         return sorted(found.values(), key=lambda s: s.seconds)
+
+    @property
+    def _movable(self) -> bool:
+        """Whether it is left open where the optimizer's state is."""
+        return self.wanted.get("optimizer", "auto") == "auto" and self.setting.cluster.device.kind != "cpu"
 
     def _lasts(self, layout: Layout) -> list[Choice]:
         """What the last unit may recompute: it holds most for a while, of which the sums of units know least."""
@@ -160,8 +165,7 @@ class Maker:
         if not full:
             return []
         best = full[0]
-        movable = "optimizer" not in self.wanted.fixed and self.setting.cluster.device.kind != "cpu"
-        if movable and best.layout.optimizer == "device":
+        if self._movable and best.layout.optimizer == "device":
             plan = replace(best.plan, memory=replace(best.plan.memory, optimizer="auto"))
             moved = self._filled(replace(best, layout=replace(best.layout, optimizer="auto"), plan=plan))
             best = min(best, moved, key=lambda c: c.prediction.seconds)

@@ -35,7 +35,7 @@ from fourfold.program.partition import partition
 
 __all__ = ["Followed", "schedule_of", "stage_layers"]
 
-MOST_OPS = 150_000
+MOST_OPS = 30_000
 """Ops of a schedule that are simulated as they are; of longer ones, the middle repeats and is left out."""
 
 
@@ -159,6 +159,25 @@ class Followed:
         """Seconds of its ops, with what of its collectives is not hidden, those after its last backward left out."""
         return self._ran[2]
 
+    @property
+    def stage_seconds(self) -> tuple[tuple[float, float, float], ...]:
+        """F, I and W of a micro-batch, stage by stage."""
+        if self.schedule.ranks == 1:
+            parts = [u.cost.compute for u in self.stages[0]]
+            w = sum(p.weight_grad for p in parts)
+            return ((sum(p.forward for p in parts), sum(p.input_grad + p.again for p in parts), w),)
+        times = map(self._stage_times, range(self.schedule.stages))
+        return tuple((t.forward, t.input_grad, t.weight_grad) for t in times)
+
+    @property
+    def message(self) -> float:
+        """Seconds of the slowest message between stages."""
+        return max(map(max, self._messages)) if self.schedule.ranks > 1 else 0.0
+
+    @property
+    def _messages(self) -> tuple[tuple[float, ...], ...]:
+        return _messages(self.setting, self.layout.mesh, self.schedule.placement, self._message_bytes)
+
     @cached_property
     def _ran(self) -> tuple[list[End], int, float]:
         layout, schedule = self.layout, self.schedule
@@ -166,7 +185,7 @@ class Followed:
             step = whole_step(self.setting, self.stages[0], layout.micro_batches, layout.prefetch)
             return [End(step, 0.0)], 0, step
         times = [self._stage_times(s) for s in range(schedule.stages)]
-        costs = rank_costs(times, _messages(self.setting, layout.mesh, schedule.placement, self._message_bytes))
+        costs = rank_costs(times, self._messages)
         problem = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
         more = {op: m for ops in schedule.order for op, m in _once(ops, times).items()}
         ran = run(problem, schedule.order, more=more)

@@ -7,6 +7,7 @@ off the budget.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -16,7 +17,7 @@ from fourfold.planner.layout import Layout
 from fourfold.planner.options import Option, RankLoad, Solver
 from fourfold.planner.units import Choice
 
-__all__ = ["Solved", "free_bytes", "frugal_bytes", "solve_rank"]
+__all__ = ["Solved", "free_bytes", "frugal_bytes", "frugal_rank", "solve_rank"]
 
 SAME = 1e-12
 """Seconds: options that differ by less are as fast."""
@@ -124,21 +125,30 @@ def solve_rank(solver: Solver, layout: Layout, load: RankLoad, budget: float) ->
     """The fastest choices within the budget, or None."""
     rank = _rank(solver, layout, load)
     if budget not in rank.solved:
-        rank.solved[budget] = _free(rank) if budget >= rank.free else _solve_rank(rank.table, budget)
+        free = budget >= rank.free  # the fastest option of every unit; of those, the smallest
+        rank.solved[budget] = (
+            _smallest(rank.fastest, rank.free, rank.limits, True) if free else _solve_rank(rank.table, budget)
+        )
     return rank.solved[budget]
 
 
-def _free(rank: _Rank) -> Solved:
-    """The fastest option of every unit; of those, the smallest."""
+def frugal_rank(solver: Solver, layout: Layout, load: RankLoad) -> Solved:
+    """The smallest choices."""
+    table = _rank(solver, layout, load).table
+    return _smallest(table, *_least_budget(table), False)
+
+
+def _smallest(table: Table, needs: float, limits: Sequence[float], free: bool) -> Solved:
+    """Of every row the smallest option that is within the limits of transient bytes (of sharding, of recomputation)."""
     picked = [
-        [min([o for o in options if o.transient <= rank.limits[i % 2]], key=lambda o: o.memory)]
-        for i, (_, _, options) in enumerate(rank.fastest)
+        [min([o for o in options if o.transient <= limits[i % 2]], key=lambda o: (o.memory, o.seconds))]
+        for i, (_, _, options) in enumerate(table)
     ]
-    counts = [n for _, n, _ in rank.table]
+    counts = [n for _, n, _ in table]
     seconds = sum(n * o.seconds for n, (o,) in zip(counts, picked, strict=True))
     memory = sum(n * o.memory for n, (o,) in zip(counts, picked, strict=True))
     chosen = Chosen(tuple({0: n} for n in counts), seconds, memory, seconds, 0.0)
-    return _solved(rank.table, (chosen, picked), seconds, rank.free, free=True)
+    return _solved(table, (chosen, picked), seconds, needs, free)
 
 
 def _solve_rank(table: Table, budget: float) -> Solved | None:

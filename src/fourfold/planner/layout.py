@@ -163,4 +163,4 @@ class Layout:
             text += f", {self.schedule}{more}"
         if self.tensor.keep:
             text += f", keep {' + '.join(self.tensor.keep)}"
-        return text
+        return text if self.prefetch else f"{text}, nothing gathered ahead"

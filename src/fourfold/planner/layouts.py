@@ -8,6 +8,7 @@ floor is what its busiest rank computes, with idling that no dealing of layers a
 from __future__ import annotations
 
 import heapq
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -77,6 +78,11 @@ def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | 
             raise PlanError(f"--schedule {schedule}{schema.nearest(schedule, SCHEDULES)}")
         if fixed.setdefault("schedule", schedule) != schedule:
             raise PlanError(f"--schedule {schedule} and --fix schedule={fixed['schedule']} contradict each other")
+    if {"waves", "stages_per_rank"} <= fixed.keys():
+        raise PlanError(
+            f"--fix waves={fixed['waves']} is for the schedule wave and stages_per_rank={fixed['stages_per_rank']} for "
+            "interleaved; leave one out"
+        )
     named = fixed.get("schedule")
     for name, suits in (("waves", "wave"), ("stages_per_rank", "interleaved")):
         if name in fixed and named not in (None, suits):
@@ -95,12 +101,39 @@ def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | 
 def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
     """Every layout that the constraints allow."""
     ranks, found = min(setting.cluster.ranks, wanted.max_ranks or setting.cluster.ranks), False
+    refused: dict[str, str] = {}
     for number in _numbers(ranks, wanted):
         for layout in _of_ranks(setting, wanted, number):
+            why = _disobeys(layout, wanted)
+            if why:
+                refused.setdefault(*why)
+                continue
             found = True
             yield layout
     if not found:
+        for rule, way in refused.items():
+            raise PlanError(f"{rule}, which nothing else that is asked for allows; {way}")
         _explain_none(setting, wanted, ranks)
+
+
+def _disobeys(layout: Layout, wanted: Constraints) -> tuple[str, str] | None:
+    """Of what is asked for, what a layout would leave undone: the rule, and the way out."""
+    mesh, mode, flow = layout.mesh, wanted.get("mode", "replicate"), wanted.get("flow")
+    if mode != "replicate" and layout.replicas == 1 and mesh.ranks > 1:
+        return f"--fix mode={mode} needs replicas to shard over (data or depth of 2 or more)", "leave mode free"
+    if wanted.get("recompute") == "per-slice" and mesh.row * mesh.col > 1:
+        return "--fix recompute=per-slice needs whole operators to slice (row=1 col=1)", "use recompute=full on a grid"
+    if flow == "summa" and (mesh.row != mesh.col or mesh.col == 1):
+        return (
+            "--fix flow=summa needs a square plane (row=col of 2 or more)",
+            "use flow=auto, which takes any rectangle",
+        )
+    keep = wanted.get("keep", "none")
+    if keep != "none" and not layout.tensor.keep:
+        needs = {"weights": "row of 2 or more", "inputs": "col of 2 or more", "all": "row or col of 2 or more"}
+        rule = f"--fix keep={keep} needs a grid: {needs.get(keep, 'row of 2 or more, and several micro-batches')}"
+        return rule, "leave keep free"
+    return None
 
 
 def _numbers(ranks: int, wanted: Constraints) -> list[int]:
@@ -180,7 +213,8 @@ def _schedules(setting: Setting, pipe: int, micro_batches: int, wanted: Constrai
 
 @lru_cache(maxsize=4096)
 def _divisors(n: int) -> tuple[int, ...]:
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def _degrees(n: int, wish: int | None) -> tuple[int, ...]:
@@ -208,6 +242,15 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
             f"--fix pipe={pipe}: the model has {most - 2} layers, which with its embedding and its head make at most {most} "
             f"stages; use pipe={max(d for d in _divisors(ranks) if d <= most)} or less"
         )
+    for name, each in (("waves", 2), ("stages_per_rank", 1)):
+        stages = max(2, pipe) * each * wanted.get(name, 0)
+        if stages > setting.spec.layers:
+            most = setting.spec.layers // (max(2, pipe) * each)
+            raise PlanError(
+                f"--fix {name}={wanted.fixed[name]} makes {stages} stages on {max(2, pipe)} ranks of a pipeline, and the model "
+                f"has {setting.spec.layers - 2} layers, which with its embedding and its head fill {setting.spec.layers}"
+                + (f"; use {name}={most} at most" if most else f"; leave {name} out")
+            )
     if "micro_batches" in wanted.fixed or "micro_batch_size" in wanted.fixed:
         raise PlanError(
             f"no mesh of {ranks} ranks cuts {batch} sequences into the micro-batches that --fix asks for; "

@@ -6,6 +6,7 @@ make_plan(spec, cluster, global_batch=1024)  ->  Plan, with `predicted`, `certif
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -114,16 +115,18 @@ def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
         "tokens_per_micro_batch": best.layout.micro_batch_size * setting.spec.seq_len,
         "flows": flow_report(setting, best.layout),
     }
-    others = tuple(_short(c) for c in found.ranked[:top])
+    others = tuple(_short(c, setting.spec) for c in found.ranked[:top])
     return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)
 
 
 def judge(plan: Plan, setting: Setting) -> Plan:
     """A plan as it is, its own or one written by hand, with the planner's prediction; `misfit` in it says why it does not fit."""
-    if plan.mesh.ranks > setting.cluster.ranks:
+    cluster, spec = setting.cluster, setting.spec
+    if plan.mesh.ranks > cluster.ranks:
+        nodes = plan.mesh.ranks if cluster.name == "local" else -(-plan.mesh.ranks // cluster.devices)
         raise PlanError(
-            f"the plan's mesh is {plan.mesh.product()} ranks, but {setting.cluster.name} has {setting.cluster.ranks} devices; "
-            f"judge it on {-(-plan.mesh.ranks // setting.cluster.devices)} nodes"
+            f"the plan's mesh is {plan.mesh.product()} ranks, but {cluster.name} has {cluster.ranks} devices; "
+            f"judge it with --nodes {nodes}" + (", which are ranks here" if cluster.name == "local" else "")
         )
     ways = plan.mesh.batch_ways * (plan.batch.micro_batches or 1)
     if setting.global_batch % ways:
@@ -131,6 +134,9 @@ def judge(plan: Plan, setting: Setting) -> Plan:
             f"global batch {setting.global_batch} does not divide by data · depth · row · micro_batches = {ways}; "
             f"use {max(1, setting.global_batch // ways) * ways} sequences"
         )
+    plan.check_units([u.name for u in spec.units])
+    if spec.config is not None:
+        plan.check_model(spec.config)
     setting = replace(setting, precision=plan.precision, moments=plan.memory.moments)
     layout = layout_of_plan(plan, setting)
     tensor = replace(plan.tensor, flows=chosen_flows(setting, layout))
@@ -161,13 +167,14 @@ def _misfit(judged: Candidate, cluster: Cluster) -> str:
     return "; ".join(parts)
 
 
-def _short(c: Candidate) -> dict[str, Any]:
+def _short(c: Candidate, spec: ModelSpec) -> dict[str, Any]:
     p = c.prediction
     return {
         "plan": str(c.layout),
         "optimizer": c.layout.optimizer,
+        "host_state": round(p.host_state, 4),
         "activations": c.layout.activations,
-        "units": _told(c.plan),
+        "units": _told(c.plan, spec),
         "seconds": round(p.seconds, 6),
         "mfu": round(p.mfu, 4),
         "peak_bytes": round(p.peak.peak),
@@ -175,15 +182,16 @@ def _short(c: Candidate) -> dict[str, Any]:
     }
 
 
-def _told(plan: Plan) -> str:
-    """The modes of the units, and what they recompute, the commonest first."""
-
-    def listed(name: str, without: object) -> str:
-        values = [str(getattr(r, name)) for r in plan.unit[::-1] if getattr(r, name) != without]
-        return " + ".join(dict.fromkeys(values))
-
-    again = listed("recompute", "none")
-    return listed("mode", None) + (f"; recompute {again}" if again else "")
+def _told(plan: Plan, spec: ModelSpec) -> str:
+    """The modes of the units, and what they recompute, that of most first; where only some recompute, how many."""
+    rules = [plan.rule_for(u.name) for u in spec.units]
+    modes, again = (Counter(getattr(r, name) for r in rules) for name in ("mode", "recompute"))
+    redone = {name: n for name, n in again.most_common() if name != "none"}
+    share = sum(redone.values()) / len(rules)
+    told = " + ".join(mode for mode, _ in modes.most_common())
+    if not redone:
+        return told
+    return f"{told}; recompute {' + '.join(redone)}" + (f" in {share:.0%}" if share < 0.995 else "")
 
 
 def binding(best: Candidate, setting: Setting) -> str:

@@ -96,7 +96,7 @@ class Solver:
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size)
         key = (kind, *sizes, piped, layout.optimizer, layout.tensor, layout.prefetch, ends, least)
         if key not in self._sharding:
-            options = sharding_options(self.setting, layout, kind, piped, ends, least)
+            options = sharding_options(self.setting, layout, kind, piped, ends, least, self.fixed.get("mode", ""))
             self._sharding[key] = _undominated(_wished(options, "mode", self.fixed.get("mode")))
         return self._sharding[key]
 
@@ -156,14 +156,21 @@ def _stays(setting: Setting, layout: Layout) -> float:
     if layout.activations == "device" or setting.cluster.device.kind == "cpu":
         return 0.0
     flight = min(layout.micro_batches, layout.mesh.pipe) / layout.mesh.pipe
-    moves = flight * sum(unit_cost(setting, layout, u.kind, Choice()).offloaded for u in setting.spec.units)
+    kinds = Counter(u.kind for u in setting.spec.units)
+    moves = flight * sum(n * unit_cost(setting, layout, kind, Choice()).offloaded for kind, n in kinds.items())
     return max(0.0, 1 - layout.host_room(setting) / moves) if moves else 0.0
 
 
 def sharding_options(
-    setting: Setting, layout: Layout, kind: str, piped: bool, ends: Ends = NEITHER, least: Least | None = None
+    setting: Setting,
+    layout: Layout,
+    kind: str,
+    piped: bool,
+    ends: Ends = NEITHER,
+    least: Least | None = None,
+    wish: str = "",
 ) -> list[Option]:
-    """All modes that make sense for these replicas."""
+    """All modes that make sense for these replicas, and the one that was wished for."""
     m, replicas = layout.micro_batches, layout.replicas
     choices = [Choice()]
     if replicas > 1:
@@ -171,7 +178,11 @@ def sharding_options(
         groups = [0]
         if 1 < node < replicas and replicas % node == 0:
             groups.append(node)
-        modes: list[Literal["zero2", "zero3", "keep"]] = ["keep" if m > 1 else "zero2", "zero3"]
+        modes: list[Literal["zero2", "zero3", "keep"]] = ["zero3"]
+        if m > 1 or wish == "keep":  # which are the same in one micro-batch
+            modes.append("keep")
+        if m == 1 or wish == "zero2":
+            modes.append("zero2")
         reduces: list[Literal["step", "micro-batch"]] = ["step", "micro-batch"] if m > 1 else ["step"]
         choices += [Choice(mode, reduce, g) for mode in modes for reduce in reduces for g in groups]
     alone = replace(layout, mesh=replace(layout.mesh, pipe=1))  # no op is in parts

@@ -53,6 +53,12 @@ class Prediction:
     """Bytes of optimizer state that the fullest rank keeps on its device, where the plan leaves that open."""
     computing: tuple[float, ...] = ()
     """Of every rank of a pipeline: computing, recomputation and update, were collectives and messages free."""
+    stages: tuple[tuple[float, float, float], ...] = ()
+    """Of every stage: seconds of F, I and W of a micro-batch, in the middle of a step."""
+    message: float = 0.0
+    """Seconds of a message between stages, the slowest."""
+    host_state: float = 0.0
+    """Of the optimizer's state, the share that is on the host."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -80,6 +86,9 @@ class Prediction:
             "mfu": round(self.mfu, 4),
             "peak_bytes": round(self.peak.peak),
             "memory": [m.to_dict() for m in self.memory],
+            "stages": [[float(f"{x:.6g}") for x in stage] for stage in self.stages],
+            "message": float(f"{self.message:.6g}"),
+            "host_state": round(self.host_state, 4),
         }
 
 
@@ -198,10 +207,11 @@ class Judged:
         seconds, late, update = self._slowest
         setting, layout, followed = self.setting, self.layout, self.followed
         m, busiest = layout.micro_batches, followed.busiest
-        units = [u.cost for u in followed.units(busiest)]
-        parts = [c.compute for c in units] * (m - 1) + [c.ends for c in units]
-        grid, recompute = sum(p.grid for p in parts), sum(p.again for p in parts)
-        compute = sum(p.forward + p.input_grad + p.weight_grad for p in parts) - grid
+        grid = recompute = compute = 0.0
+        for c in (u.cost for u in followed.units(busiest)):
+            for times, p in ((m - 1, c.compute), (1, c.ends)):
+                grid, recompute = grid + times * p.grid, recompute + times * p.again
+                compute += times * (p.forward + p.input_grad + p.weight_grad - p.grid)
         exposed = max(0.0, followed.busy + late - compute - grid - recompute)
         spec = setting.spec
         return Prediction(
@@ -220,6 +230,9 @@ class Judged:
             layers=followed.counts,
             device_state=self.share * self._most_state() if layout.optimizer == "auto" else 0.0,
             computing=tuple(self._computing(rank) for rank in range(followed.schedule.ranks)),
+            stages=followed.stage_seconds,
+            message=followed.message,
+            host_state=0.0 if setting.cluster.device.kind == "cpu" else 1 - self.share,
         )
 
     def _computing(self, rank: int) -> float:

@@ -22,10 +22,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
-from fourfold.errors import PlanError, ScheduleError
+from fourfold.errors import ScheduleError
 from fourfold.plan import Tensor
 from fourfold.planner.build import Candidate, dealt_out, stretched
 from fourfold.planner.deal import least_idle
@@ -34,7 +33,9 @@ from fourfold.planner.floors import floor_in, floor_of
 from fourfold.planner.inner import free_bytes, frugal_bytes, solve_rank
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
+from fourfold.planner.misfit import explain_misfit, least
 from fourfold.planner.options import RankLoad, Solver
+from fourfold.planner.predict import fits
 from fourfold.planner.products import ladder
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
@@ -75,7 +76,7 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     run = _Search(setting, wanted, progress, top)
     run.go()
     if not run.built:
-        run.explain_misfit()
+        run.last_resort()
     best = run.fastest()
     ranked = _distinct([best, *run.built])
     seconds = best.prediction.seconds
@@ -131,7 +132,7 @@ class _Search:
 
     # ---- outside ----
 
-    def go(self, any_one: bool = False) -> None:
+    def go(self) -> None:
         for layout in layouts(self.setting, self.wanted):
             self._wait(computed(self.setting, layout), layout, self._move)
         self.total = len(self.waiting)
@@ -139,8 +140,6 @@ class _Search:
             floor, _, layout, step = self.waiting[0]
             while self.pending and self.pending[0].seconds <= floor and not self._enough():
                 self._build(heapq.heappop(self.pending))
-                if any_one and self.built:
-                    return
             enough = len(self.built) >= self.top or len(self.built) + len(self.pending) >= OTHERS * self.top
             if (floor > self._cut() and enough) or self._enough():
                 self.unsolved = floor
@@ -171,9 +170,12 @@ class _Search:
         return min((c.prediction.seconds for c in self.built), default=None)
 
     def _cut(self) -> float:
-        """Layouts above this cannot win, or by little."""
-        best = self._best()
-        return float("inf") if best is None else best * (1 - (LITTLE if self.total > MANY else 0.0))
+        """Layouts above this can neither win nor come second; of many, those that could win by little are left out, too."""
+        if self.total > MANY:
+            best = self._best()
+            return float("inf") if best is None else best * (1 - LITTLE)
+        ranked = _distinct(self.built)[:2]
+        return ranked[-1].prediction.seconds if len(ranked) > 1 else float("inf")
 
     # ---- one layout, from its bound to its estimate ----
 
@@ -304,17 +306,9 @@ class _Search:
                 return other
         return best
 
-    def explain_misfit(self) -> None:
-        from fourfold.planner.misfit import explain_misfit
-
-        explain_misfit(self.setting, self.wanted, self.solver, partial(any_fits, progress=self.progress))
-
-
-def any_fits(setting: Setting, wanted: Constraints, progress: Progress | None = None) -> bool:
-    """Whether the search finds a plan."""
-    run = _Search(setting, wanted, progress, 1)
-    try:
-        run.go(any_one=True)
-    except PlanError:  # the batch cannot be spread over so many
-        return False
-    return bool(run.built)
+    def last_resort(self) -> None:
+        """The plan that needs least; raises PlanError, with what would do, where not even that fits."""
+        found = least(self.setting, self.wanted, self.solver)
+        if not fits(found.prediction.memory, self.setting.cluster, self.setting.cluster.usable):
+            explain_misfit(self.setting, self.wanted, found)
+        self.built.append(found)

@@ -14,7 +14,16 @@ from fourfold.program.schedules import build, fused, names, split
 from fourfold.program.synthesizer import synthesize
 from fourfold.program.validator import validate
 
-__all__ = ["schedule_of_plan"]
+__all__ = ["costs_of_plan", "schedule_of_plan"]
+
+
+def costs_of_plan(plan: Plan) -> Costs | None:
+    """What the planner predicted of a plan's stages, in seconds; None where it did not."""
+    told = plan.predicted or {}
+    if not told.get("stages"):
+        return None
+    forward, input_grad, weight_grad = zip(*told["stages"], strict=True)
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, message=told["message"])
 
 
 def schedule_of_plan(

@@ -42,7 +42,9 @@ def partition(work: Sequence[Number], placement: Sequence[int]) -> tuple[int, ..
     """How many layers every stage gets, at least one each."""
     stages, layers = len(placement), len(work)
     if layers < stages:
-        raise ScheduleError(f"{layers} layers cannot fill {stages} stages; use at most {layers} stages")
+        raise ScheduleError(
+            f"{layers} layers, embedding and head among them, cannot fill {stages} stages; use {layers} at most"
+        )
     ends = [layers * (s + 1) // stages for s in range(stages)]  # stage s: layers ends[s - 1] to ends[s]
     before: list[Any] = [0, *accumulate(work)]
     loads = _loads(ends, before, placement)

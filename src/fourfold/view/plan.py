@@ -12,7 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from fourfold.plan import Plan
-from fourfold.planner.explain import explain, table
+from fourfold.planner.explain import explain, table, told_units
+from fourfold.schema import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from fourfold.planner.search import Progress as Report
@@ -28,7 +29,9 @@ def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
         console.print(lines.pop(0), style="bold red", markup=False, soft_wrap=True)
         console.print()
     rows = table(plan)
-    out = Table("", "plan", "units", "step", "MFU", "memory", "exposed", "bubble", box=None, header_style="dim")
+    out = Table("", "plan", "units", box=None, header_style="dim")
+    for name in ("step", "MFU", "memory", "network", "bubble"):  # figures stay whole, however narrow the terminal
+        out.add_column(name, no_wrap=True, min_width=len(name), justify="right")
     for i, row in enumerate(rows):
         out.add_row(*row, style="bold" if i == 0 else "")
     console.print(out)
@@ -51,13 +54,14 @@ def show_what_if(plan: Plan | str, other: Plan | str, changes: Sequence[str], fi
         return
     assert other.predicted is not None
     misfit, seconds = other.predicted.get("misfit"), other.predicted["seconds"]
-    told = (f"does NOT fit: {misfit}; " if misfit else "") + f"{seconds:.4g} s a step"
+    told = (f"does NOT fit: {misfit}; " if misfit else "") + f"{format_seconds(seconds)} a step"
     if isinstance(plan, Plan) and plan.predicted is not None:
         told += f", {seconds / plan.predicted['seconds'] - 1:+.1%}"
     console.print(asked + told)
     if other.alternatives:
         best = other.alternatives[0]
-        console.print(f"  {best['plan']}; {best['units']}", markup=False, soft_wrap=True)
+        held = f"{format_bytes(best['peak_bytes'])} of {format_bytes(other.predicted['usable_bytes'])}"
+        console.print(f"  {best['plan']}; {told_units(best)}; memory {held}", markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -69,7 +73,9 @@ def progress_bar() -> Iterator[Report]:
         task = bar.add_task("", total=None, told="layouts")
 
         def report(done: int, total: int, best: float | None) -> None:
-            told = f"{done} of {total} layouts" + (f", best {best:.4g} s" if best is not None else "")
+            told = f"{done} of {total} layouts" + (f", best {format_seconds(best)}" if best is not None else "")
+            if done == total and best is None:
+                told = "nothing fits: looking for what would do"
             bar.update(task, completed=done, total=max(1, total), told=told)
 
         yield report
