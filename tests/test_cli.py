@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
+from fourfold.train.rundir import RunDir
+from fourfold.view.run import look_at
 from tests.helpers import make_config
 
 
@@ -159,6 +161,26 @@ def test_train_sample_compare_resume(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "step 6/6" in capfd.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [m["step"] for m in lines if "loss" in m] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("plan", [{"data": 2}, {"pipe": 2}, {"pipe": 2, "schedule": "zb-h1"}], ids=str)
+def test_view_shows_a_run_as_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str], plan: dict[str, object]) -> None:
+    """In a run no op starts in the very moment in which another ends."""
+    config, mesh = write_config(tmp_path / "c.json", train={"steps": 2}, log={"trace": 1}), dict(plan)
+    schedule = mesh.pop("schedule", "1f1b")
+    (tmp_path / "plan.json").write_text(json.dumps({"mesh": mesh, "pipeline": {"schedule": schedule}}))
+    assert main(["train", config, "--plan", str(tmp_path / "plan.json")]) == 0
+    capfd.readouterr()
+    assert main(["view", str(tmp_path / "run"), "--json"]) == 0
+    seen = json.loads(capfd.readouterr().out)
+    assert seen["step"] == 2
+    assert len(seen["measured"]["spans"]) == len(seen["simulated"]["spans"]) > 0
+    assert seen["measured"]["makespan"] >= seen["simulated"]["lower_bound"] > 0
+    measured = look_at(RunDir(tmp_path / "run")).measured
+    assert min(start for row in measured.starts for start in row) == 0
+    assert measured.critical_path[-1].end == measured.makespan
+    assert main(["view", str(tmp_path / "run")]) == 0
+    assert "measured" in capfd.readouterr().out
 
 
 def test_bert_fills_blanks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

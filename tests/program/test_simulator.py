@@ -129,6 +129,26 @@ def test_nothing_beats_the_lower_bound(schedule, prices):
 
 @few
 @given(schedules(), costs())
+def test_the_critical_path_of_what_was_measured(schedule, prices):
+    """Every op starts some time after what it waited for: its path is the same, with gaps."""
+    exact = simulate(schedule, Costs(**{**vars(prices), "message": 0}))
+    late = replace(
+        exact,
+        starts=tuple(tuple(2.0 * t for t in row) for row in exact.starts),
+        ends=tuple(
+            tuple(1.5 * e + 0.5 * s for s, e in zip(*row, strict=True))
+            for row in zip(exact.starts, exact.ends, strict=True)
+        ),
+    )
+    path = late.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == late.makespan
+    assert all(a.end <= b.start for a, b in pairwise(path))
+    assert late.to_dict()["critical_path"][-1][2] == str(path[-1].what)
+
+
+@few
+@given(schedules(), costs())
 def test_programs_take_the_time_of_their_schedule(schedule, prices):
     """Receives are posted in time, whatever messages cost, also when links are shared."""
     prices = Costs(**{**vars(prices), "instruction": 0})

@@ -141,7 +141,7 @@ def view(args: ViewArgs) -> int:
         look.schedule.save(args.save_schedule)
     both = {"measured": look.measured, "simulated": look.simulated}
     if args.json:
-        figures = {name: {k: v for k, v in t.to_dict().items() if k != "critical_path"} for name, t in both.items()}
+        figures = {name: t.to_dict(path=False) for name, t in both.items()}
         print(json.dumps({"step": look.step, **figures}))
         return 0
     from fourfold.view.timeline import draw

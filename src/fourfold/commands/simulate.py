@@ -86,7 +86,8 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
             )
         rows.append((args.target, simulate(target, costs)))
     if args.json:
-        data = [{"schedule": name, **_plain(timeline, spans=not args.compare)} for name, timeline in rows]
+        whole = not args.compare
+        data = [{"schedule": name, **timeline.to_dict(spans=whole, path=whole)} for name, timeline in rows]
         print(json.dumps(data if args.compare else data[0], indent=2), file=file)
         return 0
     from fourfold.view.timeline import show_comparison, show_timeline  # rich is for people
@@ -158,10 +159,3 @@ def _schedule(args: SimulateArgs) -> Schedule | Programs:
         plan = replace(plan, mesh=replace(plan.mesh, pipe=args.ranks))
         return schedule_of_plan(plan, args.micro_batches)
     return build(args.target, args.ranks, args.micro_batches)
-
-
-def _plain(timeline: Timeline, spans: bool) -> dict[str, Any]:
-    data = timeline.to_dict()
-    if not spans:
-        del data["spans"], data["critical_path"]
-    return data

@@ -1,6 +1,7 @@
 """A timeline: when everything happened, and what follows from it.
 
-A value made by `simulate`. Times and memory are in the units of the costs; when those had no floats, results are exact.
+A value made by `simulate`, or from the trace of a run. Times and memory are in the units of the costs; when those had no
+floats, results are exact.
 
 Rows are ranks (of a simulated set of programs with replicas: programs). On each row, ops run one after another; messages,
 collectives and updates run beside them.
@@ -128,22 +129,28 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """A chain of spans, each starting when the one before ends, from time 0 to the end: why it takes so long."""
+        """A chain of spans, each starting when the one before ends, from time 0 to the end: why it takes so long.
+
+        In a measured timeline each starts some time after: what the machine took between the two.
+        """
         chain = self.bindings if self.bindings is not None else self._chain()
         return tuple(Span(row, lane, what, s * self.tick, e * self.tick) for row, lane, what, s, e in chain)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for files and programs."""
-        return {
+    def to_dict(self, *, spans: bool = True, path: bool = True) -> dict[str, Any]:
+        """Plain numbers, for files and programs; with or without every span, and those of the critical path."""
+        figures: dict[str, Any] = {
             "makespan": float(self.makespan),
             "lower_bound": float(self.lower_bound),
             "bubble": float(self.bubble),
             "idle": [float(x) for x in self.idle],
             "peak_activations": [float(x) for x in self.peak_activations],
             "peaks": [{"memory": float(p.memory), "at": float(p.at)} for p in self.peaks],
-            "spans": [_plain(s) for s in self.spans()],
-            "critical_path": [_plain(s) for s in self.critical_path],
         }
+        if spans:
+            figures["spans"] = [_plain(s) for s in self.spans()]
+        if path:
+            figures["critical_path"] = [_plain(s) for s in self.critical_path]
+        return figures
 
     # ---- how ----
 
@@ -183,7 +190,7 @@ class Timeline:
             yield op, first, last, start, end
 
     def _chain(self) -> list[Entry]:
-        """Back from the last end: to what ended just then on the row or the link, else to what was waited for."""
+        """Back from the last end, from every op to what ended last: the op before it on its row, or what it waited for."""
         ops = {op: (row, i) for row, ops in enumerate(self.ops) for i, op in enumerate(ops)}
         messages = {message[2:5]: message for message in self.messages}
         ending = {(message[0], message[-1]): message for message in self.messages}
@@ -195,12 +202,16 @@ class Timeline:
             chain.append((row, "compute", op, start, self.ends[row][i]))
             if start == 0:
                 break
-            if i and self.ends[row][i - 1] == start:
+            source = _source(op, ops)
+            if source is None:
                 i -= 1
                 continue
-            source = _source(op, ops)
-            row, i = ops[source]
+            far, j = ops[source]
             message = messages.get((source.stage, "activation" if op.kind == "F" else "gradient", source.micro_batch))
+            if i and self.ends[row][i - 1] >= (self.ends[far][j] if message is None else message[-1]):
+                i -= 1
+                continue
+            row, i = far, j
             while message is not None:
                 chain.append(_entry(message))
                 left = message[5]
@@ -210,9 +221,12 @@ class Timeline:
         return chain[::-1]
 
 
-def _source(op: Op | Part, ops: dict[Any, Any]) -> Op:
-    """The op whose result `op` waits for."""
-    return _backward(op.stage + 1, op.micro_batch, ops) if op.kind != "F" else Op(op.stage - 1, "F", op.micro_batch)
+def _source(op: Op | Part, ops: dict[Any, Any]) -> Op | None:
+    """The op of another stage whose result `op` waits for, if there is one: W, and the ends of the model, wait for none."""
+    if op.kind == "W":
+        return None
+    source = _backward(op.stage + 1, op.micro_batch, ops) if op.kind != "F" else Op(op.stage - 1, "F", op.micro_batch)
+    return source if source in ops else None
 
 
 def _producer(message: MessageEntry, ops: dict[Any, Any]) -> Op:

@@ -54,25 +54,27 @@ class TraceFile:
     def hold(self, step: int, spans: Sequence[Span]) -> None:
         """Remember a step's spans if it is to be traced."""
         if self.every and (step % self.every == 0 or step == 1):
-            self._held = step, time.time(), spans
+            self._held = step, _began(spans[0].asked), spans
 
     def write(self) -> None:
         """Write what is held; called when the device has done it."""
         if self._held is not None:
-            step, now, spans = self._held
+            step, origin, spans = self._held
             self._held = None
             first = spans[0].asked
             rows = [[s.what, *(round(_between(first, t), 7) for t in (s.start, s.end))] for s in spans]
             waits = [round(_between(s.asked, s.start), 7) for s in spans]
-            line = {"step": step, "rank": self.rank, "pipe": self.pipe, "origin": self._origin(now, first)}
+            line = {"step": step, "rank": self.rank, "pipe": self.pipe, "origin": origin}
             self._file.write(json.dumps(line | {"spans": [[*r, w] for r, w in zip(rows, waits, strict=True)]}) + "\n")
-
-    def _origin(self, now: float, first: Any) -> float:
-        return now - (time.perf_counter() - first) if isinstance(first, float) else now
 
     def close(self) -> None:
         self.write()
         self._file.close()
+
+
+def _began(first: Any) -> float:
+    """The time of day of a mark on the host's clock; of a device's, about when it was asked for."""
+    return time.time() - (time.perf_counter() - first if isinstance(first, float) else 0.0)
 
 
 def _between(a: Any, b: Any) -> float:

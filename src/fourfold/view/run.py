@@ -54,17 +54,24 @@ def look_at(run: RunDir, step: int | None = None) -> Look:
     later = [s for t in traces for s in t if s.step > common[0]] or rows
     placement, costs = layout.schedule.placement, _costs(layout.schedule, later)
     simulated = simulate(layout.schedule, costs)
-    begin = min(row.origin + min(a for a, _ in row.ops.values()) for row in rows)
+    times = _times(rows)
     measured = Timeline(
         ops=tuple(tuple(row.ops) for row in rows),
-        starts=tuple(tuple(row.origin - begin + a for a, _ in row.ops.values()) for row in rows),
-        ends=tuple(tuple(row.origin - begin + b for _, b in row.ops.values()) for row in rows),
+        starts=tuple(tuple(start for start, _ in row) for row in times),
+        ends=tuple(tuple(end for _, end in row) for row in times),
         tick=1.0,
         costs=costs.of_stages(placement, layout.schedule.ranks),
         placement=placement,
         lower_bound=simulated.lower_bound,
     )
     return Look(chosen, Schedule.of((row.ops for row in rows), "measured"), measured, simulated)
+
+
+def _times(rows: list[_Step]) -> list[list[tuple[float, float]]]:
+    """By row, start and end of its ops, from the first start on."""
+    late = [row.origin - rows[0].origin for row in rows]  # beside the time of day itself, microseconds would be rounded
+    begin = min(x + start for x, row in zip(late, rows, strict=True) for start, _ in row.ops.values())
+    return [[(x + a - begin, x + b - begin) for a, b in row.ops.values()] for x, row in zip(late, rows, strict=True)]
 
 
 def _ranks(run: RunDir, stride: int, pipe: int) -> list[int]:
