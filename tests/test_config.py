@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,48 @@ def config(**sections: Any) -> Config:
         ({"data": {"eval_fraction": 1.5}}, "data.eval_fraction = 1.5"),
         ({"log": {"every": 0}}, "log.every"),
         ({"train": 3}, "train must be a table; found a number"),
+        ({"train": {"steps": 0}}, "train.steps = 0 must be at least 1"),
+        ({"train": {"global_batch": 0}}, "train.global_batch = 0 must be at least 1"),
+        ({"train": {"timeout": 1e30}}, "train.timeout = 1e+30 must be at most 2592000 seconds, 30 days"),
+        ({"train": {"timeout": math.inf}}, "train.timeout = inf must be at most 2592000 seconds, 30 days"),
+        ({"train": {"timeout": math.nan}}, "train.timeout = nan must be a finite number; the default is 0.0"),
+        ({"optim": {"lr": 10**400}}, "optim.lr must be a number; found one of 401 digits"),
+        ({"model": {"heads": -4}}, "model.heads = -4 must be at least 0"),
+        ({"model": {"ffn": -1}}, "model.ffn = -1 must be at least 0"),
+        ({"model": {"norm_eps": -1.0}}, "model.norm_eps = -1.0 must be at least 0"),
     ],
 )
 def test_wrong_configs_say_what_is_wrong(sections: Any, message: str) -> None:
     with pytest.raises(ConfigError) as e:
         config(**sections)
     assert message in str(e.value)
+
+
+def floats() -> list[tuple[str, str]]:
+    """Every field of a config that holds a float."""
+    sections = {f.name: getattr(Config(), f.name) for f in dataclasses.fields(Config)}
+    return [
+        (name, f.name)
+        for name, section in sections.items()
+        for f in dataclasses.fields(section)
+        if isinstance(f.default, float)
+    ]
+
+
+@pytest.mark.parametrize(("section", "name"), floats())
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(section: str, name: str, value: float) -> None:
+    """In a file, on the command line and in Python: all make the section."""
+    with pytest.raises(ConfigError, match=rf"{section}\.{name} = {value} must be "):
+        dataclasses.replace(getattr(Config(), section), **{name: value})
+    with pytest.raises(ConfigError, match=rf"{section}\.{name} = {value} must be "):
+        config(**{section: {name: value}})
+
+
+def test_numbers_of_stretched_positions_are_finite() -> None:
+    scaling = {"kind": "linear", "factor": math.nan}
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling\.factor = nan must be a finite number$"):
+        config(model={"family": "llama", "rope_scaling": scaling})
 
 
 def test_files_in_three_formats(tmp_path: Path) -> None:

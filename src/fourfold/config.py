@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 MOST_LAYERS = 10_000
+LONGEST_WAIT = 30 * 24 * 3600
+"""Seconds: what torch's groups are given where they are to wait for as long as it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class RopeScaling:
     """yarn: rotations below which a dimension is interpolated."""
 
     def __post_init__(self) -> None:
+        _require(self, "model.rope_scaling")
         if self.factor < 1:
             raise ConfigError(f"model.rope_scaling.factor = {self.factor} must be at least 1")
         if self.kind != "linear" and self.original_positions < 1:
@@ -99,6 +102,10 @@ class ModelConfig:
     """Dropout after the embedding and each part, and on attention weights."""
     init_std: float = 0.02
     """Standard deviation of initial matrices (projections back to the residual stream: divided by sqrt(2 layers))."""
+
+    def __post_init__(self) -> None:
+        or_default = ("heads", "kv_heads", "head_dim", "ffn", "positions", "rope_theta", "norm_eps")
+        _require(self, "model", **dict.fromkeys(or_default, 0))
 
     def resolve(self) -> ModelConfig:
         """Defaults of the family filled in; raises ConfigError where a rule is broken."""
@@ -173,6 +180,7 @@ class DataConfig:
     """bert: share of tokens to predict (80 % masked, 10 % random, 10 % kept)."""
 
     def __post_init__(self) -> None:
+        _require(self, "data")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"data.eval_fraction = {self.eval_fraction} must be at least 0 and below 1")
         if not 0 < self.mask_rate < 1:
@@ -203,6 +211,7 @@ class OptimConfig:
     """Longest gradient (2-norm over the whole model); 0: no clipping."""
 
     def __post_init__(self) -> None:
+        _require(self, "optim")
         for name in ("lr", "warmup", "final_lr", "weight_decay", "eps", "clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"optim.{name} = {getattr(self, name)} must not be negative")
@@ -249,6 +258,8 @@ class TrainConfig:
     """Ask torch for deterministic kernels, so that the same plan twice gives the same bits."""
 
     def __post_init__(self) -> None:
+        if self.timeout > LONGEST_WAIT:
+            raise ConfigError(f"train.timeout = {self.timeout:g} must be at most {LONGEST_WAIT} seconds, 30 days")
         _require(self, "train", steps=1, global_batch=1, eval_every=0, eval_batches=1, timeout=0, max_skipped=1)
 
 
@@ -336,8 +347,13 @@ def nearest_divisor(total: int, wish: int) -> int:
 
 
 def _require(section: Any, name: str, **least: int) -> None:
-    for key, bound in least.items():
+    """Every number of a section is finite, and those named are not below what they must at least be."""
+    defaults = {f.name: f.default for f in dataclasses.fields(section)}
+    for key, default in defaults.items():
         value = getattr(section, key)
-        if value < bound:
-            what = "is missing" if value == 0 and bound == 1 else f"= {value} must be at least {bound}"
+        if isinstance(value, float) and not math.isfinite(value):
+            hint = "" if default is dataclasses.MISSING else f"; the default is {default}"
+            raise ConfigError(f"{name}.{key} = {value} must be a finite number{hint}")
+        if key in least and value < least[key]:
+            what = "is missing" if value == default else f"= {value} must be at least {least[key]}"
             raise ConfigError(f"{name}.{key} {what}")

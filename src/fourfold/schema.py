@@ -132,7 +132,10 @@ def _convert(kind: Any, value: Any, where: str, error: type[FourfoldError]) -> A
             raise error(f"{where} must be a table; found {_kind(value)}")
         return build(typing.cast(type, kind), value, where, error)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise error(f"{where} must be a number; found one of {len(str(value))} digits") from None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise error(f"{where} must be {_NAMES.get(kind, kind)}; found {_kind(value)} {value!r}")
     return value

@@ -11,6 +11,7 @@ from rich.console import Console
 from fourfold.commands.look import SampleArgs, sample
 from fourfold.commands.train import TrainArgs, train
 from fourfold.config import Config
+from fourfold.errors import ConfigError
 
 __all__ = ["DemoArgs", "demo"]
 
@@ -30,6 +31,8 @@ class DemoArgs:
 
 
 def demo(args: DemoArgs) -> int:
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps}: at least one step is needed")
     console = Console(highlight=False)
     run_dir = args.run_dir or _free_run_dir("runs/demo")
     config = Config.from_dict(
