@@ -100,6 +100,8 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, capfd: pyte
         ("train", good, "--optim.lr", "nan"): "optim.lr = nan must be a finite number",
         ("train", good, "--train.timeout", "1e30"): "train.timeout = 1e+30 must be at most 2592000 seconds",
         ("train", good, "--train.steps", "0"): "train.steps = 0 must be at least 1",
+        ("train", good, "--train.steps", "1", "--optim.warmup", "2"): "optim.warmup = 2 is longer than train.steps = 1",
+        ("train", good, "--optim.warmup", "5"): "optim.warmup = 5 is longer than train.steps = 4; use 4 or less",
         ("demo", "--steps", "0"): "--steps 0: at least one step is needed",
         ("demo", "--steps", "-1"): "--steps -1: at least one step is needed",
         ("train", "--resume", str(tmp_path)): "not a run directory: there is no config.json in it",
@@ -128,6 +130,15 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "3 layers" in out
     assert "data 3 = 3 ranks" in out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_short_run_of_a_long_config_warms_up_in_its_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "c.json")  # 4 steps, 2 of them warm-up
+    assert main(["train", config, "--train.steps=1"]) == 0
+    assert "steps 1, warm-up shortened from 2 to 1" in " ".join(capfd.readouterr().out.split())
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["optim"]["warmup"] == 1
+    assert main(["train", config, "--train.steps", "3", "--dry-run"]) == 0
+    assert "warm-up" not in capfd.readouterr().out
 
 
 def test_train_sample_compare_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -329,6 +329,11 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         return schema.dump(self)
 
+    def with_short_warmup(self) -> Config:
+        """Its warm-up no longer than its steps: for a run that is given fewer of them than its file was written for."""
+        warmup = min(self.optim.warmup, self.train.steps)
+        return dataclasses.replace(self, optim=dataclasses.replace(self.optim, warmup=warmup))
+
     def resolve(self) -> Config:
         """Every default filled in and every rule checked."""
         if not self.train.run_dir:

@@ -56,24 +56,26 @@ class TrainArgs:
     train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
     checkpoint: FlagConversionOff[CheckpointConfig] = field(default_factory=CheckpointConfig)
     log: FlagConversionOff[LogConfig] = field(default_factory=LogConfig)
+    given: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+    """Names of the flags that were given: what they say is wanted, what the file says may be made to fit."""
 
 
 def train(args: TrainArgs) -> int:
     config, plan, ranks = _prepare(args)
     console = Console(highlight=False)
     if args.dry_run:
-        _describe(console, config, plan, ranks)
+        _describe(console, args, config, plan)
         console.print("[green]all checks passed[/]; nothing was started or written")
         return 0
     if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
-        return _be_a_rank(args, config, plan, ranks)
+        return _be_a_rank(args, config, plan)
     from fourfold.train.rundir import RunDir
 
     run = RunDir.reopen(args.resume) if args.resume else RunDir.create(config.train.run_dir, config, plan)
     try:
         if args.resume:
             run.write(config, plan)
-        _describe(console, config, plan, ranks)
+        _describe(console, args, config, plan)
         console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
         _start(console, config, plan, run, args.max_restarts)
     finally:
@@ -82,7 +84,7 @@ def train(args: TrainArgs) -> int:
     return 0
 
 
-def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, ranks: int) -> int:
+def _be_a_rank(args: TrainArgs, config: Config, plan: Plan) -> int:
     """Started by torchrun or srun: this process is one rank; rank 0 prints."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -92,7 +94,7 @@ def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, ranks: int) -> int:
     place = current_place()
     console = Console(highlight=False, quiet=place.rank > 0)
     plan.check(config, place.ranks)
-    _describe(console, config, plan, ranks)
+    _describe(console, args, config, plan)
     run = record(fit)(config, plan, resume=args.resume is not None)
     assert run is not None  # the wrapper re-raises
     console.print(f"[green]done[/]: {run.run_dir}  (sample from it: fourfold sample {run.run_dir})")
@@ -108,7 +110,10 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
         train=args.train,
         checkpoint=args.checkpoint,
         log=args.log,
-    ).resolve()
+    )
+    if "train.steps" in args.given and "optim.warmup" not in args.given:
+        config = config.with_short_warmup()
+    config = config.resolve()
     ranks = args.nproc
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--nproc {ranks}: at least one rank is needed")
@@ -201,11 +206,11 @@ def _grid(config: Config, plan: Plan) -> str:
     return f"{flows} ({why}); {moved} a layer and step, {kept}; overlap {'on' if tensor.overlap else 'off'}"
 
 
-def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
+def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan) -> None:
     from fourfold.model.spec import parameter_count
     from fourfold.view.console import facts, number
 
-    m, batch = config.model, config.train.global_batch
+    m, batch, ranks = config.model, config.train.global_batch, plan.mesh.ranks
     size, micro = plan.micro_batch_size(batch), plan.micro_batches(batch)
     share = f"{micro} × {size} sequences each, {plan.precision.compute}"
     other = _made_for(config, plan)
@@ -216,7 +221,7 @@ def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
             ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
             *([("grid", _grid(config, plan))] if plan.mesh.row * plan.mesh.col > 1 else []),
             *([("predicted", _predicted(plan))] if plan.predicted and not other else []),
-            ("steps", f"{config.train.steps}"),
+            ("steps", _steps(args, config)),
             ("run", config.train.run_dir),
         ],
         console,
@@ -227,6 +232,12 @@ def _describe(console: Console, config: Config, plan: Plan, ranks: int) -> None:
             "`fourfold plan` with --judge predicts it anew",
             soft_wrap=True,
         )
+
+
+def _steps(args: TrainArgs, config: Config) -> str:
+    """How many, and whether the warm-up was made to fit them."""
+    whole, warmup = args.optim.warmup, config.optim.warmup
+    return f"{config.train.steps}" + (f", warm-up shortened from {whole} to {warmup}" if warmup < whole else "")
 
 
 def _made_for(config: Config, plan: Plan) -> str:
@@ -276,7 +287,8 @@ def loaded_defaults(args: list[str]) -> TrainArgs:
             )
         config = Config.load(path)
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return TrainArgs(config=path, resume=resume, **sections)
+    given = tuple(a.removeprefix("--").partition("=")[0] for a in args if a.startswith("--"))
+    return TrainArgs(config=path, resume=resume, given=given, **sections)
 
 
 def _named(args: list[str]) -> tuple[str | None, str | None]:
