@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ from fourfold.cli import main
 from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.errors import PlanError
-from fourfold.launch.place import Place
+from fourfold.launch.place import Place, gpu_cluster
+from fourfold.plan import Plan
 from fourfold.planner.runnable import plan_run
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.calibrate import CPU, _Calibration, _Sizes
+from fourfold.train.rundir import RunDir, read_metrics
+from tests.helpers import MODELS, make_config, series
 
 
 def _calibrate(rank: int, ranks: int) -> Cluster:
@@ -67,3 +72,67 @@ def test_training_without_a_plan_plans_first() -> None:
     small = Cluster.local(2).what_if({"memory": "262MiB"})
     with pytest.raises(PlanError):
         plan_run(config(hidden=512, layers=8), small)
+
+
+def on_a_machine_with(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    whole = Cluster.local
+    monkeypatch.setattr(Cluster, "local", lambda ranks: whole(ranks).what_if({"memory": memory}))
+
+
+def test_one_rank_is_planned_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine too small for the whole batch at once it takes micro-batches, with the losses of one that is not."""
+    wide = make_config(tmp_path / "run", MODELS["gpt"] | {"seq_len": 64}, train={"steps": 2, "global_batch": 48})
+    (tmp_path / "c.json").write_text(json.dumps(wide.to_dict()))
+    command = ["train", str(tmp_path / "c.json"), "--train.run-dir"]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    told = " ".join(capfd.readouterr().out.split())
+    assert "data 1 = 1 rank, 1 × 48 sequences each, fp32" in told
+    assert "predicted" in told
+    on_a_machine_with(monkeypatch, "270MiB")
+    assert main([*command, str(tmp_path / "cut")]) == 0
+    plan = Plan.load(tmp_path / "cut" / "plan.json")
+    assert plan.micro_batches(48) > 1
+    assert plan.predicted is not None
+    losses = [series(list(read_metrics(RunDir(tmp_path / name))), "loss") for name in ("whole", "cut")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    on_a_machine_with(monkeypatch, "256.5MiB")
+    assert main([*command, str(tmp_path / "none"), "--dry-run"]) == 2
+    assert "no plan fits" in capfd.readouterr().err
+
+
+SEEN = {
+    "NVIDIA H200, 143771, 604": ("h200", 143167),
+    "NVIDIA H100 80GB HBM3, 81559, 551": ("h100-sxm", 81008),
+    "NVIDIA A100-SXM4-40GB, 40960, 512": ("a100-40g", 40448),
+    "NVIDIA A100-SXM4-80GB, 81920, 600": ("a100-80g", 81320),
+    "Tesla V100-SXM2-16GB, 16160, [N/A]": ("v100-16g", 16160),
+    "NVIDIA L4, 23034, 500": ("l4-pcie", 22534),
+    "NVIDIA L40S, 46068, 600": ("a100-40g", 45468),
+    "NVIDIA GB10, [N/A], [N/A]": ("a100-40g", 0),
+}
+
+
+@pytest.mark.parametrize("line", SEEN)
+def test_gpus_are_planned_for_by_their_name_and_memory(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    preset, memory = SEEN[line]
+    answer = SimpleNamespace(stdout=f"{line}\n" * 4)
+    monkeypatch.setattr("fourfold.launch.place.subprocess.run", lambda *args, **options: answer)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for ranks, local, nodes in ((1, 1, 1), (4, 4, 1), (8, 4, 2), (3, 3, 1)):
+        cluster = gpu_cluster(ranks, local)
+        assert (cluster.name, cluster.nodes, cluster.devices) == (preset, nodes, local)
+        assert cluster.memory == (memory << 20 or Cluster.preset(preset).memory)
+    assert plan_run(config(), gpu_cluster(1, 1)).precision.compute == ("fp32" if preset == "v100-16g" else "bf16")
+
+
+def test_ranks_that_share_a_gpu_have_their_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the driver's tool is missing."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    alone, shared = gpu_cluster(1, 1), gpu_cluster(4, 4)
+    assert (shared.nodes, shared.devices) == (1, 4)
+    assert shared.memory == alone.memory // 4
+    assert shared.device.matrix["bf16"] == alone.device.matrix["bf16"] / 4
+    assert max(level.bandwidth for level in shared.level) <= alone.host.link / 4

@@ -23,7 +23,7 @@ from fourfold.config import (
     TrainConfig,
 )
 from fourfold.errors import ConfigError, RankFailure
-from fourfold.plan import Mesh, Plan, Precision
+from fourfold.plan import Plan
 
 if TYPE_CHECKING:
     from fourfold.train.rundir import RunDir
@@ -140,13 +140,12 @@ def _planned(config: Config, ranks: int) -> Plan:
     from fourfold.cluster import Cluster
     from fourfold.planner.runnable import plan_run
 
-    if ranks == 1:
-        return Plan(mesh=Mesh())
     if not _gpus(config):
         return plan_run(config, Cluster.local(ranks))
-    from fourfold.launch.place import gpu_cluster
+    from fourfold.launch.place import gpu_cluster, place_from_environment
 
-    return plan_run(config, gpu_cluster(ranks), Precision())
+    place = place_from_environment(os.environ)
+    return plan_run(config, gpu_cluster(ranks, place.local_ranks if place else ranks))
 
 
 def _ranks_started() -> int:

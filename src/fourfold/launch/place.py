@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -28,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -173,29 +175,56 @@ def choose_device(wish: str, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu")
 
 
-def gpu_cluster(ranks: int) -> Cluster:
-    """The cluster that this machine's GPUs are, from the preset of their name, with their real memory; read without
-    starting CUDA in this process."""
-    out = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"], capture_output=True, text=True
+PRESET_OF = {
+    "B200": "b200", "GB200": "b200", "H200": "h200", "GH200": "h200", "H100": "h100-sxm", "H800": "h100-sxm", "A100": "a100-80g",
+    "A800": "a100-80g", "V100": "v100-16g", "L4": "l4-pcie",
+}  # fmt: skip
+"""By a word of a GPU's name."""
+HOST_SHARE = 0.9
+"""Of a host's memory, what a plan may count on."""
+
+
+def gpu_cluster(ranks: int, local_ranks: int) -> Cluster:
+    """The cluster that this job's GPUs are: the preset of their name, with the memory that they and this host have.
+
+    Ranks that share a GPU have their part of it, and talk through the host. CUDA is not started in this process.
+    """
+    name, memory = _first_gpu()
+    cluster = Cluster.preset(_preset(name, memory))
+    local = math.gcd(ranks, local_ranks)
+    share = -(-local // max(1, torch.cuda.device_count()))
+    d, link = cluster.device, cluster.host.link / share
+    device = dataclasses.replace(
+        d,
+        memory=str((memory or cluster.memory) // share),
+        matrix={kind: rate / share for kind, rate in d.matrix.items()},
+        memory_rate=d.memory_rate / share,
     )
-    lines = [line.split(",") for line in out.stdout.splitlines() if "," in line] or [["", "0"]]
-    name, memory = lines[0][0].strip(), float(lines[0][1])
-    parts = {
-        "B200": "b200",
-        "H200": "h200",
-        "H100": "h100-sxm",
-        "A100": "a100-80g",
-        "V100": "v100-16g",
-        "L4": "l4-pcie",
-    }
-    preset = next((p for part, p in parts.items() if part in name), "a100-40g")
-    cluster = Cluster.preset(preset)
-    local = max(1, min(len(lines), ranks))
-    device = dataclasses.replace(cluster.device, memory=f"{memory:.0f}MiB") if memory else cluster.device
-    inside = dataclasses.replace(cluster.level[0], ranks=local) if local > 1 else None
-    levels = tuple(x for x in (inside, cluster.level[1]) if x is not None)
-    return dataclasses.replace(cluster, nodes=max(1, ranks // local), devices=local, device=device, level=levels)
+    host = dataclasses.replace(cluster.host, memory=str(int(HOST_SHARE * psutil.virtual_memory().total)), link=link)
+    made = dataclasses.replace(cluster.with_devices(local), nodes=ranks // local, device=device, host=host)
+    if share == 1:
+        return made
+    through = tuple(dataclasses.replace(x, bandwidth=min(x.bandwidth, link)) for x in made.level)
+    return dataclasses.replace(made, level=through)
+
+
+def _first_gpu() -> tuple[str, int]:
+    """Its name, and its bytes as torch finds them; nothing where the driver's tool is missing or does not say."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.reserved", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(query, capture_output=True, text=True).stdout
+    except OSError:
+        return "", 0
+    match = re.search(r"^(.+), (\d+), (\d+|\[.*\])$", out, re.MULTILINE)
+    if match is None:
+        return "", 0
+    return match[1], (int(match[2]) - (int(match[3]) if match[3].isdigit() else 0)) << 20
+
+
+def _preset(name: str, memory: int) -> str:
+    """The cluster whose GPUs are most like one of this name and memory."""
+    found = next((preset for word, preset in PRESET_OF.items() if re.search(rf"\b{word}\b", name)), "a100-40g")
+    return "a100-40g" if found == "a100-80g" and memory and memory < 60 << 30 else found
 
 
 def join(place: Place, store: dist.Store | None, device: torch.device, timeout: float) -> None:
