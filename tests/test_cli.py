@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import main
+from fourfold.cli import COMMANDS, main
 from fourfold.train.rundir import RunDir
 from fourfold.view.run import look_at
 from tests.helpers import make_config
@@ -116,6 +116,15 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, capfd: pyte
         assert message in failing(capfd, *args), args
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "out.bin").exists()
+
+
+def test_ctrl_c_is_answered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "doctor", (COMMANDS["doctor"][0], interrupted))
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

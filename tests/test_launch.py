@@ -70,6 +70,23 @@ def test_user_errors_inside_a_rank_need_no_traceback(tmp_path: Path) -> None:
     assert e.value.exit_code == 2
 
 
+def test_a_stop_is_told_and_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also one that comes while ranks start."""
+
+    def what(place: Place) -> None:
+        if place.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+
+    def first(place: Place, store: dist.Store, console: IO[str] | None) -> None:
+        what(place)
+
+    assert launch_local(in_group(lambda place: None), 2, tmp_path)
+    for job in (in_group(what), first):
+        assert not launch_local(job, 2, tmp_path, stopping="ending it")
+        assert "ending it" in capfd.readouterr().err
+
+
 def test_killed_rank_is_named(tmp_path: Path) -> None:
     def what(place: Place) -> None:
         if place.rank == 1:

@@ -1,6 +1,6 @@
 """The command line: `fourfold COMMAND …`. Finds the command, reads its arguments, turns errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a run failed (or two runs diverge), 2 the input is at fault and nothing was started.
+Exit codes: 0 done, 1 a run failed (or two runs diverge), 2 the input is at fault and nothing was started, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(e))}")
         return e.exit_code
     except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

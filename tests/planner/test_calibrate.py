@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +20,7 @@ from fourfold.launch.place import Place, gpu_cluster
 from fourfold.plan import Plan
 from fourfold.planner.runnable import plan_run
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.calibrate import CPU, _Calibration, _Sizes
+from fourfold.train.calibrate import CPU, _Calibration, _Sizes, fitted
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import MODELS, make_config, series
 
@@ -53,6 +56,65 @@ def test_the_command_writes_a_file_that_plans(
     monkeypatch.setattr("fourfold.launch.local.launch_local", None)  # refused before anything is measured
     assert main(["calibrate", "-o", "/nonexistent/x.toml"]) == 2
     assert "there is no folder /nonexistent" in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fourfold.launch.local.launch_local", None)
+    out = str(tmp_path / "x.json")
+    assert main(["calibrate", "--nproc", "1000000", "-o", out]) == 2
+    assert "1000000 ranks are too many for this machine" in capsys.readouterr().err
+    monkeypatch.setattr("fourfold.commands.calibrate._gpus", lambda wish: 0)
+    assert main(["calibrate", "--device", "cuda", "-o", out]) == 2
+    assert "--device cuda: torch sees no GPU here; use auto or cpu" in capsys.readouterr().err
+
+
+def test_a_stopped_calibration_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    command = [sys.executable, "-m", "fourfold", "calibrate", "--nproc", "2", "--device", "cpu", "-o", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "products" not in process.stdout.readline():  # a rank is at work
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert f"stopped: {out} is not written" in told
+    assert "Traceback" not in told
+    assert not out.exists()
+
+
+def test_a_ring_from_two_gathers() -> None:
+    """Three ranks, 1 GB/s and 10 µs a hop, beside memory of 10 GB/s."""
+    sizes = [1024, 1 << 20, 1 << 23]
+    times = [2 * 1e-5 + 2 / 3 * size / 1e9 for size in sizes]
+    assert fitted(3, sizes, times, 1e10) == pytest.approx((1e9, 1e-5))
+    assert fitted(3, sizes, times, 1e8) is None
+    for long in (times[1], 0.5 * times[1], times[1] + 1e-9):
+        assert fitted(3, sizes, [*times[:2], long], 1e10) is None
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_gathers_that_no_link_has_are_measured_again(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    """Where the machine stays busy, the file says what was measured, and has numbers that a machine can have."""
+    calibration = _Calibration(Place(0, 2, 0, 2), torch.device("cpu"))
+    sizes = [4 * size for size in calibration.sizes.buffers]
+    good = [1e-4 + size / 2 / 1e9 for size in sizes]
+    busy = [*good[:-2], 3.9e-3, 3.9e-3]
+    answers = iter([busy, good, good, *([good] if quiet else [busy, busy])])
+    monkeypatch.setattr(calibration, "_collectives", lambda start, groups: next(answers))
+    monkeypatch.setattr(calibration, "_messages", lambda groups: good)
+    level = calibration._level("loopback", [[0, 1]], 0, 2e10)
+    Cluster(devices=2, level=(level,))
+    if quiet:
+        assert (level.bandwidth, level.latency) == pytest.approx((1e9, 1e-4))
+        assert not calibration.doubts
+    else:
+        assert level.bandwidth == pytest.approx(sizes[-1] / 2 / 3.9e-3)
+        assert level.latency == pytest.approx(good[0])
+        (doubt,) = calibration.doubts
+        assert "all-gathers of 512.00 KiB and 4.00 MiB took 3.9 and 3.9 ms, measured 3 times" in doubt
 
 
 def config(**model: int) -> Config:

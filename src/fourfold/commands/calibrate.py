@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import IO, Annotated, Literal
 
+import psutil
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from fourfold.cluster import Cluster
 from fourfold.errors import ClusterError
 from fourfold.schema import check_writable
 
 __all__ = ["CalibrateArgs", "calibrate_command"]
+
+LOOK, BUSY = 0.3, 30.0
+"""Seconds to look at what the machine does before anything is measured, and the percentage from which on it is too much."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +44,41 @@ class CalibrateArgs:
 def calibrate_command(args: CalibrateArgs) -> int:
     if args.nproc is not None and args.nproc < 1:
         raise ClusterError(f"--nproc {args.nproc}: at least one rank is needed")
+    if args.device == "cuda" and not _gpus(args.device):
+        raise ClusterError("--device cuda: torch sees no GPU here; use auto or cpu")
     from fourfold.launch.place import current_place
 
     if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
         if current_place().rank == 0:
             check_writable(args.out, "a cluster", ClusterError)
-        if _measure(args, current_place(), None) and current_place().rank == 0:
+        if _measure(args, current_place(), None, sys.stdout) and current_place().rank == 0:
             _tell(args)
         return 0
     check_writable(args.out, "a cluster", ClusterError)
     from fourfold.launch.local import launch_local
 
     ranks = args.nproc or _gpus(args.device) or max(1, (os.cpu_count() or 2) // 2)
+    Cluster.local(ranks)  # refuses more than this machine has memory for
+    busy = psutil.cpu_percent(LOOK)
+    if busy > BUSY:
+        _warn(f"other work keeps this machine busy ({busy:.0f} % of its cores): it will seem slower than it is")
     if not args.json:
         Console(highlight=False).print(f"measuring with {ranks} {'ranks' if ranks > 1 else 'rank'} …", style="dim")
     with tempfile.TemporaryDirectory(prefix="fourfold-calibrate-") as logs:
-        launch_local(lambda place, store, screen: _measure(args, place, store), ranks, Path(logs))
+        done = launch_local(
+            lambda place, store, screen: _measure(args, place, store, screen),
+            ranks,
+            Path(logs),
+            stopping=f"stopped: {args.out} is not written",
+        )
+    if not done:
+        return 130
     _tell(args)
     return 0
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]warning:[/] {escape(text)}")
 
 
 def _gpus(wish: str) -> int:
@@ -66,8 +89,8 @@ def _gpus(wish: str) -> int:
     return torch.cuda.device_count()
 
 
-def _measure(args: CalibrateArgs, place: object, store: object) -> bool:
-    """One rank's part; rank 0 writes the file."""
+def _measure(args: CalibrateArgs, place: object, store: object, screen: IO[str] | None) -> bool:
+    """One rank's part; rank 0 says what it is at, and writes the file."""
     import torch
 
     from fourfold.launch.place import Place, choose_device, join, leave
@@ -79,7 +102,8 @@ def _measure(args: CalibrateArgs, place: object, store: object) -> bool:
     if place.ranks > 1:
         join(place, store, device, 120.0)  # type: ignore[arg-type]
     try:
-        cluster = calibrate(place, device)
+        console = Console(file=screen, highlight=False, quiet=args.json or place.rank > 0)
+        cluster = calibrate(place, device, tell=lambda what: console.print(f"  {what} …", style="dim"))
         if place.rank == 0:
             cluster.save(args.out)
         return True
@@ -90,6 +114,9 @@ def _measure(args: CalibrateArgs, place: object, store: object) -> bool:
 
 def _tell(args: CalibrateArgs) -> None:
     cluster = Cluster.load(args.out)
+    _, _, doubt = cluster.source.partition("; ")
+    if doubt:
+        _warn(f"{doubt}; calibrate again when the machine does nothing else")
     if args.json:
         print(json.dumps(cluster.to_dict(), indent=2))
         return
@@ -97,9 +124,8 @@ def _tell(args: CalibrateArgs) -> None:
     from fourfold.view.console import facts
 
     def number(value: float) -> str:
-        return next(
-            f"{value / size:.3g} {unit}" for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if value >= size
-        )
+        units = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+        return next(f"{value / size:.3g} {unit}" for unit, size in units if value >= size or unit == "k")
 
     d = cluster.device
     rows = [

@@ -77,9 +77,14 @@ def train(args: TrainArgs) -> int:
             run.write(config, plan)
         _describe(console, args, config, plan)
         console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
-        _start(console, config, plan, run, args.max_restarts)
+        finished = _start(console, config, plan, run, args.max_restarts)
     finally:
         run.unlock()
+    if not finished:
+        console.print(
+            f"stopped before a step was done: {run.path}  (go on with it: fourfold train --resume {run.path})"
+        )
+        return 130
     console.print(f"[green]done[/]: {run.path}  (sample from it: fourfold sample {run.path})")
     return 0
 
@@ -164,26 +169,26 @@ def _gpus(config: Config) -> int:
     return torch.cuda.device_count()
 
 
-def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restarts: int) -> None:
-    """Start the ranks on this machine, again after a failure as often as allowed."""
+def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restarts: int) -> bool:
+    """Start the ranks on this machine, again after a failure as often as allowed. False: stopped before they could save."""
     from fourfold.launch.local import launch_local
     from fourfold.train.checkpoint import newest
     from fourfold.train.worker import work
 
     for attempt in range(max_restarts + 1):
         try:
-            launch_local(
+            return launch_local(
                 lambda place, store, screen: work(place, store, config, plan, run, console=screen),
                 plan.mesh.ranks,
                 run.logs,
             )
-            return
         except RankFailure as e:
             if attempt == max_restarts or e.exit_code == 2:
                 raise
             last = newest(run.checkpoints)
             console.print(f"[red]{escape(str(e).splitlines()[0])}[/]")
             console.print(f"starting again from {last or 'the beginning'} ({attempt + 1} of {max_restarts})")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _grid(config: Config, plan: Plan) -> str:

@@ -4,7 +4,7 @@ The launcher imports torch once and forks the ranks, so four of them start in a 
 log file; rank 0 also gets the console. Ranks talk over the loopback interface alone and find each other through a file.
 They die with their launcher (the kernel sees to it), and one rank's failure ends the others.
 
-Ctrl-C or SIGTERM asks the ranks to stop after the step in progress; a second one kills them.
+Ctrl-C or SIGTERM asks the ranks to stop (of training: after the step in progress); a second one kills them.
 
 When a rank fails, the others get a few seconds to end by themselves. One that does not is what they were waiting for: it hangs,
 or is stopped. The launcher asks every rank that is left for its stack (SIGUSR2; it goes to the rank's log) before ending it.
@@ -44,24 +44,32 @@ Job = Callable[[Place, dist.Store, IO[str] | None], object]
 
 GRACE = 3.0
 """Seconds the other ranks get to end by themselves after the first failure."""
+STOPS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask for an end."""
 
 
-def launch_local(job: Job, ranks: int, logs: Path) -> None:
-    """Run `job` in `ranks` forked processes; raises RankFailure about the one that failed first."""
+def launch_local(
+    job: Job, ranks: int, logs: Path, stopping: str = "stopping after this step (once more: kill)"
+) -> bool:
+    """Run `job` in `ranks` forked processes; raises RankFailure about the one that failed first.
+
+    False: asked to stop, which `stopping` answers, ranks ended before their job did.
+    """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console:
         processes: list[BaseProcess] = []
-        for rank in range(ranks):
-            args = (job, Place(rank, ranks, rank, ranks), Path(folder), logs, os.getpid(), console)
-            process = context.Process(target=_rank, args=args, name=f"rank {rank}")
-            process.start()
-            processes.append(process)
-        with _forwarding(processes) as asked:
+        with _forwarding(processes, stopping) as asked:
+            with _held():
+                for rank in range(ranks):
+                    args = (job, Place(rank, ranks, rank, ranks), Path(folder), logs, os.getpid(), console)
+                    process = context.Process(target=_rank, args=args, name=f"rank {rank}")
+                    process.start()
+                    processes.append(process)
             end = _watch(processes)
-        if end.failed and not (
-            asked() and set(end.failed.values()) <= {-signal.SIGTERM}
-        ):  # stopped before it could save
+        stopped = asked() and set(end.failed.values()) <= {-signal.SIGTERM}
+        if end.failed and not stopped:
             raise _blame(end, Path(folder), logs)
+        return not end.failed
 
 
 @contextlib.contextmanager
@@ -77,7 +85,17 @@ def _console() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _forwarding(processes: list[BaseProcess]) -> Iterator[Callable[[], bool]]:
+def _held() -> Iterator[None]:
+    """Signals that come in here are delivered at the end: when all ranks are there to be told."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
+
+@contextlib.contextmanager
+def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[Callable[[], bool]]:
     """Pass SIGINT and SIGTERM on to the ranks as SIGTERM, then as SIGKILL."""
     times = 0
 
@@ -85,10 +103,10 @@ def _forwarding(processes: list[BaseProcess]) -> Iterator[Callable[[], bool]]:
         nonlocal times
         times += 1
         if times == 1:
-            print("\nstopping after this step (once more: kill)", file=sys.stderr, flush=True)
+            print(f"\n{stopping}", file=sys.stderr, flush=True)
         _signal(processes, signal.SIGTERM if times == 1 else signal.SIGKILL)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in STOPS}
     try:
         yield lambda: times > 0
     finally:
@@ -186,6 +204,7 @@ def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, conso
     _die_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     log = os.open(logs / f"rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
