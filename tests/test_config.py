@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from fourfold import schema
+from fourfold.cluster import Cluster
 from fourfold.config import Config, ModelConfig, OptimConfig, nearest_divisor
-from fourfold.errors import ConfigError, PlanError
+from fourfold.errors import ConfigError, PlanError, ScheduleError
 from fourfold.plan import Plan
+from fourfold.program import Schedule, build, lower
 
 ROOT = Path(__file__).parent.parent
 
@@ -250,6 +252,47 @@ def test_wrong_plans_say_what_is_wrong(plan: dict[str, Any], ranks: int | None, 
     with pytest.raises(PlanError) as e:
         Plan.from_dict(plan).check(config(), ranks)
     assert message in str(e.value)
+
+
+def test_errors_about_a_file_name_it(tmp_path: Path) -> None:
+    """And say what it is, where it is a file of another kind."""
+    shipped = str(ROOT / "configs" / "gpt-tiny.toml")
+    with pytest.raises(PlanError, match=rf"^{shipped}: this is a config, not a plan$"):
+        Plan.load(shipped)
+    Plan.from_dict({"mesh": {"data": 2}}).save(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"plan\.json: this is a plan, not a config$"):
+        Config.load(tmp_path / "plan.json")
+    Cluster.local(1).save(tmp_path / "cluster.toml")
+    with pytest.raises(PlanError, match=r"cluster\.toml: this is a cluster, not a plan$"):
+        Plan.load(tmp_path / "cluster.toml")
+    build("1f1b", 2, 2).save(tmp_path / "schedule.json")
+    with pytest.raises(PlanError, match=r"schedule\.json: this is a schedule, not a plan$"):
+        Plan.load(tmp_path / "schedule.json")
+    (tmp_path / "typo.toml").write_text("[mesh]\ndata = 0\n[memroy]\n")
+    with pytest.raises(PlanError, match=r"typo\.toml: unknown field 'memroy'; did you mean 'memory'\?$"):
+        Plan.load(tmp_path / "typo.toml")
+    (tmp_path / "typo.toml").write_text("[optim]\nlr = nan\n")
+    with pytest.raises(ConfigError, match=r"typo\.toml: optim\.lr = nan must be a finite number"):
+        Config.load(tmp_path / "typo.toml")
+    (tmp_path / "typo.csv").write_text("0F0,0X0\n")
+    with pytest.raises(ScheduleError, match=r"typo\.csv: row 0, cell 1: '0X0' is not an op"):
+        Schedule.load(tmp_path / "typo.csv")
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "error"),
+    [
+        (Plan(), "plan.json", PlanError),
+        (Plan(), "plan.toml", PlanError),
+        (build("1f1b", 2, 2), "schedule.csv", ScheduleError),
+        (lower(build("1f1b", 2, 2)), "programs.txt", ScheduleError),
+    ],
+)
+def test_files_that_cannot_be_written(tmp_path: Path, value: Any, name: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{tmp_path}/none/{name}: cannot be written: there is no folder {tmp_path}/none"):
+        value.save(tmp_path / "none" / name)
+    with pytest.raises(error, match="is saved as .json or "):
+        value.save(tmp_path / "x.yaml")
 
 
 def test_default_micro_batches() -> None:

@@ -316,7 +316,8 @@ class Config:
                 f"{path}: this is a Hugging Face file, which says nothing about training; name it in a config file: "
                 f'[model] hf = "{path}"'
             )
-        config = cls.from_dict(data)
+        with schema.in_file(path, ConfigError, "a config", data):
+            config = cls.from_dict(data)
         if not config.train.run_dir:
             train = dataclasses.replace(config.train, run_dir=f"runs/{path.stem}")
             config = dataclasses.replace(config, train=train)

@@ -254,7 +254,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file (TOML, JSON, YAML)."""
-        return cls.from_dict(schema.read(path, PlanError))
+        data = schema.read(path, PlanError)
+        with schema.in_file(path, PlanError, "a plan", data):
+            return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
@@ -266,13 +268,11 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan; TOML or JSON by the file's ending."""
         path = Path(path)
-        match path.suffix:
-            case ".json":
-                schema.write_json(path, self.to_dict())
-            case ".toml":
-                schema.write_text(path, schema.dump_toml(self.to_dict()))
-            case other:
-                raise PlanError(f"{path}: a plan is saved as .json or .toml; found '{other}'")
+        schema.check_writable(path, "a plan", PlanError)
+        if path.suffix == ".json":
+            schema.write_json(path, self.to_dict())
+        else:
+            schema.write_text(path, schema.dump_toml(self.to_dict()))
 
     def explain(self) -> str:
         """Why the planner chose this plan: what binds it, what more memory would buy, what the ranks hold."""

@@ -8,6 +8,7 @@ right name. Supported field types: bool, int, float, str, Literal, tuple[X, ...]
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -16,7 +17,7 @@ import tempfile
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ __all__ = [
     "dump",
     "dump_toml",
     "format_bytes",
+    "in_file",
     "nearest",
     "parse_bytes",
     "read",
@@ -38,6 +40,16 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "a config": ("model", "data", "optim", "train", "checkpoint", "log"),
+    "a plan": ("mesh", "batch", "pipeline", "tensor", "unit", "memory", "precision", "predicted", "certificate"),
+    "a cluster": ("preset", "nodes", "devices", "device", "host", "level"),
+    "a schedule": ("placement", "order"),
+    "a set of programs": ("placement", "programs", "units"),
+    "a Hugging Face config": ("model_type",),
+}
+"""Files by what stands at the top of them."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
@@ -76,6 +88,20 @@ def read(path: str | Path, error: type[FourfoldError] = ConfigError) -> dict[str
     if not isinstance(data, dict):
         raise error(f"{path}: the top level must be a table; found {_kind(data)}")
     return data
+
+
+@contextlib.contextmanager
+def in_file(
+    path: str | Path, error: type[FourfoldError], what: str = "", data: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Errors raised inside name the file; and its kind, where its `data` are rather those of another than `what`."""
+    try:
+        yield
+    except error as e:
+        alike = {kind: len(data.keys() & set(names)) for kind, names in KINDS.items()} if data else {}
+        best = max(alike, key=lambda kind: alike[kind], default=what)
+        wrong = bool(alike) and alike[best] > alike[what]
+        raise error(f"{path}: this is {best}, not {what}" if wrong else f"{path}: {e}") from None
 
 
 def _read_yaml(path: Path, text: str, error: type[FourfoldError]) -> Any:
@@ -239,13 +265,15 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
-def check_writable(path: str | Path, what: str, error: type[FourfoldError]) -> None:
-    """Refuse a file (.json or .toml) that could not be written in the end, before the work for it starts."""
+def check_writable(
+    path: str | Path, what: str, error: type[FourfoldError], endings: tuple[str, str] = (".json", ".toml")
+) -> None:
+    """Refuse a file that could not be written in the end, before the work for it starts."""
     path = Path(path)
     if path.is_dir():
         raise error(f"{path}: is a folder; name a file, for example {path / 'file.json'}")
-    if path.suffix not in (".json", ".toml"):
-        raise error(f"{path}: {what} is saved as .json or .toml; found '{path.suffix}'")
+    if path.suffix not in endings:
+        raise error(f"{path}: {what} is saved as {' or '.join(endings)}; found '{path.suffix}'")
     if not path.parent.is_dir():
         raise error(f"{path}: cannot be written: there is no folder {path.parent}; make it first, or name another")
     try:

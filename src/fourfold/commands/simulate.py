@@ -125,7 +125,7 @@ def _target(args: SimulateArgs) -> tuple[Schedule | Programs, Costs]:
     if path.suffix in (".json", ".toml", ".yaml", ".yml"):
         data = schema.read(path, ScheduleError)
         if not {"order", "programs"} & data.keys():
-            plan = Plan.from_dict(data)
+            plan = Plan.load(path)
             told = costs_of_plan(plan) if args.costs == Costs() else None
             count = plan.batch.micro_batches or max(1, 2 * plan.mesh.pipe)
             return schedule_of_plan(plan, count, costs=told or args.costs), told or args.costs
@@ -142,7 +142,8 @@ def _schedule(args: SimulateArgs) -> Schedule | Programs:
             return Programs.load(path)
         case ".json" | ".toml" | ".yaml" | ".yml":
             data = schema.read(path, ScheduleError)
-            return Schedule.from_dict(data) if "order" in data else Programs.from_dict(data)
+            with schema.in_file(path, ScheduleError):
+                return Schedule.from_dict(data) if "order" in data else Programs.from_dict(data)
     known = tuple(dict.fromkeys((*names(), *SCHEDULES)))
     if args.target not in known:
         raise ScheduleError(

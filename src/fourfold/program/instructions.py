@@ -331,13 +331,11 @@ class Programs:
     def save(self, path: str | Path) -> None:
         """Write the programs; JSON or text by the file's ending."""
         path = Path(path)
-        match path.suffix:
-            case ".json":
-                schema.write_json(path, self.to_dict())
-            case ".txt":
-                path.write_text(str(self), encoding="utf-8")
-            case other:
-                raise ScheduleError(f"{path}: programs are saved as .json or .txt; found '{other}'")
+        schema.check_writable(path, "a set of programs", ScheduleError, (".json", ".txt"))
+        if path.suffix == ".json":
+            schema.write_json(path, self.to_dict())
+        else:
+            schema.write_text(path, str(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Programs:
@@ -345,10 +343,14 @@ class Programs:
         path = Path(path)
         if path.suffix == ".txt":
             try:
-                return cls.parse(path.read_text(encoding="utf-8"))
+                text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as e:
                 raise ScheduleError(f"{path}: cannot be read: {e}") from None
-        return cls.from_dict(schema.read(path, ScheduleError))
+            with schema.in_file(path, ScheduleError):
+                return cls.parse(text)
+        data = schema.read(path, ScheduleError)
+        with schema.in_file(path, ScheduleError, "a set of programs", data):
+            return cls.from_dict(data)
 
 
 class _Reader:

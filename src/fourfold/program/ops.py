@@ -163,13 +163,11 @@ class Schedule:
     def save(self, path: str | Path) -> None:
         """Write the schedule; JSON or CSV by the file's ending."""
         path = Path(path)
-        match path.suffix:
-            case ".json":
-                schema.write_json(path, self.to_dict())
-            case ".csv":
-                schema.write_text(path, self.to_csv())
-            case other:
-                raise ScheduleError(f"{path}: a schedule is saved as .json or .csv; found '{other}'")
+        schema.check_writable(path, "a schedule", ScheduleError, (".json", ".csv"))
+        if path.suffix == ".json":
+            schema.write_json(path, self.to_dict())
+        else:
+            schema.write_text(path, self.to_csv())
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
@@ -177,12 +175,16 @@ class Schedule:
         path = Path(path)
         if path.suffix == ".csv":
             try:
-                return cls.from_csv(path.read_text(encoding="utf-8"), path.stem)
+                text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as e:
                 raise ScheduleError(f"{path}: cannot be read: {e}") from None
+            with schema.in_file(path, ScheduleError):
+                return cls.from_csv(text, path.stem)
         if path.suffix != ".json":
             raise ScheduleError(f"{path}: a schedule file ends in .json or .csv; found '{path.suffix}'")
-        return cls.from_dict(schema.read(path, ScheduleError))
+        data = schema.read(path, ScheduleError)
+        with schema.in_file(path, ScheduleError, "a schedule", data):
+            return cls.from_dict(data)
 
 
 def ends_of_step(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:

@@ -151,7 +151,7 @@ class RunDir:
 
     def read(self) -> tuple[Config, Plan]:
         """The config and plan of the run."""
-        return Config.from_dict(schema.read(self.config_file)), Plan.load(self.plan_file)
+        return Config.load(self.config_file), Plan.load(self.plan_file)
 
 
 def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
