@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import COMMANDS, main
+from fourfold.schema import format_bytes
 from fourfold.train.rundir import RunDir
 from fourfold.view.run import look_at
 from tests.helpers import make_config
@@ -170,6 +171,8 @@ def test_train_sample_compare_resume(tmp_path: Path, capfd: pytest.CaptureFixtur
     shown = capfd.readouterr().out
     assert "step 4/4" in shown
     assert "done" in shown
+    assert "of tensors on the fullest rank (local)" in " ".join(shown.split())  # what is predicted and what is measured
+    assert f"process {format_bytes(steps[0]['peak_bytes'])}" in shown
 
     assert main(["compare", runs[0], runs[0]]) == 0
     assert "identical" in capfd.readouterr().out

@@ -265,7 +265,8 @@ def _predicted(plan: Plan) -> str:
     from fourfold.schema import format_bytes
 
     p = plan.predicted or {}
-    return f"{p['seconds']:.3g} s a step, {format_bytes(p['peak_bytes'])} on the fullest rank ({p['cluster']})"
+    held = format_bytes(p["peak_bytes"])
+    return f"{p['seconds']:.3g} s a step, {held} of tensors on the fullest rank ({p['cluster']})"
 
 
 def loaded_defaults(args: list[str]) -> TrainArgs:

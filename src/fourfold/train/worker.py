@@ -234,7 +234,7 @@ def assemble(
         loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done)
     if place.rank == 0:
         schema.write_json(run.env_file, environment(place, device))
-        loop.callbacks = [Recorder(run, config, done, console), *loop.callbacks]
+        loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
 
 
@@ -287,9 +287,10 @@ def _prepare(config: Config, place: Place) -> tuple[torch.device, float]:
 class Recorder(Callback):
     """Rank 0's record: metrics.jsonl and the console."""
 
-    def __init__(self, run: RunDir, config: Config, done: int, console: IO[str] | None):
+    def __init__(self, run: RunDir, config: Config, done: int, console: IO[str] | None, device: torch.device):
         self.file = MetricsFile(run, done)
-        self.progress = Progress(config.train.steps, config.log.every, console)
+        memory = "tensors" if device.type == "cuda" else "process"
+        self.progress = Progress(config.train.steps, config.log.every, console, memory)
 
     def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)

@@ -42,10 +42,13 @@ def facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
 
 
 class Progress:
-    """One status line that is rewritten at every step on a terminal, and a lasting line every `every` steps."""
+    """One status line that is rewritten at every step on a terminal, and a lasting line every `every` steps.
 
-    def __init__(self, steps: int, every: int, file: IO[str] | None = None):
-        self.steps, self.every = steps, every
+    `memory` says what a step's peak_bytes count: a device's tensors, or a whole process.
+    """
+
+    def __init__(self, steps: int, every: int, file: IO[str] | None = None, memory: str = "mem"):
+        self.steps, self.every, self.memory = steps, every, memory
         self.file = file or sys.stdout
         self.live = self.file.isatty()
         self.console = Console(file=self.file, highlight=False, soft_wrap=True)
@@ -74,6 +77,6 @@ class Progress:
         return (
             f"[bold]step {m['step']:>{width}}/{self.steps}[/]  loss [cyan]{m['loss']:.4f}[/]  "
             f"grad {m['grad_norm']:.3f}  lr {m['lr']:.2e}  {number(m['tokens_per_second'])} tok/s  "
-            f"mfu {m['mfu']:.1%}  mem {schema.format_bytes(m['peak_bytes'])}"
+            f"mfu {m['mfu']:.1%}  {self.memory} {schema.format_bytes(m['peak_bytes'])}"
             + (f"  [dim]{duration(left)} left[/]" if left else "")
         )
