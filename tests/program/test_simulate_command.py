@@ -112,6 +112,19 @@ def test_plans_name_options_files_and_synthesis(tmp_path):
         ({"target": "1f1b", "forward": -1.0}, r"costs\.forward"),
         ({"target": "synthesized", "memory_cap": 0.5}, "below one micro-batch"),
         ({"target": "wave", "waves": 0}, "waves"),
+        ({"target": "wave", "waves": 100_000}, "waves = 100000: 200000 stages on a rank are too many; use at most 32"),
+        ({"target": "interleaved", "stages_per_rank": 1000}, "1000 stages on a rank are too many; use at most 64"),
+        (
+            {"target": "1f1b", "micro_batches": 10**9},
+            "4 ranks · 1 stages on each · 1000000000 micro-batches make 8000000000 forwards and backwards; schedules of up to "
+            "1000000 are built: use at most 125000 micro-batches",
+        ),
+        ({"target": "gpipe", "ranks": 10**9}, "1000000000 ranks are too many; use at most 10000"),
+        ({"target": "wave", "waves": 32, "ranks": 10_000, "micro_batches": 1}, "are built: use fewer ranks"),
+        ({"target": "zb-h1", "micro_batches": 10**9}, "use at most 125000 micro-batches"),
+        ({"target": "wave", "waves": 32, "micro_batches": 10**6}, "use at most 1953 micro-batches"),
+        ({"target": "zb-v", "ranks": 10**5}, "zb-v on 100000 ranks is too large to be built; use at most 353"),
+        ({"target": "synthesized", "micro_batches": 10**6}, "use at most 125000 micro-batches"),
     ],
 )
 def test_errors(fields, says):

@@ -20,6 +20,7 @@ Add one's own with `@register("name")`: see docs/schedules.md.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -35,6 +36,9 @@ from fourfold.program.ops import Kind, Op, Schedule
 __all__ = ["build", "forward_only", "fused", "loop", "names", "register", "split", "zigzag"]
 
 Generator = Callable[..., Schedule]
+
+MOST_OPS, MOST_RANKS, MOST_STAGES = 1_000_000, 10_000, 64
+"""Forwards and backwards of a schedule that is built, its ranks, and stages on each: orders are tried one by one, op by op."""
 
 _REGISTRY: dict[str, Generator] = {}  # filled while modules load, by `register` alone
 
@@ -82,6 +86,20 @@ def at_least(**values: tuple[Any, int]) -> None:
             raise ScheduleError(f"{name} = {value!r} must be a whole number of at least {least}; use {least}")
 
 
+def check_size(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> None:
+    """Raise where a schedule would have too many ops to be built in a minute or two."""
+    for count, what, most in ((ranks, "ranks", MOST_RANKS), (stages_per_rank, "stages on a rank", MOST_STAGES)):
+        if count > most:
+            raise ScheduleError(f"{count} {what} are too many; use at most {most}")
+    each = 2 * ranks * stages_per_rank
+    if each * micro_batches > MOST_OPS:
+        fewer = f"at most {MOST_OPS // each} micro-batches" if each <= MOST_OPS else "fewer ranks"
+        raise ScheduleError(
+            f"{ranks} ranks · {stages_per_rank} stages on each · {micro_batches} micro-batches make {each * micro_batches} "
+            f"forwards and backwards; schedules of up to {MOST_OPS} are built: use {fewer}"
+        )
+
+
 # ---- placements ----
 
 
@@ -102,6 +120,7 @@ def zigzag(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 @register("gpipe")
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
     """All forwards, then all backwards."""
+    check_size(ranks, micro_batches)
     order = [_ops("F", r, range(micro_batches)) + _ops("B", r, range(micro_batches)) for r in range(ranks)]
     return _schedule(order, loop(ranks, 1), micro_batches)
 
@@ -110,6 +129,7 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 def one_f_one_b(ranks: int, micro_batches: int, slack: int = 0) -> Schedule:
     """Warm up with as many forwards as there are ranks behind (and `slack` more), then one forward, one backward."""
     at_least(slack=(slack, 0))
+    check_size(ranks, micro_batches)
     order = []
     for rank in range(ranks):
         warm = min(ranks - rank - 1 + slack, micro_batches)
@@ -121,6 +141,7 @@ def one_f_one_b(ranks: int, micro_batches: int, slack: int = 0) -> Schedule:
 @register("zb-h1")
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
     """1F1B with the backward split: rank r runs its W r micro-batches late, so that I goes up the ranks sooner."""
+    check_size(ranks, micro_batches)
     order = []
     for rank in range(ranks):
         warm = min(ranks - rank, micro_batches)
@@ -143,6 +164,7 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B over several stages a rank, in groups of micro-batches: a group passes a leg of the loop, then the next leg."""
     at_least(stages_per_rank=(stages_per_rank, 1))
+    check_size(ranks, micro_batches, stages_per_rank)
     groups = _groups(micro_batches, ranks)
     width = max(map(len, groups))
     order = []
@@ -172,6 +194,11 @@ def wave(ranks: int, micro_batches: int, waves: int = 1, paper: bool = False) ->
     fill the bubbles, and the fastest at T_B = 2 F is taken.
     """
     at_least(waves=(waves, 1))
+    if 2 * waves > MOST_STAGES:
+        raise ScheduleError(
+            f"waves = {waves}: {2 * waves} stages on a rank are too many; use at most {MOST_STAGES // 2}"
+        )
+    check_size(ranks, micro_batches, 2 * waves)
     units = [range(a, min(a + ranks, micro_batches)) for a in range(0, micro_batches, ranks)]
     order: Order = [[op for unit in units for op in _wave_unit(ranks, waves, unit, rank)] for rank in range(ranks)]
     placement = zigzag(ranks, 2 * waves)
@@ -221,6 +248,9 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
     The order is written for 2P - 1 micro-batches or more; with fewer, it is that order without the missing ones.
     """
     total = max(2 * ranks - 1, micro_batches)
+    if 8 * ranks**2 > MOST_OPS:
+        raise ScheduleError(f"zb-v on {ranks} ranks is too large to be built; use at most {math.isqrt(MOST_OPS // 8)}")
+    check_size(ranks, micro_batches, 2)
     order = []
     for rank in range(ranks):
         behind = ranks - 1 - rank

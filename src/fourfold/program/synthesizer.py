@@ -20,7 +20,7 @@ from fourfold.program.costs import Costs, Number, divide
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import Layer
 from fourfold.program.portfolio import PLACEMENTS, Portfolio, Setting
-from fourfold.program.schedules import at_least
+from fourfold.program.schedules import at_least, check_size
 from fourfold.program.validator import validate
 
 __all__ = ["Synthesis", "default_evaluations", "search", "synthesize"]
@@ -113,6 +113,7 @@ def search(
             raise ScheduleError(f"placement '{name}' is neither 'wave' nor 'loop'")
     portfolios = []
     for count in _stage_counts(ranks, costs, layers, stages_per_rank):
+        check_size(ranks, micro_batches, count)
         setting = Setting(
             ranks=ranks,
             micro_batches=micro_batches,

@@ -15,7 +15,7 @@ import math
 from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs, Number
 from fourfold.program.engine import Problem, peaks, run
-from fourfold.program.schedules import at_least, build
+from fourfold.program.schedules import MOST_STAGES, at_least, build
 
 __all__ = ["choose_waves", "first_guess"]
 
@@ -42,6 +42,7 @@ def choose_waves(
 ) -> int:
     """The number of waves, at most `most` (layers / 2P), whose schedule is fastest within the cap: from W* downhill."""
     at_least(ranks=(ranks, 1), micro_batches=(micro_batches, 1), most=(most, 1))
+    most = min(most, MOST_STAGES // 2)
     timed: dict[int, float] = {}
 
     def time(waves: int) -> float:
