@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, serial_model
-from fourfold.model.operators import ModelSpec
+from fourfold.model.operators import ModelSpec, Operator
 from fourfold.model.spec import flops_per_token, parameter_count
+from fourfold.plan import Plan, Precision
+from fourfold.planner.layout import Setting
+from fourfold.planner.make import make_plan
+from fourfold.planner.predict import predict
+from fourfold.planner.products import product_seconds
+from fourfold.planner.units import _bytes
 from fourfold.runtime.stage import Link, Stage
 
 
@@ -61,11 +70,6 @@ def saved_bytes(model: Any, name: str, module: nn.Module, dtype: torch.dtype, re
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_bytes_are_those_of_the_real_modules(family: str, dtype: torch.dtype) -> None:
-    from fourfold.cluster import Cluster
-    from fourfold.plan import Precision
-    from fourfold.planner.layout import Setting
-    from fourfold.planner.units import _bytes
-
     m = config(family)
     spec, model = ModelSpec.from_config(m), serial_model(m, 0, dtype=dtype)
     compute: Any = "fp32" if dtype == torch.float32 else "bf16"
@@ -104,11 +108,245 @@ def test_any_module_on_meta() -> None:
     assert block.saved["none"].narrow > 6 * 64
 
 
-def test_modules_that_cannot_be_cut() -> None:
-    with pytest.raises(ConfigError, match="no list of layers"):
-        ModelSpec.from_module(nn.Linear(4, 4), torch.zeros(2, 3, 4))
-    with pytest.raises(ConfigError, match="the sample must hold a tensor"):
-        ModelSpec.from_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ())
+# ---- modules as people write them ----
+
+
+class Encoder(nn.Module):
+    """An embedding, torch's own encoder and a head; which of them is defined first says nothing of which runs first."""
+
+    def __init__(self, *, head_first: bool, dropout: float = 0.0):
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(64, 96)
+        self.embed = nn.Embedding(96, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 160, dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        if not head_first:
+            self.head = nn.Linear(64, 96)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(ids)))
+
+
+class Tied(nn.Module):
+    """A GPT whose head is its embedding, with positions as they are often made."""
+
+    def __init__(self, vocab: int = 96, width: int = 64, layers: int = 3):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.positions, self.tokens = nn.Embedding(32, width), nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = x + 0.5 * block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Loop(nn.Module):
+    """Its layers, one after the other, and then what `forward` is given to do."""
+
+    def __init__(self, then: Any = None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.then = then
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.then is None else self.then(x)
+
+
+IDS = torch.zeros(2, 32, dtype=torch.long)
+
+
+def encoder_layers() -> list[nn.Module]:
+    return [nn.TransformerEncoderLayer(64, 4, 160, batch_first=True, device="meta") for _ in range(4)]
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*encoder_layers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_a_sequential_is_what_it_is_as_an_attribute() -> None:
+    sample = torch.zeros(2, 32, 64)
+    alone, within = (ModelSpec.from_module(m, sample) for m in (nn.Sequential(*encoder_layers()), Attribute()))
+    assert [u.name for u in alone.units] == ["embed", "0", "1", "2", "3", "head"]
+    assert [u.name for u in within.units] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
+    assert [u.parameters for u in alone.units] == [0, *[within.parameters // 4] * 4, 0]
+    for a, b in zip(alone.units, within.units, strict=True):
+        assert (a.operators, a.saved, a.forward, a.backward) == (b.operators, b.saved, b.forward, b.backward)
+    plans = [make_plan(spec, Cluster.preset("a100-40g"), global_batch=8).predicted for spec in (alone, within)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert [plans[0][key] for key in ("seconds", "peak_bytes")] == [plans[1][key] for key in ("seconds", "peak_bytes")]
+
+
+def test_the_ends_of_a_sequential_are_embedding_and_head() -> None:
+    blocks = encoder_layers()
+    ends = nn.Embedding(96, 64), nn.LayerNorm(64), nn.Linear(64, 96)
+    flat = nn.Sequential(ends[0], nn.Dropout(0.0), *blocks, *ends[1:])
+    nested = nn.Sequential(ends[0], nn.Dropout(0.0), nn.Sequential(*blocks), *ends[1:])
+    for module, names in ((flat, ["2", "3", "4", "5"]), (nested, ["2.0", "2.1", "2.2", "2.3"])):
+        spec = ModelSpec.from_module(module, IDS)
+        assert [u.name for u in spec.units] == ["embed", *names, "head"]
+        assert spec.units[0].parameters == 96 * 64
+        assert spec.units[-1].parameters == 2 * 64 + 64 * 96 + 96
+        assert spec.parameters == sum(p.numel() for p in module.parameters())
+        assert spec.alike
+    named = nn.Sequential(OrderedDict(embed=nn.Linear(8, 8), middle=nn.LayerNorm(8), head=nn.Embedding(8, 8)))
+    with pytest.raises(ConfigError, match="does not run on the sample"):
+        ModelSpec.from_module(named, torch.zeros(2, 3, 8))
+    named = nn.Sequential(OrderedDict(embed=nn.Linear(8, 8), middle=nn.LayerNorm(8), head=nn.PReLU()))
+    assert [u.name for u in ModelSpec.from_module(named, torch.zeros(2, 3, 8)).units] == [
+        *("before", "embed", "middle", "head", "after")
+    ]
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_parameters_are_where_the_forward_uses_them(head_first: bool) -> None:
+    spec = ModelSpec.from_module(Encoder(head_first=head_first), IDS)
+    assert [u.name for u in spec.units] == ["embed", *(f"encoder.layers.{i}" for i in range(3)), "head"]
+    assert set(spec.units[0].shapes) == {"embed.weight"}
+    assert set(spec.units[-1].shapes) == {"head.weight", "head.bias"}
+    assert not spec.tied
+    layer = 2 * 64 * (4 * 64 + 2 * 160) + 4 * 32 * 64  # FLOPs of a token: products, and attention over 32 keys
+    assert [u.flops for u in spec.units] == [0, layer, layer, layer, 2 * 64 * 96]
+
+
+def test_tied_weights_count_once() -> None:
+    module = Tied()
+    spec = ModelSpec.from_module(module, (IDS, IDS))
+    assert spec.parameters == sum(p.numel() for p in module.parameters())
+    assert spec.tied
+    assert next(iter(spec.units[0].shapes)) == "tokens.weight"  # which of the embedding's the head borrows
+    assert set(spec.units[0].shapes) == {"tokens.weight", "positions.weight"}
+    assert set(spec.units[-1].shapes) == {"norm.weight", "norm.bias"}
+    assert spec.units[-1].flops == 2 * 64 * 96
+    assert spec.kinds.keys() == {"embed", "blocks.0", "blocks.2", "head"}  # what is done after a block belongs to it
+    untied = Tied()
+    untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
+    apart = ModelSpec.from_module(untied, (IDS, IDS))
+    assert (apart.tied, apart.parameters - spec.parameters) == (False, 96 * 64)
+    assert module.head.weight is module.tokens.weight  # the module is as it was
+    assert module.head.weight.device.type == "cpu"
+
+
+def test_tied_modules_take_the_memory_of_tied_models() -> None:
+    m = ModelConfig(family="gpt", layers=2, hidden=64, heads=4, vocab=4096, seq_len=32).resolve()
+    ours, traced = ModelSpec.from_config(m), ModelSpec.from_module(serial_model(m, 0), (IDS, IDS))
+    assert (traced.tied, traced.parameters) == (True, ours.parameters)
+    for pipe in (1, 2):  # a copy of the table on the last rank
+        plan = Plan.from_dict({"mesh": {"pipe": pipe}, "batch": {"micro_batches": 2}})
+        peaks = [
+            predict(plan, Setting(spec, Cluster.local(pipe), 4, Precision())).memory[-1] for spec in (ours, traced)
+        ]
+        assert peaks[1].peak == pytest.approx(peaks[0].peak, rel=0.05)
+
+
+def test_a_layer_that_is_used_again_counts_once_and_computes_each_time() -> None:
+    layer = nn.Linear(8, 8)
+    spec = ModelSpec.from_module(nn.Sequential(layer, layer, layer), torch.zeros(2, 3, 8))
+    assert [u.parameters for u in spec.units] == [0, 72, 0, 0, 0]
+    assert [u.flops for u in spec.units] == [0, 128, 128, 128, 0]
+
+
+def test_convolutions_are_products() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, groups=2, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.ConvTranspose2d(32, 8, 2, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10),
+    )  # fmt: skip
+    spec = ModelSpec.from_module(module, torch.zeros(4, 3, 16, 16))
+    assert (spec.seq_len, spec.parameters) == (1, sum(p.numel() for p in module.parameters()))
+    first, second = 2 * 16 * 16 * 16 * 27, 2 * 6 * 6 * 32 * 8 * 9
+    assert [(u.name, u.flops) for u in spec.units] == [
+        *(("embed", 0), ("0", first), ("3", second), ("head", 2 * 6 * 6 * 32 * 8 * 4 + 2 * 8 * 10))
+    ]
+    assert spec.units[1].operators[0].rows == 256
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        module(torch.zeros(4, 3, 16, 16))
+    assert sum(u.flops for u in spec.units) * 4 == counter.get_total_flops()
+
+
+def test_products_of_other_rows_than_tokens_take_their_own_time() -> None:
+    """A pooled sequence has one row in the head, an image many: a product of so many rows, not many products or parts of one."""
+    setting = Setting(ModelSpec.from_config(config("gpt")), Cluster.preset("a100-40g"), 8, Precision())
+    pooled = Operator("head", "product", 64, 96, flops=2.0 * 64 * 96 / 32, rows=1 / 32)
+    whole = replace(pooled, flops=2.0 * 64 * 96, rows=1.0)
+    assert product_seconds(setting, pooled, 8 * 32, 1, 1) == pytest.approx(product_seconds(setting, whole, 8, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("sample", "length", "tokens"),
+    [
+        (torch.zeros(64, 8), 1, 64),  # rows of features
+        (torch.zeros(8), 1, 8),
+        (torch.zeros(4, 16, 8), 16, 64),
+        (torch.zeros(2, 3, 5, 8), 1, 2),  # images
+    ],
+)
+def test_what_a_token_is(sample: Tensor, length: int, tokens: int) -> None:
+    spec = ModelSpec.from_module(Loop(), sample)
+    assert spec.seq_len == length
+    rows = sample.numel() // 8
+    assert spec.flops_per_token == 3 * 3 * 128 * rows / tokens
+
+
+@pytest.mark.parametrize(
+    ("module", "sample", "message"),
+    [
+        (Loop(lambda x: x.sum().item()), torch.zeros(2, 3, 8), r"Loop cannot be traced .*\.item\(\).*Shapes are all"),
+        (Loop(lambda x: x if x.sum() > 0 else -x), torch.zeros(2, 3, 8), r"at test_model_spec.py:\d+ .*x.sum\(\) > 0"),
+        (Loop(lambda x: x[x > 0]), torch.zeros(2, 3, 8), "Shapes are all that a trace has"),
+        (Loop(lambda x: x.numpy()), torch.zeros(2, 3, 8), "leave out of the forward what depends on values"),
+        (
+            Loop(),
+            torch.zeros(2, 3, 7),
+            r"Loop does not run on the sample, \[2, 3, 7\] of float32: RuntimeError at test_model_",
+        ),
+        (Encoder(head_first=False), torch.zeros(2, 3), r"\[2, 3\] of float32: .* Give what its forward takes"),
+        (Tied(), IDS, "TypeError: .*missing 1 required positional argument: 'targets'. Give .* a tuple"),
+        (nn.Sequential(*encoder_layers()), torch.zeros(2, 3, 7), "was expecting embedding dimension of 64, but got 7"),
+        (3, IDS, "the module to trace is 3, of type int: give an nn.Module"),
+        (nn.Linear, IDS, "the module to trace is Linear, a class"),
+        (nn.Linear(4, 4), torch.zeros(2, 3, 4), "no list of layers"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (), "the sample must hold a tensor"),
+        (Loop(), torch.zeros(0, 3, 8), r"\[0, 3, 8\] of float32, which has no token"),
+        (nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), torch.zeros(2, 4), "parameters without a shape"),
+    ],
+)
+def test_modules_that_cannot_be_traced(module: Any, sample: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_module(module, sample)
+
+
+def test_layers_that_do_not_run() -> None:
+    class Aside(Loop):
+        def forward(self, x: Tensor) -> Any:
+            return nn.functional.linear(x, self.layers[0].weight)
+
+    with pytest.raises(ConfigError, match=r"runs none of its layers, 'layers.0' and those beside it"):
+        ModelSpec.from_module(Aside(), torch.zeros(2, 3, 8))
+
+
+def test_fingerprints_of_configs_stay() -> None:
+    found = [
+        ModelSpec.from_config(ModelConfig(family=f, layers=2, hidden=64, seq_len=32)) for f in ("gpt", "bert", "llama")
+    ]
+    assert [spec.fingerprint for spec in found] == ["84c56d2e280a", "f4351d4d46a1", "b9f07327762c"]
 
 
 HF = {

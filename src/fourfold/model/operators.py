@@ -79,6 +79,8 @@ class Operator:
     """The same of fp32 (or wider), whatever the compute type."""
     backward: float = 2.0
     """Time of the backward over the forward's, for attention (2.5: fused, as the device does it) and memory-bound operators."""
+    rows: float = 1.0
+    """product: rows of the input; an image has many, and a pooled sequence one for all of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,12 @@ class ModelSpec:
 
     @classmethod
     def from_module(cls, module: nn.Module, sample: Any, name: str = "") -> ModelSpec:
-        """The spec of any module (on the meta device or not) by tracing it on a sample input; needs torch."""
+        """The spec of any module (on the meta device or not) by tracing it on a sample input; needs torch.
+
+        `sample`: what its forward takes, a tuple where that is more than one. Its first tensor says what a token is: ids
+        [sequences, length] and features [sequences, length, width] have `length` of them in a sequence; a row of anything else
+        (features [rows, width], images) is a sequence of one. See `fourfold.model.trace` for what becomes a unit.
+        """
         from fourfold.model.trace import trace_module
 
         return trace_module(module, sample, name)
@@ -215,7 +222,7 @@ class ModelSpec:
     @cached_property
     def fingerprint(self) -> str:
         """A short hash of all that the planner reads."""
-        text = json.dumps([asdict(u) for u in self.units], sort_keys=True, default=str)
+        text = json.dumps([asdict(u, dict_factory=_said) for u in self.units], sort_keys=True, default=str)
         return hashlib.blake2b(f"{self.seq_len} {self.tied} {text}".encode(), digest_size=6).hexdigest()
 
     def with_plain_attention(self, dropout: bool = True, residual_copies: int = 1) -> ModelSpec:
@@ -257,6 +264,11 @@ class ModelSpec:
                 u = replace(u, operators=operators)
             units.append(u)
         return replace(self, units=tuple(units))
+
+
+def _said(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Fields that say something: plans in files know the hashes of specs that had no `rows`."""
+    return {name: value for name, value in fields if (name, value) != ("rows", 1.0)}
 
 
 def _size(shape: tuple[int, ...]) -> int:

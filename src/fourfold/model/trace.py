@@ -1,17 +1,27 @@
 """The spec of any module: run it once without storage, and note what every layer computes, moves and saves. Needs torch.
 
-Layers are the children of the largest list of modules (an `nn.ModuleList` or `nn.Sequential`); what runs before the first of them
-is `embed`, what runs after the last is `head`. A layer is one unit. Everything is divided by the tokens of the sample: its first
-two dims, sequences and their length.
+Layers are the children with parameters of the largest list of modules (an `nn.ModuleList` or `nn.Sequential`; the module itself
+may be one), from the first to the last of the type that it has most of. What runs before the first of them is `embed`, what runs
+after the last is `head`, what runs between two belongs to the one before. A layer is one unit and has its own parameters; others
+are of the unit that first uses them in the forward. A parameter that is used again counts once; if `embed` has it and `head` uses
+it, the spec is `tied`.
+
+Everything is divided by the tokens of the sample's first tensor:
+
+    ids [sequences, length]                  features [sequences, length, width]
+    features [rows, width], images [rows, channels, …] and all else: a row is a sequence of one token
 """
 
 from __future__ import annotations
 
 import copy
+import traceback
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fourfold.errors import ConfigError
 from fourfold.model.operators import Held, ModelSpec, Moment, Operator, UnitSpec
+from fourfold.model.spec import Shapes
 
 __all__ = ["trace_module"]
 
@@ -34,48 +45,93 @@ _VIEWS = (
 )
 
 
+class _Product(NamedTuple):
+    """A matrix product [rows, inputs] · [inputs, outputs], or a convolution as one."""
+
+    inputs: int
+    outputs: int
+    rows: int
+    flops: float
+    held: int
+    """Elements of what it is fed and of what it gives."""
+
+
 class _Notes:
     """What one layer did."""
 
     def __init__(self) -> None:
-        self.products: list[tuple[int, int, float]] = []  # K, N, FLOPs
+        self.products: list[_Product] = []
         self.attention = 0.0
         self.moved = 0.0
         self.product_outputs = 0.0
         self.saved: dict[int, tuple[int, int]] = {}  # by storage: elements, bytes of one
+        self.used: dict[str, None] = {}  # names of parameters, in the order of use
         self.largest = 0.0
         self.output = 0.0
         self.input = 0.0
 
+    def add(self, other: _Notes) -> None:
+        """What it did afterwards; its input and output are as they were."""
+        self.products += other.products
+        self.attention += other.attention
+        self.moved += other.moved
+        self.product_outputs += other.product_outputs
+        self.saved |= other.saved
+        self.used |= other.used
+        self.largest = max(self.largest, other.largest)
+
 
 class _Counter(TorchDispatchMode):
-    """Notes every op under the layer that runs."""
+    """Notes every op: `passed` has a run of them for every layer that ran, by its number, and for what lies between (None)."""
 
-    def __init__(self, notes: _Notes):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        self.notes = notes
+        self.parameters = {id(p.untyped_storage()): name for name, p in model.named_parameters()}
+        self.passed: list[tuple[int | None, _Notes]] = []
+        self.notes = _Notes()
+        self.begin(None)
+
+    def begin(self, layer: int | None) -> None:
+        self.notes = _Notes()
+        self.passed.append((layer, self.notes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        given = [t for t in tree_flatten(args)[0] if isinstance(t, Tensor)]
+        notes = self.notes
+        notes.used |= {self.parameters[id(s)]: None for t in given if id(s := t.untyped_storage()) in self.parameters}
         if name in _VIEWS:
             return out
         tensors = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
         made = float(sum(t.numel() for t in tensors))
-        notes = self.notes
         if name in _PRODUCTS:
             a, b = args[-2], args[-1]
             m, k, n = a.shape[0], a.shape[1], b.shape[1]
-            notes.products.append((k, n, 2.0 * m * k * n))
+            notes.products.append(_Product(k, n, m, 2.0 * m * k * n, m * (k + n)))
+            notes.product_outputs += made
+        elif name == "convolution":
+            notes.products.append(_convolution(args[0], args[1], out, transposed=args[6]))
             notes.product_outputs += made
         elif name in _BATCHED:
             a, b = args[-2], args[-1]
             notes.attention += 2.0 * a.numel() * b.shape[-1]
         else:
-            read = sum(t.numel() for t in tree_flatten(args)[0] if isinstance(t, Tensor))
-            notes.moved += made + read
+            notes.moved += made + sum(t.numel() for t in given)
         notes.largest = max(notes.largest, made)
         return out
+
+
+def _convolution(x: Tensor, w: Tensor, y: Tensor, *, transposed: bool) -> _Product:
+    """The product that a convolution is: a row for every place of its output, as wide as the weights that reach it.
+
+    Transposed: a row for every place of its input. w [outputs (transposed: inputs), inputs of a group (outputs of one), …].
+    """
+    of_row = w.numel() // w.shape[0]
+    wide = x if transposed else y
+    rows, channels = wide.numel() // wide.shape[1], wide.shape[1]
+    k, n = (channels, of_row) if transposed else (of_row, channels)
+    return _Product(k, n, rows, 2.0 * rows * k * n, x.numel() + y.numel())
 
 
 class _Attending(TorchFunctionMode):
@@ -106,80 +162,180 @@ class _Attention(torch.autograd.Function):
 
 def trace_module(module: nn.Module, sample: Any, name: str = "") -> ModelSpec:
     """Trace `module(*sample)` on the meta device."""
-    model = copy.deepcopy(module).to("meta").train()
+    if not isinstance(module, nn.Module):
+        found = (
+            f"{module.__name__}, a class"
+            if isinstance(module, type)
+            else f"{module!r}, of type {type(module).__name__}"
+        )
+        raise ConfigError(f"the module to trace is {found}: give an nn.Module, such as nn.Sequential(…)")
+    title = type(module).__name__
     inputs = sample if isinstance(sample, tuple) else (sample,)
     inputs = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs)
-    first = next((t for t in tree_flatten(inputs)[0] if isinstance(t, Tensor)), None)
-    if first is None or first.dim() < 1:
-        raise ConfigError("the sample must hold a tensor of [sequences, length, …]")
-    length = first.shape[1] if first.dim() > 1 else 1
-    tokens = first.shape[0] * length
-    prefix, layers = _layers(model)
-    notes = [_Notes() for _ in range(len(layers) + 2)]
-    with _watched(model, layers, notes):
-        try:
-            out = model(*inputs)
-        except NotImplementedError as e:
-            raise ConfigError(f"{type(module).__name__} cannot be traced without storage: {e}") from None
-    notes[-1].output = 0.0
-    del out
-    shapes = _shapes(model, prefix, layers)
-    names = ["embed", *(f"{prefix}.{i}" for i in range(len(layers))), "head"]
+    length, tokens = _tokens(inputs)
+    model = _without_storage(module, title)
+    layers = _layers(model)
+    counter = _traced(model, list(layers.values()), inputs, title)
+    notes = _by_unit(counter, len(layers), title, next(iter(layers)))
+    shapes = _shapes(model, list(layers.values()), notes)
+    tied = next((n for n in notes[-1].used if len(shapes[0].get(n, ())) > 1), None)
+    if tied is not None:  # of the first unit's, the planner takes the first one to be what the last borrows
+        shapes[0] = {tied: shapes[0][tied]} | shapes[0]
+    ends = ["embed" if "embed" not in layers else "before", "head" if "head" not in layers else "after"]
     kinds: dict[Any, str] = {}
     units = []
-    for i, (unit, shape, note) in enumerate(zip(names, shapes, notes, strict=True)):
+    for i, (unit, shape, note) in enumerate(zip([ends[0], *layers, ends[1]], shapes, notes, strict=True)):
         described = _unit(unit, i, shape, note, tokens)
         like = (tuple(sorted(map(str, shape.values()))), described.operators, tuple(described.saved.items()))
         kind = kinds.setdefault(like, unit)
         units.append(described if kind == unit else replace(described, kind=kind))
     hidden = round(max((n.input for n in notes[1:]), default=0.0) / tokens) or 1
-    spec = ModelSpec(name or type(module).__name__, tuple(units), length, hidden)
+    spec = ModelSpec(name or title, tuple(units), length, hidden, tied is not None)
     if not spec.parameters:
-        raise ConfigError(f"{type(module).__name__} has no parameters to plan for")
+        raise ConfigError(f"{title} has no parameters to plan for")
     return spec
 
 
-def _layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The list of modules with the most parameters, and its name."""
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
+def _tokens(inputs: Any) -> tuple[int, int]:
+    """Tokens of a sequence, and of the sample."""
+    first = next((t for t in tree_flatten(inputs)[0] if isinstance(t, Tensor)), None)
+    if first is None or first.dim() < 1:
+        raise ConfigError("the sample must hold a tensor of [sequences, length, …]")
+    ids = not (first.is_floating_point() or first.is_complex())
+    length = first.shape[1] if first.dim() == 3 or (ids and first.dim() > 1) else 1
+    if not first.shape[0] * length:
+        raise ConfigError(
+            f"the sample's first tensor is {_told(first)}, which has no token; give one of [2, …] or more"
+        )
+    return length, first.shape[0] * length
+
+
+def _without_storage(module: nn.Module, title: str) -> nn.Module:
+    """A copy on the meta device: nothing is copied that takes memory, and what is one tensor stays one."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for t in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+            if isinstance(t, nn.UninitializedParameter | nn.UninitializedBuffer):
+                raise ConfigError(f"{title} has parameters without a shape ({type(part).__name__}): run it once first")
+            if isinstance(t, Tensor) and id(t) not in memo:
+                made = torch.empty_like(t, device="meta", requires_grad=False)
+                memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    return copy.deepcopy(module, memo).train()
+
+
+# ---- what its layers are ----
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers, by the names of their modules."""
+    lists: dict[str, nn.Module] = {
+        name: found
+        for name, found in model.named_modules()
+        if isinstance(found, nn.ModuleList | nn.Sequential) and len(found) > 1 and _children(name, found)
+    }
     if not lists:
         raise ConfigError(
             f"{type(model).__name__} has no list of layers (nn.ModuleList or nn.Sequential) to cut into stages and units"
         )
-    name, found = max(lists, key=lambda item: (sum(p.numel() for p in item[1].parameters()), -item[0].count(".")))
-    return name or "layers", list(found)
+    name = max(lists, key=lambda n: (_size(lists[n]), -n.count(".")))
+    while (inner := _list_of_most(name, lists)) is not None:
+        name = inner
+    children = _children(name, lists[name])
+    kinds = _kinds(children)
+    most = [at for at, child in enumerate(children.values()) if kinds[type(child)] == max(kinds.values())]
+    return dict(list(children.items())[most[0] : most[-1] + 1])
+
+
+def _list_of_most(name: str, lists: dict[str, nn.Module]) -> str | None:
+    """The list within a list that has more of one type, and is most of it or the only one: an embedding, the layers, a head."""
+    prefix = f"{name}." if name else ""
+    inside = [n for n in lists if n != name and n.startswith(prefix)]
+    largest = max(inside, key=lambda n: (_size(lists[n]), -n.count(".")), default=None)
+    if largest is None:
+        return None
+    here, there = (max(_kinds(_children(n, lists[n])).values()) for n in (name, largest))
+    if there <= here:
+        return None
+    holders = {n.removeprefix(prefix).partition(".")[0] for n in inside}
+    return largest if len(holders) == 1 or 2 * _size(lists[largest]) > _size(lists[name]) else None
+
+
+def _children(name: str, found: nn.Module) -> dict[str, nn.Module]:
+    """The children that have parameters, by their names from the root; one that is in the list twice is there twice."""
+    every = found.named_modules(prefix=name, remove_duplicate=False)
+    depth = name.count(".") + 1 if name else 0
+    return {n: m for n, m in every if n != name and n.count(".") == depth and _size(m)}
+
+
+def _kinds(children: dict[str, nn.Module]) -> Counter[type]:
+    return Counter(type(child) for child in children.values())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# ---- the run ----
+
+
+def _traced(model: nn.Module, layers: list[nn.Module], inputs: Any, title: str) -> _Counter:
+    """What the model did, layer by layer."""
+    counter = _Counter(model)
+    with _watched(counter, layers), torch.device("meta"):
+        try:
+            model(*inputs)
+        except Exception as e:
+            where = next((f for f in reversed(traceback.extract_tb(e.__traceback__)) if not _torchs(f.filename)), None)
+            at = f" at {Path(where.filename).name}:{where.lineno} ({where.line})" if where is not None else ""
+            what = f"{type(e).__name__}{at}: {str(e).strip().partition(chr(10))[0]}"
+            if isinstance(e, NotImplementedError) or "meta" in str(e):
+                raise ConfigError(
+                    f"{title} cannot be traced without storage: {what}. Shapes are all that a trace has: leave out of the "
+                    "forward what depends on values of tensors, and let those that it holds be parameters or buffers"
+                ) from e
+            told = ", ".join(_told(t) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor))
+            raise ConfigError(
+                f"{title} does not run on the sample, {told}: {what}. Give what its forward takes, "
+                "a tuple where that is more than one"
+            ) from e
+    return counter
+
+
+def _torchs(file: str) -> bool:
+    return file == __file__ or Path(torch.__file__).parent in Path(file).parents
+
+
+def _told(t: Tensor) -> str:
+    return f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}"
 
 
 @contextmanager
-def _watched(model: nn.Module, layers: list[nn.Module], notes: list[_Notes]) -> Iterator[None]:
-    """Ops go to the notes of the layer that runs: 0 before the first, the last after all."""
-    counter = _Counter(notes[0])
-    parameters = {id(p.untyped_storage()) for p in model.parameters()}
-    handles = []
+def _watched(counter: _Counter, layers: list[nn.Module]) -> Iterator[None]:
+    """Ops, and what they save, go to the notes of the layer that runs, or of what lies between."""
+    turns: dict[nn.Module, deque[int]] = defaultdict(deque)  # a module that is several layers is each in turn
+    for i, layer in enumerate(layers):
+        turns[layer].append(i)
 
-    def enter(index: int) -> Any:
-        def hook(_module: nn.Module, args: Any) -> None:
-            counter.notes = notes[index]
-            notes[index].input = float(sum(t.numel() for t in tree_flatten(args)[0] if isinstance(t, Tensor)))
+    def enter(layer: nn.Module, args: Any) -> None:
+        counter.begin(turns[layer][0])
+        turns[layer].rotate(-1)
+        counter.notes.input = _elements(args)
 
-        return hook
-
-    def leave(_module: nn.Module, _args: Any, out: Any) -> None:
-        counter.notes.output = float(sum(t.numel() for t in tree_flatten(out)[0] if isinstance(t, Tensor)))
-        notes[-1].input = counter.notes.output
-        counter.notes = notes[-1]
+    def leave(_layer: nn.Module, _args: Any, out: Any) -> None:
+        counter.notes.output = given = _elements(out)
+        counter.begin(None)
+        counter.notes.input = given
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if id(storage) not in parameters and not isinstance(t, nn.Parameter):
+        if id(storage) not in counter.parameters and not isinstance(t, nn.Parameter):
             counter.notes.saved[id(storage)] = (storage.nbytes() // t.element_size(), t.element_size())
             kept.append(t)
         return t
 
     kept: list[Tensor] = []  # alive while ids are compared
-    for i, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(enter(i + 1)))
-        handles.append(layer.register_forward_hook(leave))
+    handles = [layer.register_forward_pre_hook(enter) for layer in turns]
+    handles += [layer.register_forward_hook(leave) for layer in turns]
     try:
         with counter, _Attending(counter), saved_tensors_hooks(pack, lambda t: t):
             yield
@@ -188,24 +344,54 @@ def _watched(model: nn.Module, layers: list[nn.Module], notes: list[_Notes]) -> 
             handle.remove()
 
 
-def _shapes(model: nn.Module, prefix: str, layers: list[nn.Module]) -> list[dict[str, tuple[int, ...]]]:
-    """Parameters of every unit; those outside the layers belong to `embed`, or to `head` where they come after."""
-    out: list[dict[str, tuple[int, ...]]] = [{} for _ in range(len(layers) + 2)]
-    seen: set[int] = set()
-    after = False
-    for name, p in model.named_parameters(remove_duplicate=True):
-        inside = name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.").partition(".")[0].isdigit()
-        after = after or inside
-        at = 1 + int(name.removeprefix(f"{prefix}.").partition(".")[0]) if inside else len(layers) + 1 if after else 0
-        if id(p) not in seen:
-            seen.add(id(p))
-            out[at][name] = tuple(p.shape)
+def _elements(value: Any) -> float:
+    return float(sum(t.numel() for t in tree_flatten(value)[0] if isinstance(t, Tensor)))
+
+
+def _by_unit(counter: _Counter, layers: int, title: str, first: str) -> list[_Notes]:
+    """The notes of `embed`, every layer and `head`."""
+    ran = [at for at, (layer, _) in enumerate(counter.passed) if layer is not None]
+    if not ran:
+        raise ConfigError(
+            f"the forward of {title} runs none of its layers, '{first}' and those beside it: call them as modules, "
+            "layer(x), in the forward"
+        )
+    out: list[_Notes | None] = [None] * (layers + 2)
+    unit = 0
+    for at, (layer, notes) in enumerate(counter.passed):
+        unit = layers + 1 if at > ran[-1] else unit if layer is None else layer + 1
+        before = out[unit]
+        if before is None:
+            out[unit] = notes
+        else:
+            before.add(notes)
+    return [notes if notes is not None else _Notes() for notes in out]
+
+
+def _shapes(model: nn.Module, layers: list[nn.Module], notes: list[_Notes]) -> list[Shapes]:
+    """Parameters of every unit: a layer has its own, others are where they are used first (never: where they are defined)."""
+    out: list[Shapes] = [{} for _ in notes]
+    inside: dict[int, int] = {}
+    for i, layer in enumerate(layers):
+        for p in layer.parameters():
+            inside.setdefault(id(p), i + 1)
+    users: dict[str, int] = {}
+    for i, note in enumerate(notes):
+        for name in note.used:
+            users.setdefault(name, i)
+    defined = 0
+    for name, p in model.named_parameters():
+        if id(p) in inside:
+            defined = len(layers) + 1
+        at = inside.get(id(p), users.get(name, defined))
+        out[at][name] = tuple(p.shape)
     return out
 
 
-def _unit(name: str, layer: int, shapes: dict[str, tuple[int, ...]], note: _Notes, tokens: int) -> UnitSpec:
+def _unit(name: str, layer: int, shapes: Shapes, note: _Notes, tokens: int) -> UnitSpec:
     operators = [
-        Operator(f"product{i}", "product", k, n, flops / tokens, k + n) for i, (k, n, flops) in enumerate(note.products)
+        Operator(f"product{i}", "product", p.inputs, p.outputs, p.flops / tokens, p.held / tokens, rows=p.rows / tokens)
+        for i, p in enumerate(note.products)
     ]
     if note.attention:
         operators.append(Operator("attention", "attention", flops=note.attention / tokens, backward=2.5))
@@ -231,6 +417,6 @@ def _unit(name: str, layer: int, shapes: dict[str, tuple[int, ...]], note: _Note
         backward=(Moment(Held(2 * note.largest / tokens), grads=1.0),),
         split=(Moment(Held(2 * note.largest / tokens)),),
         closing=entry + 2 * note.output / tokens,
-        for_weight_grad=Held(sum(k + n for k, n, _ in note.products)),
+        for_weight_grad=Held(sum(p.held for p in note.products) / tokens),
         output=note.output / tokens,
     )

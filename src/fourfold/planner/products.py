@@ -45,8 +45,8 @@ def product_seconds(setting: Setting, o: Operator, tokens: int, col: int, split:
         n /= col * split
     else:
         k /= col * split
-    count = o.flops * tokens / (2.0 * tokens * k * n * col)  # slices; more for batched products
-    rows = float(tokens)
+    rows = tokens * o.rows
+    count = o.flops * tokens / (2.0 * rows * k * n * col)  # slices; more for batched products
     return (
         count * cluster.product(rows, k, n, dtype, width),
         count * cluster.product(rows, n, k, dtype, width),
@@ -95,7 +95,7 @@ def _sizes(setting: Setting, o: Operator, tokens: int, row: int, col: int, resid
         return known[o.name]
     k, b = round_up(o.inputs, col) // col, round_up(o.outputs, col) // col
     back = o.inputs >= o.outputs
-    return Product(tokens, o.inputs, o.outputs, k, b, not back, back, row, col)
+    return Product(max(1, round(tokens * o.rows)), o.inputs, o.outputs, k, b, not back, back, row, col)
 
 
 @lru_cache(maxsize=200_000)

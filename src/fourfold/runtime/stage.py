@@ -444,7 +444,7 @@ def _detached(value: Any) -> Any:
     return tuple(v.detach() if isinstance(v, Tensor) else v for v in value)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
 
 def keep_products() -> Any:
