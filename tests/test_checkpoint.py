@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.errors import CheckpointError, RankFailure
+from fourfold.model.build import serial_model
 from fourfold.piece import Piece
 from fourfold.shard.layout import lay_out
 from fourfold.testing.ranks import run_ranks
@@ -28,7 +29,7 @@ from fourfold.train import checkpoint
 from fourfold.train.checkpoint import Checkpointer, Holding, holding_of
 from fourfold.train.export import load_model
 from fourfold.train.rundir import RunDir, read_metrics
-from tests.helpers import make_config, run_training, series
+from tests.helpers import MODELS, make_config, run_training, series
 
 
 def state_digest(run: Path, step: int) -> str:
@@ -43,6 +44,25 @@ def state_digest(run: Path, step: int) -> str:
 
 
 # ---- exact ----
+
+
+def test_token_types_are_saved_and_opened_with_the_rest(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = MODELS["bert"] | {"token_types": 3}
+    config = make_config(tmp_path / "run", model, train={"steps": 2}, optim={"weight_decay": 0.0})
+    plan = {"mesh": {"data": 2}, "unit": [{"match": "*", "mode": "zero3"}]}
+    run_training(config, plan, 2)
+    opened, step = load_model(RunDir(tmp_path / "run"))
+    types = load_file(tmp_path / "run" / "final" / "model.safetensors")["embed.types.weight"]
+    assert step == 2
+    assert torch.equal(opened.embed.types.weight, types)
+    first = serial_model(config.resolve().model, config.train.seed).embed.types.weight
+    assert not torch.equal(types[0], first[0])  # what all tokens are
+    assert torch.equal(types[1:], first[1:])
+    expected = state_digest(tmp_path / "run", 2)
+    run_ranks(_reopen_and_save, 3, tmp_path / "run")
+    assert state_digest(tmp_path / "run", 2) == expected
 
 
 def test_saved_on_n_opened_on_m(tmp_path: Path) -> None:

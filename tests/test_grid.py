@@ -28,7 +28,7 @@ MODEL: dict[str, dict[str, Any]] = {
     "untied": MODELS["gpt"] | {"layers": 1, "tie": False, "hidden": 36, "ffn": 50},
     "llama": MODELS["llama"] | {"layers": 1, "heads": 6, "kv_heads": 3, "vocab": 259},
     "tied": MODELS["llama"] | {"layers": 1, "tie": True, "kv_heads": 1},
-    "bert": MODELS["bert"] | {"layers": 1},
+    "bert": MODELS["bert"] | {"layers": 1, "token_types": 2},
 }
 
 PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -25,6 +25,7 @@ KINDS: list[dict[str, Any]] = [
     {"family": "gpt"},
     {"family": "gpt", "tie": False},
     {"family": "bert"},
+    {"family": "bert", "token_types": 2},
     {"family": "llama", "heads": 4, "kv_heads": 2},
     {"family": "llama", "heads": 4, "kv_heads": 1, "head_dim": 20, "qkv_bias": True, "qk_norm": True, "tie": True},
 ]
@@ -94,6 +95,31 @@ def test_causal_models_do_not_see_ahead_and_bert_does() -> None:
         b = a.clone()
         b[0, -1] = (b[0, -1] + 1) % 99
         assert torch.allclose(model(a)[0, 0], model(b)[0, 0]) is not sees
+
+
+def test_every_token_is_of_the_first_type() -> None:
+    model, plain = (
+        serial_model(model_config(family="bert", token_types=types), 0, dtype=torch.float64) for types in (2, 0)
+    )
+    with torch.no_grad():
+        plain.embed.positions.weight += model.embed.types.weight[0]
+    tokens = torch.randint(0, 99, (2, 16))
+    losses = [m(tokens, tokens) for m in (model, plain)]
+    assert torch.allclose(*losses)
+    grads = [
+        torch.autograd.grad(loss, m.embed.positions.weight)[0] for m, loss in zip((model, plain), losses, strict=True)
+    ]
+    assert torch.allclose(*grads)
+    (types,) = torch.autograd.grad(model(tokens, tokens), model.embed.types.weight)
+    assert torch.allclose(types[0], grads[0].sum(0))
+    assert (types[1] == 0).all()
+
+
+def test_token_types_are_of_bert() -> None:
+    with pytest.raises(ConfigError, match="model.token_types is a field of family 'bert'; found family 'gpt'"):
+        model_config(family="gpt", token_types=2)
+    with pytest.raises(ConfigError, match="model.token_types = -1 must be at least 0"):
+        model_config(family="bert", token_types=-1)
 
 
 # ---- initial weights ----

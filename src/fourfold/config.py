@@ -86,6 +86,8 @@ class ModelConfig:
     """Tokens in a training sequence."""
     positions: int = 0
     """gpt, bert: rows of the position table, the longest sequence; 0: seq_len."""
+    token_types: int = 0
+    """bert: rows of the token type table, of which the first is added to every token; 0: no table."""
     rope_theta: float = 0.0
     """llama: base of the rotary frequencies; 0: 10000."""
     rope_scaling: RopeScaling | None = None
@@ -98,8 +100,8 @@ class ModelConfig:
     """Head and embedding share one weight; default true for gpt and bert, false for llama."""
     norm_eps: float = 0.0
     """Added to the variance in norms; 0: 1e-5 (gpt, llama) or 1e-12 (bert)."""
-    dropout: float = 0.0
-    """Dropout after the embedding and each part, and on attention weights."""
+    dropout: float | None = None
+    """Dropout after the embedding and each part, and on attention weights; default 0, or what `hf` says."""
     init_std: float = 0.02
     """Standard deviation of initial matrices (projections back to the residual stream: divided by sqrt(2 layers))."""
 
@@ -113,7 +115,7 @@ class ModelConfig:
         if self.hf is not None:
             from fourfold.model.hf import read_config
 
-            given = read_config(self.hf, self.seq_len) | given
+            given = read_config(self.hf, self.seq_len, self.dropout) | given
         m = dataclasses.replace(self, **given | {"hf": None})
         _require(m, "model", layers=1, hidden=1, seq_len=1, vocab=2)
         if m.layers > MOST_LAYERS:
@@ -141,8 +143,13 @@ class ModelConfig:
             )
         if llama and head_dim % 2:
             raise ConfigError(f"model.head_dim = {head_dim} is odd; rotary positions turn pairs, use {head_dim + 1}")
-        if not 0 <= m.dropout < 1:
+        dropout = m.dropout or 0.0
+        if not 0 <= dropout < 1:
             raise ConfigError(f"model.dropout = {m.dropout} must be at least 0 and below 1")
+        if m.token_types < 0:
+            raise ConfigError(f"model.token_types = {m.token_types} must be at least 0")
+        if m.token_types and m.family != "bert":
+            raise ConfigError(f"model.token_types is a field of family 'bert'; found family '{m.family}'")
         if m.init_std <= 0:
             raise ConfigError(f"model.init_std = {m.init_std} must be above 0")
         positions = m.positions or m.seq_len
@@ -163,6 +170,7 @@ class ModelConfig:
             qk_norm=bool(m.qk_norm),
             tie=not llama if m.tie is None else m.tie,
             norm_eps=m.norm_eps or (1e-12 if m.family == "bert" else 1e-5),
+            dropout=dropout,
         )
 
 

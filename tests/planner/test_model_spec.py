@@ -25,6 +25,7 @@ from fourfold.planner.predict import predict
 from fourfold.planner.products import product_seconds
 from fourfold.planner.units import _bytes
 from fourfold.runtime.stage import Link, Stage
+from tests.hub import HUB
 
 
 def config(family: Any) -> ModelConfig:
@@ -373,6 +374,16 @@ def test_hugging_face_files(tmp_path: Path) -> None:
 
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 128}
+BERT = {
+    **{
+        "model_type": "bert",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    },
+    **{"vocab_size": 96, "max_position_embeddings": 128},
+}
 EXPERTS = "a mixture of experts is not supported"
 
 
@@ -411,6 +422,33 @@ EXPERTS = "a mixture of experts is not supported"
         (HF, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
         (HF, {"sliding_window": 64}, "sliding_window = 64 is shorter than the sequence of 4096 tokens"),
         (HF, {"sliding_window": 64, "model_type": "mistral"}, "use sequences of at most 64"),
+        (
+            HF,
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types has 3 entries for num_hidden_layers = 4; leave it out",
+        ),
+        (HF, {"layer_types": "full_attention"}, "layer_types has 'full_attention' for num_hidden_layers = 4"),
+        (
+            HF,
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "architectures = LlamaForSequenceClassification: llama is",
+        ),
+        (HF, {"architectures": ["LlamaForTokenClassification"]}, 'write "architectures": ["LlamaForCausalLM"]'),
+        (HF, {"architectures": "LlamaModel"}, "architectures = LlamaModel: llama is trained as a language model"),
+        (GPT2, {"architectures": ["GPT2DoubleHeadsModel"]}, 'write "architectures": ["GPT2LMHeadModel"]'),
+        (BERT, {"architectures": ["BertForQuestionAnswering"]}, 'write "architectures": ["BertForMaskedLM"]'),
+        (BERT, {"architectures": ["BertLMHeadModel"]}, "no other head is supported"),
+        (BERT, {"is_decoder": True}, "is_decoder = True: a BERT that sees earlier tokens alone is not supported"),
+        (BERT, {"type_vocab_size": -1}, "type_vocab_size = -1 must be a whole number from 0"),
+        (
+            GPT2,
+            {"attn_pdrop": 0.0},
+            "resid_pdrop = 0.1, embd_pdrop = 0.1, attn_pdrop = 0.0: one dropout for embedding, parts",
+        ),
+        (BERT, {"hidden_dropout_prob": 0.2}, "beside model.hf, give model.dropout = 0.2"),
+        (HF, {"attention_dropout": 0.1}, "attention_dropout = 0.1 and no other dropout: one dropout"),
+        (GPT2, {"resid_pdrop": "0.1"}, "resid_pdrop = '0.1' must be at least 0 and below 1"),
+        (GPT2, {"resid_pdrop": 1}, "resid_pdrop = 1 must be at least 0 and below 1"),
     ],
 )
 def test_hugging_face_files_that_ask_for_more_or_nonsense(
@@ -435,3 +473,26 @@ def test_hugging_face_files_that_ask_for_more_or_nonsense(
 def test_hugging_face_files_that_only_look_so(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF | change))
     assert ModelSpec.from_hf(tmp_path).layers == 6
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_hugging_face_files_of_the_hub(tmp_path: Path, name: str) -> None:
+    data, parameters, dropout = HUB[name]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    spec = ModelSpec.from_hf(tmp_path)
+    assert spec.parameters == parameters
+    assert spec.config is not None
+    assert spec.config.dropout == dropout
+    assert spec.config.resolve() == spec.config
+
+
+def test_dropout_beside_a_hugging_face_file_is_the_one(tmp_path: Path) -> None:
+    where = tmp_path / "config.json"
+    where.write_text(json.dumps(GPT2 | {"attn_pdrop": 0.0}))
+    for asked in (0.0, 0.2):
+        assert ModelConfig(hf=str(where), seq_len=64, dropout=asked).resolve().dropout == asked
+        spec = ModelSpec.from_hf(where, dropout=asked)
+        assert spec.config is not None
+        assert spec.config.dropout == asked
+    where.write_text(json.dumps(GPT2))
+    assert ModelConfig(hf=str(where), seq_len=64).resolve().dropout == 0.1

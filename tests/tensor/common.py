@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {"layers": 1, "hidden": 20, "heads": 4, "seq_len": 6, "vo
 CONFIGS = {
     "gpt": {"family": "gpt", **BASE, "ffn": 27},
     "gpt untied": {"family": "gpt", **BASE, "tie": False},
-    "bert": {"family": "bert", **BASE},
+    "bert": {"family": "bert", **BASE, "token_types": 2},
     "llama": {"family": "llama", **BASE, "kv_heads": 2, "ffn": 27, "head_dim": 6, "qkv_bias": True, "qk_norm": True},
     "llama tied": {"family": "llama", **BASE, "kv_heads": 1, "head_dim": 4, "ffn": 24, "tie": True},
     "llama, 3 key heads": {"family": "llama", **BASE, "heads": 6, "kv_heads": 3, "head_dim": 4, "ffn": 25},

@@ -1,7 +1,8 @@
 """Hugging Face files: `config.json` to our model fields. No torch, no transformers, no network.
 
-Architectures: GPT-2, BERT, Llama, Mistral, Qwen 2, Qwen 3. What a file asks for that our models do not do (experts,
-sliding windows, quantization, other activations) is refused by name rather than read wrongly; so are sizes that no model has.
+Architectures: GPT-2, BERT, Llama, Mistral, Qwen 2, Qwen 3, as language models. What a file asks for that our models do not do
+(experts, sliding windows, quantization, other activations, heads for other tasks, dropouts that differ) is refused by name rather
+than read wrongly; so are sizes that no model has. What a file leaves out is what Hugging Face takes it to be.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ FAMILIES = {
     "qwen2": "llama",
     "qwen3": "llama",
 }
+TASKS = {"gpt2": ("LMHeadModel", "ForCausalLM"), "bert": ("ForMaskedLM",)}
+"""How names in `architectures` end that our models are; those of other families end with ForCausalLM."""
+DROPOUTS = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+}
+"""What a family drops out, and how much where the file does not say; others drop out attention weights alone."""
 EXPERTS = "a mixture of experts is not supported"
 OTHERS = {
     "mixtral": ("Mixtral", EXPERTS),
@@ -65,10 +73,11 @@ def hf_file(path: str | Path) -> Path | None:
     return path if "model_type" in data or (path.name == "config.json" and "model" not in data) else None
 
 
-def read_config(path: str | Path, seq_len: int = 0) -> dict[str, Any]:
+def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None) -> dict[str, Any]:
     """Fields of ModelConfig from a Hugging Face config.json (a file, or the folder that holds it).
 
-    `seq_len`: tokens of a sequence, if known: a window that is not shorter than it changes nothing.
+    `seq_len`: tokens of a sequence, if known: a window that is not shorter than it changes nothing. `dropout`: what is asked for
+    in place of the file's.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -80,7 +89,8 @@ def read_config(path: str | Path, seq_len: int = 0) -> dict[str, Any]:
     except KeyError as e:
         raise ConfigError(f"{path}: {e.args[0]} is missing for model_type {kind!r}") from None
     _refuse_window(c, str(kind), seq_len or min(LONGEST, read["positions"]), path)
-    return read
+    _refuse_layers(c, read["layers"], path)
+    return read | {"dropout": _dropout(c, str(kind), path) if dropout is None else dropout}
 
 
 def _refuse(c: dict[str, Any], kind: Any, path: Path) -> None:
@@ -103,6 +113,36 @@ def _refuse(c: dict[str, Any], kind: Any, path: Path) -> None:
     if not isinstance(kind, str) or kind not in FAMILIES:
         found = f"model_type {kind!r} is not supported" if kind is not None else "model_type is missing"
         raise ConfigError(f"{path}: {found}; known: {', '.join(FAMILIES)}")
+    _refuse_task(c, kind, path)
+
+
+def _refuse_task(c: dict[str, Any], kind: str, path: Path) -> None:
+    """Heads that are not a language model's."""
+    names = c.get("architectures") or []
+    ends, names = TASKS.get(kind, ("ForCausalLM",)), names if isinstance(names, list) else [names]
+    if names and not any(str(name).lower().endswith(tuple(end.lower() for end in ends)) for name in names):
+        good = {"gpt2": "GPT2", "bert": "Bert"}.get(kind, kind.capitalize()) + ends[0]
+        raise ConfigError(
+            f"{path}: architectures = {', '.join(map(str, names))}: {kind} is trained as a language model here, {good}, and no "
+            f'other head is supported; to train that, write "architectures": ["{good}"]'
+        )
+
+
+def _dropout(c: dict[str, Any], kind: str, path: Path) -> float:
+    """Our models have one dropout: after the embedding, after every part and on attention weights."""
+    named = DROPOUTS.get(kind, {"attention_dropout": 0.0})
+    found = {key: default if c.get(key) is None else c[key] for key, default in named.items()}
+    for key, value in found.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+            raise ConfigError(f"{path}: {key} = {value!r} must be at least 0 and below 1")
+    if len(set(found.values()) | (set() if kind in DROPOUTS else {0})) > 1:
+        told = ", ".join(f"{key} = {value}" for key, value in found.items())
+        others = "" if kind in DROPOUTS else " and no other dropout"
+        raise ConfigError(
+            f"{path}: {told}{others}: one dropout for embedding, parts and attention weights is supported; beside model.hf, "
+            f"give model.dropout = {max(found.values())}, say"
+        )
+    return float(next(iter(found.values())))
 
 
 def _refuse_window(c: dict[str, Any], kind: str, seq_len: int, path: Path) -> None:
@@ -119,6 +159,16 @@ def _refuse_window(c: dict[str, Any], kind: str, seq_len: int, path: Path) -> No
         raise ConfigError(
             f"{path}: sliding_window = {window} is shorter than the sequence of {seq_len} tokens: sliding-window attention "
             f"is not supported; use sequences of at most {window}"
+        )
+
+
+def _refuse_layers(c: dict[str, Any], layers: int, path: Path) -> None:
+    """A list of layers that is not as long as the model."""
+    types = c.get("layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        found = f"{len(types)} entries" if isinstance(types, list) else repr(types)
+        raise ConfigError(
+            f"{path}: layer_types has {found} for num_hidden_layers = {layers}; leave it out, or give one for every layer"
         )
 
 
@@ -187,6 +237,10 @@ def _gpt2(c: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _bert(c: dict[str, Any], path: Path) -> dict[str, Any]:
     _activation(c, "hidden_act", "gelu", ("gelu",), path)
+    if c.get("is_decoder"):
+        raise ConfigError(
+            f"{path}: is_decoder = {c['is_decoder']!r}: a BERT that sees earlier tokens alone is not supported"
+        )
     if c.get("position_embedding_type", "absolute") != "absolute":
         raise ConfigError(f"{path}: position_embedding_type = {c['position_embedding_type']!r} is not supported")
     return {
@@ -197,6 +251,7 @@ def _bert(c: dict[str, Any], path: Path) -> dict[str, Any]:
         "ffn": _size(c, "intermediate_size", path),
         "vocab": _size(c, "vocab_size", path, least=2),
         "positions": _size(c, "max_position_embeddings", path),
+        "token_types": _size(c, "type_vocab_size", path, 2, least=0),
         "norm_eps": _number(c, "layer_norm_eps", path, 1e-12),
         "tie": _flag(c, "tie_word_embeddings", path, True),
     }

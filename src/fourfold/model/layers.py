@@ -31,6 +31,7 @@ __all__ = [
     "Positions",
     "Rotary",
     "TokenLoss",
+    "TokenTypes",
     "activation",
     "make_norm",
 ]
@@ -108,7 +109,7 @@ class _Part(nn.Module):
         super().__init__()
         self.norm = make_norm(m)
         self.post_norm = m.family == "bert"
-        self.dropout = m.dropout
+        self.dropout = m.dropout or 0.0
 
     def inner(self, x_btd: Tensor) -> Tensor:
         raise NotImplementedError
@@ -230,20 +231,30 @@ class Positions(nn.Embedding):
         return self.weight[: tokens_bt.shape[1]]
 
 
+class TokenTypes(nn.Embedding):
+    """Types of tokens: all of ours are of the first."""
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        return self.weight[0]
+
+
 class Embedding(nn.Module):
-    """Token ids [B, T] to the residual stream [B, T, D]: tokens, learned positions (gpt, bert), norm (bert)."""
+    """Token ids [B, T] to the residual stream [B, T, D]: tokens, learned positions (gpt, bert), token types and norm (bert)."""
 
     def __init__(self, m: ModelConfig):
         super().__init__()
         self.tokens: nn.Module = nn.Embedding(m.vocab, m.hidden)
         self.positions: nn.Module | None = Positions(m.positions, m.hidden) if m.family != "llama" else None
+        self.types: nn.Module | None = TokenTypes(m.token_types, m.hidden) if m.token_types else None
         self.norm = make_norm(m) if m.family == "bert" else None
-        self.dropout = m.dropout
+        self.dropout = m.dropout or 0.0
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         x_btd = self.tokens(tokens_bt)
         if self.positions is not None:
             x_btd = x_btd + self.positions(tokens_bt)
+        if self.types is not None:
+            x_btd = x_btd.add_(self.types(tokens_bt))
         if self.norm is not None:
             x_btd = self.norm(x_btd)
         return F.dropout(x_btd, self.dropout, self.training)

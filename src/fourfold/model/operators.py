@@ -163,11 +163,11 @@ class ModelSpec:
         return cls(title, units, m.seq_len, m.hidden, bool(m.tie), m)
 
     @classmethod
-    def from_hf(cls, path: str | Path, *, seq_len: int = 0) -> ModelSpec:
-        """The spec of a Hugging Face config.json (a file, or the folder that holds it)."""
+    def from_hf(cls, path: str | Path, *, seq_len: int = 0, dropout: float | None = None) -> ModelSpec:
+        """The spec of a Hugging Face config.json (a file, or the folder that holds it); `dropout` in place of the file's."""
         from fourfold.model.hf import LONGEST, read_config
 
-        fields = read_config(path, seq_len)
+        fields = read_config(path, seq_len, dropout)
         length = seq_len or min(LONGEST, fields["positions"])
         file = Path(path).resolve()
         name = file.name if file.is_dir() else file.parent.name if file.name == "config.json" else file.stem
@@ -301,7 +301,8 @@ def _norm_operator(width: int) -> Operator:
 def _embed(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     d = m.hidden
     post = m.family == "bert"
-    operators = [Operator("lookup", "memory", moved=2.0 * d + (2 * d if m.family != "llama" else 0), backward=1.5)]
+    added = 2 * d * ((m.family != "llama") + bool(m.token_types))
+    operators = [Operator("lookup", "memory", moved=2.0 * d + added, backward=1.5)]
     tokens = 2.0  # int64 ids
     return UnitSpec(
         name,

@@ -53,6 +53,8 @@ def unit_shapes(m: ModelConfig, unit: str) -> Shapes:
         shapes: Shapes = {"tokens.weight": (m.vocab, m.hidden)}
         if m.family != "llama":
             shapes["positions.weight"] = (m.positions, m.hidden)
+        if m.token_types:
+            shapes["types.weight"] = (m.token_types, m.hidden)
         return shapes | (_norm(m) if m.family == "bert" else {})
     if unit.endswith("attn"):
         heads: Shapes = {"q_norm.weight": (m.head_dim,), "k_norm.weight": (m.head_dim,)} if m.qk_norm else {}

@@ -217,10 +217,10 @@ def computing(
 
 @lru_cache(maxsize=4096)
 def _elements(setting: Setting, kind: str, parts: int) -> float:
-    """Elements of a unit's parameters on a rank: a grid divides matrices, but for the rows of positions, which are copied."""
+    """Elements of a unit's parameters on a rank: a grid divides matrices, but for positions and token types: copied."""
     unit = setting.spec.kinds[kind]
     sizes = (
-        math.prod(shape) / (parts if len(shape) > 1 and not name.startswith("positions") else 1)
+        math.prod(shape) / (parts if len(shape) > 1 and not name.startswith(("positions", "types")) else 1)
         for name, shape in unit.shapes.items()
     )
     return float(sum(_rounded(size, 1) for size in sizes))

@@ -3,7 +3,7 @@
     table          W[V / (col · row), D]; a rank gathers its column's rows of W over row, looks up those of its tokens, and the
                    columns' answers are summed into the residual stream. Received: (row - 1) |W| + (col - 1) m D, forward and
                    backward. The same shares serve the output projection (flow `os`), so a tied weight is held once.
-    positions      copied: [P, D], or its block of features
+    positions      copied: [P, D], or its block of features; token types, too
     norm           with features split, statistics over col: LayerNorm merges (mean, square sum) of all columns, which is stable,
                    RMSNorm sums squares; fp32 or wider. With tokens split, the serial norm is right as it is
     cross entropy  logits [n, V / col] stay where they are: a maximum and two sums per token over col
@@ -28,7 +28,7 @@ from fourfold.tensor.flows import join, scatter_sum
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.linear import GridLinear, Setting, Side
 
-__all__ = ["GridCrossEntropy", "GridNorm", "GridPositions", "GridTable", "SharedKeys"]
+__all__ = ["GridCrossEntropy", "GridNorm", "GridPositions", "GridTable", "GridTypes", "SharedKeys"]
 
 
 class GridTable(nn.Module):
@@ -102,6 +102,13 @@ class GridPositions(nn.Module):
         return {
             "weight": make_pieces(f"{prefix}.weight", (self.rows, blocks.total), (single(self.rows), columns), copies)
         }
+
+
+class GridTypes(GridPositions):
+    """Token types: the first, for all tokens."""
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        return self.weight[0]
 
 
 class GridNorm(nn.Module):

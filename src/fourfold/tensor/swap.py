@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fourfold.errors import PlanError
-from fourfold.model.layers import MLP, Attention, Embedding, Head, Positions
+from fourfold.model.layers import MLP, Attention, Embedding, Head, Positions, TokenTypes
 from fourfold.piece import Piece, whole
 from fourfold.tensor.blocks import even, fuse, grouped_heads
 from fourfold.tensor.grid import Grid
-from fourfold.tensor.layers import GridCrossEntropy, GridNorm, GridPositions, GridTable, SharedKeys
+from fourfold.tensor.layers import GridCrossEntropy, GridNorm, GridPositions, GridTable, GridTypes, SharedKeys
 from fourfold.tensor.linear import GridLinear, Setting, Side
 
 __all__ = ["Rule", "parallelize", "pieces_of", "residual_side", "swap_norm"]
@@ -118,6 +118,9 @@ def _embedding(e: nn.Module, s: Setting) -> None:
     if e.positions is not None:
         assert isinstance(e.positions, Positions)
         e.positions = GridPositions(s, e.positions.num_embeddings, residual)
+    if e.types is not None:
+        assert isinstance(e.types, TokenTypes)
+        e.types = GridTypes(s, e.types.num_embeddings, residual)
     e.tokens = GridTable(s, e.tokens.num_embeddings, residual)
     if e.norm is not None:
         e.norm = swap_norm(e.norm, s)
