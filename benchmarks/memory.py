@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "layers": 4, "hidden": 192, "heads": 4, "kv_heads": 2, "ffn": 512, "seq_len": 96, "vocab": 256,
     },
 }  # fmt: skip
+MODELS["gpt, dropout"] = {**MODELS["gpt"], "dropout": 0.1}
 
 
 def plans() -> list[tuple[str, str, dict[str, Any]]]:
@@ -75,6 +76,9 @@ def plans() -> list[tuple[str, str, dict[str, Any]]]:
         add("data 2, optimizer on the host", model, mesh={"data": 2}, memory={"optimizer": "host"})
         rule = {"match": "*", "mode": "zero3", "within": 2}
         add("data 4, zero3 within 2", model, mesh={"data": 4}, unit=[rule])
+    for recompute in ("none", "selective", "full"):
+        add(f"data 2, {recompute}", "gpt, dropout", mesh={"data": 2}, unit=[{"match": "*", "recompute": recompute}])
+    add("pipe 2, wave", "gpt, dropout", mesh={"pipe": 2}, batch={"micro_batches": 4}, pipeline={"schedule": "wave"})
     return out
 
 

@@ -249,7 +249,10 @@ def test_a_trace_begins_when_its_step_did(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ({"layers": [1, 1, 2]}, "pipeline.layers has 3 numbers, but 1f1b has 2 stages"),
         ({"layers": [1, 2]}, "pipeline.layers sums to 3, but the model has 4 layers"),
-        ({"schedule": "wave", "waves": 4}, "6 layers, embedding and head among them, cannot fill 16 stages; use 6 at most"),
+        (
+            {"schedule": "wave", "waves": 4},
+            "6 layers, embedding and head among them, cannot fill 16 stages; use 6 at most",
+        ),
         ({"schedule": "wave", "layers": [4, 0, 0, 0]}, "pipeline.layers leaves stage 1 empty"),
         ({"schedule": "nowhere.json"}, "nowhere.json: no such file"),
     ],

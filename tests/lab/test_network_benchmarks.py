@@ -36,7 +36,7 @@ def declared(ranks: int) -> Cluster:
 def _level(rank: int, ranks: int) -> Level:
     calibration = _Calibration(Place(rank, ranks, 0, 1), torch.device("cpu"))
     calibration.sizes = replace(CPU, buffers=(1 << 12, 1 << 16, 1 << 18), tries=3)
-    return calibration._levels()[0]
+    return calibration._levels(1e12)[0]
 
 
 def _off(level: Level) -> dict[str, float]:

@@ -21,6 +21,8 @@ LLAMA = {
 }
 BERT = {"family": "bert", "layers": 3, "hidden": 96, "heads": 4, "seq_len": 48, "vocab": 256}
 
+QWEN = {**LLAMA, "qk_norm": True}
+
 
 def rule(match: str = "*", **more: Any) -> dict[str, Any]:
     return {"match": match, **more}
@@ -46,6 +48,12 @@ SLICED = [rule("*.mlp", mode="zero3", split=4, recompute="per-slice"), rule(mode
         (LLAMA, {"mesh": {"data": 2}, "memory": {"optimizer": "host"}, "precision": {"compute": "bf16"}}),
         (BERT, {"mesh": {"data": 4}, "unit": [rule(mode="zero2")]}),
         (BERT, {"mesh": {"data": 2}, "unit": SLICED}),
+        (QWEN, {"mesh": {"data": 2}}),
+        *(({**model, "dropout": 0.1}, {"mesh": {"data": 2}}) for model in (GPT, LLAMA, BERT, QWEN)),
+        *(({**GPT, "dropout": 0.1}, {"mesh": {"data": 2}, "unit": [rule(recompute=r)]}) for r in ("selective", "full")),
+        ({**LLAMA, "dropout": 0.1}, {"mesh": {"data": 2}, "precision": {"compute": "bf16"}}),
+        ({**GPT, "dropout": 0.1}, {"mesh": {"col": 2}}),
+        ({**GPT, "dropout": 0.1}, {"mesh": {"data": 2}, "unit": SLICED}),
     ],
 )
 def test_one_rank(model: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.plan import Plan
+from fourfold.schema import format_seconds
 
 CONFIG = "configs/llama-1b.toml"
 
@@ -32,20 +33,49 @@ def test_report_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         main(["plan", CONFIG, "--cluster", "a100-40g", "--nodes", "2", "--global-batch", "64", "--judge", str(out)])
         == 0
     )
-    assert f"{plan.predicted['seconds']:.4g} s a step" in capsys.readouterr().out
+    assert f"{format_seconds(plan.predicted['seconds'])} a step" in capsys.readouterr().out
 
 
 def test_json_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["plan", CONFIG, "--cluster", "h100-sxm", "--global-batch", "32", "--json", "--fix", "pipe=2"]
     assert main([*base, "schedule=zb-h1", "--export", "torchtitan"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert {"mesh", "predicted", "certificate", "alternatives", "export"} <= data.keys()
+    assert {"mesh", "predicted", "certificate", "alternatives"} <= data["plan"].keys()
+    Plan.from_dict(data["plan"])
     assert "--parallelism.pipeline_parallel_degree 2" in data["export"]["options"]
     assert "zb-h1.csv" in data["export"]["files"]
     assert main([*base, "schedule=wave", "--export", "megatron"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert "--pipeline-model-parallel-size 2" in data["export"]["options"]
     assert any("schedule 'wave'" in x for x in data["export"]["lost"])
+
+
+def test_options_may_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["plan", CONFIG, "--cluster", "h100-sxm", "--global-batch", "32", "--json"]
+    assert (
+        main([*base, "--fix", "pipe=2", "--fix", "schedule=wave", "--what-if", "memory=x2", "--what-if", "flops=x2"])
+        == 0
+    )
+    data = json.loads(capsys.readouterr().out)
+    assert data["plan"]["mesh"]["pipe"] == data["what_if"]["mesh"]["pipe"] == 2
+    assert data["plan"]["pipeline"]["schedule"] == "wave"
+    assert data["what_if"]["predicted"]["seconds"] < 0.7 * data["plan"]["predicted"]["seconds"]
+
+
+def test_misfits_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
+        "plan",
+        "configs/llama-8b.toml",
+        "--cluster",
+        "l4-pcie",
+        "--max-ranks",
+        "1",
+        "--global-batch",
+        "1",
+        "--json",
+    ]
+    assert main(args) == 2
+    assert json.loads(capsys.readouterr().out)["error"].startswith("no plan fits")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +103,19 @@ def test_json_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["configs/llama-8b.toml", "--cluster", "l4-pcie", "--max-ranks", "1", "--global-batch", "1"],
             "on 1 device need about",
+        ),
+        (
+            [CONFIG, "--cluster", "h200", "--fix", "col=8", "mode=zero3"],
+            "--fix mode=zero3 needs replicas to shard over (data or depth of 2 or more)",
+        ),
+        (
+            [CONFIG, "--cluster", "h200", "--fix", "col=8", "recompute=per-slice"],
+            "--fix recompute=per-slice needs whole operators to slice (row=1 col=1)",
+        ),
+        ([CONFIG, "--cluster", "h200", "--fix", "row=1", "flow=summa"], "--fix flow=summa needs a square plane"),
+        (
+            [CONFIG, "--cluster", "h200", "--fix", "col=1", "keep=inputs"],
+            "--fix keep=inputs needs a grid: col of 2 or more",
         ),
         ([CONFIG, "--cluster", "h200", "--nodes", "0"], "--nodes 0 must be at least 1"),
         ([CONFIG, "--cluster", "local", "--nodes", "0"], "--nodes 0 must be at least 1"),
@@ -157,9 +200,16 @@ def test_judge_takes_no_options_of_the_search(
     assert message in capsys.readouterr().err
 
 
+def test_judge_takes_plans_that_suit_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "other.toml"
+    file.write_text('[mesh]\ndata = 2\n[[unit]]\nmatch = "blocks.77.mlp"\nmode = "zero3"\n')
+    assert main(judged(str(file), "h100-sxm")) == 2
+    assert "blocks.77.mlp" in capsys.readouterr().err
+
+
 def test_judge_needs_enough_devices(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(judged(plan_file, "l4-pcie", "--nodes", "1")) == 2
-    assert "l4-pcie has 4 devices; judge it on 2 nodes" in capsys.readouterr().err.replace("\n", " ")
+    assert "l4-pcie has 4 devices; judge it with --nodes 2" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_what_if_where_the_base_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -175,7 +225,7 @@ def test_what_if_where_the_base_does_not_fit(capsys: pytest.CaptureFixture[str],
     assert capsys.readouterr().out.count("no plan fits") == 2
     assert main([*args, "--what-if", "memory=80GiB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["error"].startswith("no plan fits")
+    assert data["plan"]["error"].startswith("no plan fits")
     assert data["what_if"]["predicted"]["seconds"] > 0
 
 

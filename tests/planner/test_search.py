@@ -198,7 +198,7 @@ def test_constraints_are_obeyed() -> None:
     piped = make_plan(s.spec, s.cluster, global_batch=32, fix=["pipe=4", "schedule=wave"])
     assert (piped.mesh.pipe, piped.pipeline.schedule) == (4, "wave")
     assert sum(piped.pipeline.layers) == 16  # type: ignore[arg-type]
-    few = make_plan(s.spec, s.cluster, global_batch=32, max_ranks=4, fix="col=4 mode=zero3", precision="fp32")
+    few = make_plan(s.spec, s.cluster, global_batch=32, max_ranks=4, fix="col=4 recompute=full", precision="fp32")
     assert (few.mesh.ranks, few.mesh.col, few.precision) == (4, 4, Precision(compute="fp32"))
 
 

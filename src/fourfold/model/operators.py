@@ -108,6 +108,10 @@ class UnitSpec:
     """Elements of the forward that are also held in fp32, where the compute type is narrower."""
     for_weight_grad: Held = NOTHING
     """What is held until W, where the backward is split: inputs of products, and gradients of their outputs."""
+    mask: float = 0.0
+    """Elements that dropout sees: until the backward, a byte of each is kept, on CPUs a number of the compute type."""
+    scores: float = 0.0
+    """Attention weights that dropout sees: CPUs, which have no fused kernel for that, keep them, in fp32 or wider."""
     unfused: float = 0.0
     """Elements of RMSNorm inputs: CPUs, which have no fused kernel, keep them once more (twice in fp32, for narrower types)."""
     again: tuple[str, ...] = ()
@@ -267,8 +271,9 @@ class ModelSpec:
 
 
 def _said(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Fields that say something: plans in files know the hashes of specs that had no `rows`."""
-    return {name: value for name, value in fields if (name, value) != ("rows", 1.0)}
+    """Fields that say something: plans in files know the hashes of specs that had fewer."""
+    silent = {"rows": 1.0, "mask": 0.0, "scores": 0.0}
+    return {name: value for name, value in fields if silent.get(name) != value}
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -287,7 +292,25 @@ def _unit(m: ModelConfig, name: str, flops: float) -> UnitSpec:
     build = {"embed": _embed, "attn": _attention, "mlp": _mlp, "head": _head}[part]
     unit = build(m, name, layer)
     assert abs(unit.flops - flops) <= 1e-6 * max(1.0, flops), name
-    return unit
+    return _with_dropout(m, unit) if m.dropout and part != "head" else unit
+
+
+def _with_dropout(m: ModelConfig, unit: UnitSpec) -> UnitSpec:
+    """Dropout of what is added to the residual stream, and of attention weights; gradients of both sides are there at once."""
+    d = m.hidden
+
+    def more(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+        return tuple(moment._replace(held=Held(moment.held.narrow + d, moment.held.wide)) for moment in moments)
+
+    return replace(
+        unit,
+        operators=(*unit.operators, Operator("dropout", "memory", moved=2.5 * d, backward=1.0)),
+        forward={name: more(moments) for name, moments in unit.forward.items()},
+        backward=(*more(unit.backward[:1]), *unit.backward[1:]),
+        split=(*more(unit.split[:1]), *unit.split[1:]),
+        mask=float(d),
+        scores=float(m.heads * m.seq_len) if unit.kind == "attn" else 0.0,
+    )
 
 
 def _product(name: str, inputs: int, outputs: int) -> Operator:
@@ -378,7 +401,7 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         split=(Moment(Held(d + q + qkv)), Moment(Held(2 * d), full=d)),
         closing=3.0 * d,
         for_weight_grad=Held(2 * d + q + qkv),
-        unfused=float(d + (q + kv if m.qk_norm else 0)) if llama else 0.0,
+        unfused=float(d + (2 * q + kv + m.heads + m.kv_heads if m.qk_norm else 0)) if llama else 0.0,
         unread="" if m.family == "bert" else "out",
         output=d,
     )

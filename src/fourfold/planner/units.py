@@ -392,8 +392,9 @@ class _Heights:
         self.joined = 0.0  # inputs of all columns, kept for the backward
         if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops and self.recompute != "selective":
             self.joined = setting.spec.hidden * self.width * (tokens - self.scale)
-        if self.recompute == "none":
-            self.kept = self.full + self.joined
+        if self.recompute == "none":  # dropout's mask, in every slice
+            masks = (slices - 1) * unit.mask * (self.width if setting.cluster.device.kind == "cpu" else 1)
+            self.kept = self.full + self.joined + masks * self.scale
         self.moving = self._moving(layout) if mesh.row > 1 and unit.output else 0.0
 
     def _moving(self, layout: Layout) -> float:
@@ -484,8 +485,24 @@ class _Heights:
 
 
 def _bytes(setting: Setting, held: Held, unit: UnitSpec, recompute: str) -> float:
-    """Bytes for one token, with what a CPU's RMSNorm keeps besides."""
-    size = held.bytes(setting.compute)
-    if recompute == "none" and setting.cluster.device.kind == "cpu":
-        size += unit.unfused * max(4, setting.compute) * (2 if setting.compute < 4 else 1)
-    return size
+    """Bytes for one token, with dropout's mask, and what a CPU's RMSNorm and attention keep besides."""
+    e, size = setting.compute, held.bytes(setting.compute)
+    if setting.cluster.device.kind != "cpu":
+        return size + (unit.mask if recompute == "none" else 0.0)
+    wide = unit.scores * {"none": 3, "selective": 1}.get(recompute, 0)
+    if recompute == "none":
+        size += unit.mask * e
+        wide += unit.unfused * (2 if e < 4 else 1) + _unfused_heads(setting, unit)
+    return size + wide * max(4, e)
+
+
+def _unfused_heads(setting: Setting, unit: UnitSpec) -> float:
+    """Elements more that a CPU keeps where its attention is not fused: keys and values for every head, in fp32 or wider."""
+    config = setting.spec.config
+    if not unit.scores or config is None:
+        return 0.0
+    assert config.kv_heads
+    assert config.head_dim
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    narrower = (q + 2 * kv) * (1 - setting.compute / 4) if setting.compute < 4 else 0.0
+    return 2 * (q - kv) / (2 if config.qk_norm else 1) + narrower
