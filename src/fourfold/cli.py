@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 a run failed (or two runs diverge), 2 the input is at faul
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -53,6 +55,9 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "calibrate": (CalibrateArgs, calibrate_command),
     "doctor": (DoctorArgs, doctor),
 }
+
+
+atexit.register(gc.freeze)  # what a command leaves goes with the process: looking through it would take a second of a long plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,7 +66,7 @@ class _Step(NamedTuple):
 
 def filled(setting: Setting, plan: Plan, limit: float, known: Known) -> Filled:
     """The plan, or a faster one with other modes, and more or less recomputed, for as many units as there is room for."""
-    walk = Walk(setting, limit, plan, True, known)
+    walk = Walk(setting, limit, plan, known)
     _climb(walk)
     return _done(walk)
 
@@ -76,9 +76,9 @@ def turned(setting: Setting, plan: Plan, limit: float, known: Known) -> Filled:
 
     These are large, and hold most at other times than the layers: no step of one alone leads there.
     """
-    walk = Walk(setting, limit, plan, True, known)
+    walk = Walk(setting, limit, plan, known)
     for name, choice in _nearby(walk):
-        other = Walk(setting, limit, replace(walk.plan, unit=rules_of(walk.choices | {name: choice})), True, known)
+        other = Walk(setting, limit, replace(walk.plan, unit=rules_of(walk.choices | {name: choice})), known)
         _climb(other, name)
         if other.peak <= limit and other.least < (1 + HOPE) * walk.least:
             _climb(other)
@@ -137,13 +137,13 @@ def _steps(walk: Walk) -> list[_Step]:
 
 def _all_at_once(walk: Walk, steps: Sequence[_Step]) -> None:
     """The best of what a knapsack chooses, with a little more or less room than there is."""
-    moves = [_chosen(steps, walk.now.room + share * walk.limit) for share in WIDER]
+    moves = [_chosen(steps, walk.now.room + share * walk.limit, exact=not share) for share in WIDER]
     walk.go(min(moves, key=walk.cost))
 
 
-def _chosen(steps: Sequence[_Step], room: float) -> Move:
+def _chosen(steps: Sequence[_Step], room: float, exact: bool) -> Move:
     """What would be best of all that they can do, were seconds and bytes sums."""
-    chosen, kinds = _knapsack(steps, room)
+    chosen, kinds = _knapsack(steps, room, exact)
     move: Move = {}
     if chosen is not None:
         for counts, kind in zip(chosen.counts, kinds, strict=True):
@@ -155,7 +155,7 @@ def _chosen(steps: Sequence[_Step], room: float) -> Move:
     return move
 
 
-def _knapsack(steps: Sequence[_Step], room: float) -> tuple[Chosen | None, list[list[_Step]]]:
+def _knapsack(steps: Sequence[_Step], room: float, exact: bool = False) -> tuple[Chosen | None, list[list[_Step]]]:
     """How many of each, by kind of unit; option 0 is to stay."""
     kinds: dict[str, list[_Step]] = {}
     for s in steps:
@@ -167,7 +167,7 @@ def _knapsack(steps: Sequence[_Step], room: float) -> tuple[Chosen | None, list[
     for kind in kinds.values():
         options = [(0.0, 0.0), *((s.first.peak, s.first.seconds) for s in kind)]
         rows.append(Group([(peak - lowest, seconds - fastest) for peak, seconds in options], kind[0].most))
-    return choose(rows, room - lowest * sum(row.count for row in rows), exact=True), list(kinds.values())
+    return choose(rows, room - lowest * sum(row.count for row in rows), exact=exact), list(kinds.values())
 
 
 def _many_of_one(walk: Walk, steps: Sequence[_Step]) -> None:
@@ -179,6 +179,11 @@ def _many_of_one(walk: Walk, steps: Sequence[_Step]) -> None:
             if walk.now.rate < inf and s.first.peak > 0:  # state makes room, while that is hidden
                 walk.go(s.of(1 + max(0, int(walk.now.room // s.first.peak))))
             walk.go(s.of(_most(walk, s)))
+            count = 2
+            while walk.least < before and count <= s.most:  # or as many as help
+                before = walk.least
+                walk.go(s.of(count))
+                count *= 2
 
 
 def _most(walk: Walk, step: _Step) -> int:
@@ -230,7 +235,7 @@ def _exchanges(steps: Sequence[_Step], room: float, rate: float) -> list[Move]:
 def _alike(setting: Setting, choices: dict[str, Choice]) -> list[tuple[list[str], bool]]:
     """Units of a pattern that choose the same now, from the last; the first and the last alone; those that change together."""
     kinds: list[tuple[list[str], bool]] = []
-    for names in groups(setting, choices, few=False)[1:]:
+    for names in groups(setting, choices)[1:]:
         if not (setting.spec.tied and names[0] == setting.spec.units[0].name):
             alike: dict[Any, list[str]] = {}
             for n in reversed(names):  # what is beside the first and the last is of another kind

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 __all__ = ["Link"]
 
-NOTHING = 1e-12
+NOTHING, ROUNDED = 1e-12, 11
+"""Seconds that are none; digits of seconds that tell states apart."""
 
 
 class Link:
@@ -62,6 +63,22 @@ class Link:
         while self._busy and self.now < end:
             self._next(end)
         self.now = end
+
+    def state(self) -> tuple[float, ...]:
+        """What is under way, as it matters from now on."""
+        return tuple(
+            round(x, ROUNDED) for left, late in zip(self._left, self._late, strict=True) for x in (-1, late, *left)
+        )
+
+    def counts(self) -> list[int]:
+        """Collectives that were started, line by line."""
+        return list(self._started)
+
+    def skip(self, seconds: float, counts: Sequence[int]) -> None:
+        """Go on to where all is as it is now, with so many more collectives begun and ended."""
+        self.now += seconds
+        self._started = [n + more for n, more in zip(self._started, counts, strict=True)]
+        self._ended = [n + more for n, more in zip(self._ended, counts, strict=True)]
 
     def _next(self, end: float | None) -> None:
         """Until a collective ends or has let pass what it had to, but not past `end`."""

@@ -1,17 +1,13 @@
-"""A last look at the plan that the search found: would another mode for all units, for some, or for one of a few be faster?
+"""A last look at the plan that the search found: would another mode for all units, or for all of a kind, be faster?
 
 The search chooses by estimates of each unit alone. What units do together (sums that are joined, gathers that hide behind one
 another's products, heights that meet or do not) only a simulation and a replay of the whole plan know, so plans nearby are tried,
 until none of them is faster. No plan is then slower, by the planner's own account, than one of a single mode that fits.
-
-Where units are few and large, one change can need another: what is faster but holds too much is paired with what makes room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any, NamedTuple
 
 from fourfold.plan import Plan
@@ -20,16 +16,12 @@ from fourfold.planner.predict import Judged, Prediction, choice_of, judged
 from fourfold.planner.rules import pattern, rules_of
 from fourfold.planner.units import Choice
 
-__all__ = ["FEW", "Change", "Known", "Move", "Walk", "groups", "in_mode", "modes_of", "plainest", "polished"]
+__all__ = ["Change", "Known", "Move", "Walk", "groups", "in_mode", "modes_of", "plainest", "polished"]
 
-FEW = 16
-"""Units that are tried one by one, and two by two, where memory binds."""
-ROUNDS, PAIRS = 8, 240
-"""Of few units: times that all is tried, and pairs of moves that are."""
-GAIN = 1 - 1e-7
-"""Of few units, what is hardly faster is not worth another mode."""
 TIE = 0.01
 """What a CPU's clock and its networks leave open: plans that are as near take the same."""
+GAIN = 1 - 1e-7
+"""What is hardly faster is not worth another mode."""
 PENALTY = 20.0
 """Of a plan that needs a hundredth too much memory: so many hundredths of its seconds."""
 Mode = tuple[Any, Any]
@@ -41,7 +33,7 @@ MODES: tuple[Mode, ...] = (
     ("keep", "micro-batch"),
     ("zero3", "micro-batch"),
 )
-"""The last two, where there are few units and several micro-batches."""
+"""The last two, where there are several micro-batches."""
 Move = dict[str, Choice]
 """What units are to choose instead."""
 Known = dict[Any, Judged]
@@ -63,7 +55,6 @@ class Walk:
     setting: Setting
     limit: float
     plan: Plan
-    few: bool
     known: Known
 
     def __post_init__(self) -> None:
@@ -80,17 +71,15 @@ class Walk:
             return float("inf")
         return seconds * (1 + PENALTY * max(0.0, over))
 
-    def go(self, move: Move) -> Change | None:
-        """Make the move, if it is for the better; what it would change, where its seconds were looked at."""
+    def go(self, move: Move) -> None:
+        """Make the move, if it is for the better."""
         tried = self._after(move)
         found = self._judged(tried)
-        if tried == self.choices or (not self.few and self._cost(0.5 * self.now.seconds, found) >= self.least):
-            return None
-        change = self.change(move)
-        if (cost := self._cost(found.seconds, found)) < (GAIN if self.few else 1.0) * self.least:
+        if tried == self.choices or self._cost(0.5 * self.now.seconds, found) >= self.least:
+            return
+        if (cost := self._cost(found.seconds, found)) < GAIN * self.least:
             self.now, self.peak, self.choices, self.least = found, found.peak, tried, cost
             self.plan = replace(self.plan, unit=rules_of(tried))
-        return change
 
     def change(self, move: Move) -> Change:
         """What it would make of the plan."""
@@ -114,14 +103,6 @@ class Walk:
             tried[head] = tried[head]._replace(mode=mode, reduce=reduce, within=within)
         return tried
 
-    def pair(self, changes: Sequence[Change | None], most: int) -> None:
-        """Two moves at once, so many pairs at most, until one is for the better."""
-        before = self.least
-        for move in _pairs([c for c in changes if c is not None], self.now.room)[:most]:
-            self.go(move)
-            if self.least < before:
-                break
-
     def _judged(self, choices: dict[str, Choice]) -> Judged:
         bare = replace(self.plan, unit=())
         key = (bare, tuple(choices.values()))
@@ -130,24 +111,12 @@ class Walk:
         return self.known[key].at(self.limit)
 
 
-def polished(setting: Setting, plan: Plan, limit: float, known: Known, few: bool) -> tuple[Plan, Prediction]:
-    """The plan, or a faster one with other modes that fits; from one that does not, the way leads to one that does, if any.
-
-    `few`: units are tried one by one and two by two.
-    """
-    walk = Walk(setting, limit, plan, few, known)
-    modes = modes_of(plan, setting) if few else MODES[:4]
-    for _ in range(ROUNDS if few else 1):
-        before = walk.least
-        changes = [
+def polished(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Plan, Prediction]:
+    """The plan, or a faster one with other modes that fits; from one that does not, the way leads to one that does, if any."""
+    walk = Walk(setting, limit, plan, known)
+    for names in groups(setting, walk.choices):
+        for mode in modes_of(plan, setting):
             walk.go({n: in_mode(walk.choices[n], *mode) for n in names})
-            for names in groups(setting, walk.choices, few)
-            for mode in modes
-        ]
-        if walk.least == before and few:
-            walk.pair(changes, PAIRS)
-        if walk.least == before:
-            break
     return walk.plan, walk.now.prediction()
 
 
@@ -172,36 +141,15 @@ def modes_of(plan: Plan, setting: Setting) -> tuple[Mode, ...]:
     return MODES if plan.micro_batches(setting.global_batch) > 1 else MODES[:4]
 
 
-def groups(setting: Setting, choices: dict[str, Choice], few: bool) -> list[list[str]]:
-    """Units that change together: all, those of a pattern; of a few also those of a pattern that are alike now, and each."""
+def groups(setting: Setting, choices: dict[str, Choice]) -> list[list[str]]:
+    """Units that change together: all, and those of a pattern."""
     kinds: dict[str, list[str]] = {}
     for name in choices:
         kinds.setdefault(pattern(name), []).append(name)
     if setting.spec.tied:  # the head's matrix is the embedding's
         first, last = (pattern(setting.spec.units[i].name) for i in (0, -1))
         kinds[first] += kinds.pop(last)
-    groups = [list(choices), *kinds.values()]
-    if few:
-        for names in kinds.values():
-            alike: dict[Choice, list[str]] = {}
-            for n in names:
-                alike.setdefault(choices[n], []).append(n)
-            groups += [each for each in alike.values() if len(each) < len(names)]
-        groups += [] if setting.spec.tied else [[n] for n in choices]
-    return groups
-
-
-def _pairs(changes: Sequence[Change], room: float) -> list[Move]:
-    """Two moves that may be faster together, the most promising first.
-
-    By the sums of what each does alone, and by how much more they would hold than there is room for: peaks do not add up.
-    """
-    found: list[tuple[float, float, int, Move]] = []
-    for a, b in combinations(changes, 2):
-        seconds, over = a.seconds + b.seconds, max(0.0, a.peak + b.peak - room)
-        if seconds < 0 and not a.move.keys() & b.move.keys():
-            found.append((over, seconds, len(found), a.move | b.move))
-    return [move for *_, move in sorted(found)]
+    return [list(choices), *kinds.values()]
 
 
 def in_mode(c: Choice, mode: Any, reduce: Any) -> Choice:

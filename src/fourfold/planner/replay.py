@@ -209,18 +209,24 @@ def _came(schedule: Schedule, rank: int) -> frozenset[tuple[int, str]]:
 class _Step:
     """What is held inside an op: now, and when it was most."""
 
+    __slots__ = ("_high", "_most", "activations", "gathered", "gradients")
+
     def __init__(self) -> None:
-        self.now: Bytes = [0.0] * len(CATEGORIES)
-        self.high: Bytes = list(self.now)
-        self._most = 0.0
+        self.gathered = self.gradients = self.activations = self._most = 0.0
+        self._high = (0.0, 0.0, 0.0, 0.0)
 
     def mark(self, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0) -> None:
-        held = sum(self.now) + workspace + gathered + gradients
+        gathered, gradients = self.gathered + gathered, self.gradients + gradients
+        held = gathered + gradients + self.activations + workspace
         if held > self._most:
-            self._most, self.high = held, list(self.now)
-            self.high[WORKSPACE] += workspace
-            self.high[GATHERED] += gathered
-            self.high[GRADIENTS] += gradients
+            self._most, self._high = held, (gathered, gradients, self.activations, workspace)
+
+    def walked(self, flying: tuple[float, float]) -> _Walk:
+        high: Bytes = [0.0] * len(CATEGORIES)
+        high[GATHERED], high[GRADIENTS], high[ACTIVATIONS], high[WORKSPACE] = self._high
+        now = ((GATHERED, self.gathered), (GRADIENTS, self.gradients), (ACTIVATIONS, self.activations))
+        change = self.gathered + self.gradients + self.activations
+        return _Walk(self._most, tuple(high), change, tuple((i, size) for i, size in now if size), flying)
 
 
 def _walk(
@@ -229,25 +235,24 @@ def _walk(
     """One op, link by link."""
     turn, flying = place.turn, place.flying
     kind, step, prefetch = turn.kind, _Step(), extra.prefetch
-    now = step.now
     links = [(u, part) for u in units for part in range(u.cost.slices)]
     if kind != "F":
         links.reverse()
     gathers = [_gathers(u, turn) and not (i == 0 and turn.stayed) for i, (u, _) in enumerate(links)]
     sizes = [_size(u) for u, _ in links]
     if gathers[0]:
-        now[GATHERED] += sizes[0]
+        step.gathered += sizes[0]
     for i, (u, part) in enumerate(links):
         c, last = u.cost, i == len(links) - 1
         if i and not prefetch and gathers[i]:
-            now[GATHERED] += sizes[i]
+            step.gathered += sizes[i]
         if not last and prefetch and gathers[i + 1]:
-            now[GATHERED] += sizes[i + 1]
+            step.gathered += sizes[i + 1]
         ahead = place.ahead if last else 0.0
         given = extra.pooled if u is units[0] and (stage, "F") in came else 0.0  # of what it keeps, a message
         if kind == "F":
             if part == 0:
-                now[ACTIVATIONS] += c.activation - given
+                step.activations += c.activation - given
             step.mark(c.forward_workspace, ahead)
         else:
             adds = kind != "W" and (turn.first or (_each_time(u) and kind == "B" and c.reduced < c.gradients))
@@ -256,46 +261,45 @@ def _walk(
             height = c.workspace if kind == "B" else c.split_workspace if kind == "I" else c.product
             step.mark(height - grad, ahead, early)
             if c.slices > 1:  # its gradient waits for those before
-                now[GRADIENTS] -= sum(flying)
+                step.gradients -= flying[0] + flying[1]
                 flying = (0.0, 0.0)
             if adds:
-                now[GRADIENTS] += (c.gradients + c.borrowed) / c.slices
+                step.gradients += (c.gradients + c.borrowed) / c.slices
             step.mark(c.closing if kind == "B" else 0.0 if kind == "I" else c.product, ahead)
             if kind != "I":
                 flying = _reduced(u, part, turn, flying, step, extra)
             if part == 0:
                 kept, whole = c.kept_for_weight_grad, c.activation - given
-                now[ACTIVATIONS] -= whole if kind == "B" else whole - kept if kind == "I" else kept
+                step.activations -= whole if kind == "B" else whole - kept if kind == "I" else kept
         if kind != "W" and _releases(u, turn) and not (last and turn.stays and u.choice.mode != "keep"):
-            now[GATHERED] -= sizes[i]
-    left = tuple((i, size) for i, size in enumerate(now) if size)
-    return _Walk(sum(step.high), tuple(step.high), sum(now), left, flying)
+            step.gathered -= sizes[i]
+    return step.walked(flying)
 
 
 def _reduced(
     u: PlannedUnit, part: int, turn: _Turn, flying: tuple[float, float], step: _Step, extra: Extra
 ) -> tuple[float, float]:
     """A link's gradient is complete: reduced at once, or in the last op. Returns the reduction that is under way."""
-    c, now, each = u.cost, step.now, _each_time(u)
+    c, each = u.cost, _each_time(u)
     whole, sums = c.gradients / c.slices, c.reduced / c.slices
     if not (turn.last or each):
         return flying
     if c.borrowed and extra.copied and part == 0:
         step.mark(gradients=extra.copied)
-        now[GRADIENTS] += extra.copied - c.borrowed
+        step.gradients += extra.copied - c.borrowed
     if u.spec.layer == 0:
         step.mark(gradients=extra.taken)
-        now[GRADIENTS] -= extra.lent
+        step.gradients -= extra.lent
     if c.reduced >= c.gradients:  # it stays whole; a second one is added to it when the third begins
-        now[GRADIENTS] += whole if each and turn.first and not turn.last else 0.0
+        step.gradients += whole if each and turn.first and not turn.last else 0.0
         return flying
     step.mark(gradients=sums)
-    now[GRADIENTS] += sums - sum(flying)
+    step.gradients += sums - flying[0] - flying[1]
     if each and turn.kind == "W" and not turn.last:  # the next micro-batch has begun one of its own
-        now[GRADIENTS] += whole
+        step.gradients += whole
     added = sums if each and not turn.first else 0.0
     if not extra.prefetch:  # it is waited for
-        now[GRADIENTS] -= whole + added
+        step.gradients -= whole + added
         return 0.0, 0.0
     return whole, added
 

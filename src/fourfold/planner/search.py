@@ -40,7 +40,7 @@ from fourfold.planner.products import ladder
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
-MANY, LITTLE, UNLIKELY = 2000, 0.01, 0.05
+MANY, LITTLE, UNLIKELY = 2000, 0.02, 0.02
 """Of more layouts than MANY, those are left out that could win by less than a share of LITTLE, or that keep all on the device and
 whose estimate is above the best by more than UNLIKELY; the certificate's gap says so."""
 SIMULATED = 48
@@ -282,7 +282,7 @@ class _Search:
             if (floor > self._cut() or self._unlikely(estimate)) and shown:
                 return
             self.simulated += 1
-            candidate = self.maker.built(estimate.layout, self.limit)
+            candidate = self.maker.built(estimate.layout)
         except ScheduleError:
             return
         if candidate is not None:
