@@ -57,7 +57,9 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
 }
 
 
-atexit.register(gc.freeze)  # what a command leaves goes with the process: looking through it would take a second of a long plan
+atexit.register(
+    gc.freeze
+)  # what a command leaves goes with the process: looking through it would take a second of a long plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:

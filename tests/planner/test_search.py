@@ -21,7 +21,7 @@ from fourfold.planner.deal import least_idle
 from fourfold.planner.floors import floor_in
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import bound, computed, layouts, parse_fixes
-from fourfold.planner.make import default_precision, find_plan, judge, make_plan, with_report
+from fourfold.planner.make import binding, default_precision, find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import choice_of, predict
 from fourfold.planner.rules import rules_of
@@ -319,11 +319,21 @@ def test_state_that_finds_room_on_the_device_is_worth_the_link() -> None:
     wanted = parse_fixes(["data=8", "mode=replicate", "recompute=full", "activations=device", "micro_batches=4"])
     best = find_plan(s, wanted).best
     assert best.layout.optimizer == "auto"
-    more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(10**10 + 2**28)})), wanted).best
+    more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(10**10 + 2**30)})), wanted).best
     saved = best.prediction.seconds - more.prediction.seconds
-    assert saved == pytest.approx(best.price * 2**28, rel=0.15)
+    assert saved == pytest.approx(best.price, rel=0.15)
     device, auto = (find_plan(setting(), parse_fixes([f"optimizer={o}"])).best.prediction for o in ("device", "auto"))
     assert auto.seconds <= device.seconds
+
+
+@pytest.mark.parametrize("fixes", [["pipe=4"], ["pipe=2", "schedule=wave"], ["mode=zero3"], ["data=8"]])
+def test_what_a_gib_more_saves(fixes: list[str]) -> None:
+    s, wanted = setting("12GB", batch=64, spec=llama(16, 2048)), parse_fixes(fixes)
+    best = find_plan(s, wanted).best
+    more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(12 * 10**9 + 2**30)})), wanted).best
+    saved = best.prediction.seconds - more.prediction.seconds
+    assert best.price == pytest.approx(saved, rel=0.3, abs=1e-4 * best.prediction.seconds)
+    assert (binding(best, s) == "memory") == (best.price > 0)
 
 
 def test_explanations() -> None:

@@ -51,10 +51,10 @@ class Candidate:
     layout: Layout
     plan: Plan
     prediction: Prediction
-    price: float
-    """Seconds that another byte on every device would save."""
-    choice_gap: float
+    choice_gap: float = 0.0
     """Seconds by which the choice of units may be above the best one."""
+    price: float = 0.0
+    """Seconds that a GiB more on every device would save; the search knows it of the best plan."""
 
 
 class _Seat:
@@ -154,7 +154,8 @@ def build_out(setting: Setting, solver: Solver, layout: Layout, limit: float) ->
         if [s.tried for s in seats] == tried and all(s.settled for s in seats):
             if len(seats) == 1:
                 plan, found, solved = _above(seats[0], planned, (plan, found, solved), limit)
-            return _candidate(setting, layout, plan, found, solved) if found.fits else None
+            gap = max(s.gap for s in solved)
+            return Candidate(layout, plan, found.prediction(), gap) if found.fits else None
     return None
 
 
@@ -163,7 +164,7 @@ def frugal(setting: Setting, solver: Solver, layout: Layout) -> tuple[Sequence[R
     site = _Site(setting, layout)
     solved = [frugal_rank(solver, layout, load) for load in site.loads]
     plan, held = site.planned(solved, 0.0)
-    return held.memory, lambda: _candidate(setting, layout, plan, held, solved)
+    return held.memory, lambda: Candidate(layout, plan, held.prediction(), max(s.gap for s in solved))
 
 
 def _above(
@@ -178,13 +179,6 @@ def _above(
         if found.fits:
             best = plan, found, [more]
     return best
-
-
-def _candidate(setting: Setting, layout: Layout, plan: Plan, found: Judged, solved: Sequence[Solved]) -> Candidate:
-    prediction, price = found.prediction(), max(s.price for s in solved)
-    if layout.optimizer == "auto" and found.share < 1:  # a byte of state that finds room need not cross
-        price = max(price, 1 / setting.cluster.host.link)
-    return Candidate(layout, plan, prediction, price, max(s.gap for s in solved))
 
 
 def stretched(solver: Solver, layout: Layout, load: RankLoad, budget: float) -> float:

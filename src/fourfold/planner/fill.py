@@ -35,6 +35,8 @@ NEARBY, TURNS, HOPE = 0.002, 3, 0.0003
 """Of a step's seconds: what another choice of a large unit may cost more; how many are tried; and of those that then are no
 slower by more, others' exchanges, too."""
 
+GIB = 2**30
+
 
 class Filled(NamedTuple):
     """A plan that uses what memory there is."""
@@ -42,7 +44,7 @@ class Filled(NamedTuple):
     plan: Plan
     prediction: Prediction
     price: float
-    """Seconds that another byte would save."""
+    """Seconds that a GiB more would save."""
 
 
 Filling = Callable[[Setting, Plan, float, Known], Filled]
@@ -87,8 +89,10 @@ def turned(setting: Setting, plan: Plan, limit: float, known: Known) -> Filled:
 
 
 def _done(walk: Walk) -> Filled:
-    chosen, _ = _knapsack(_steps(walk), walk.now.room)
-    return Filled(walk.plan, walk.now.prediction(), min(chosen.price, walk.now.rate) if chosen else 0.0)
+    steps, room = _steps(walk), walk.now.room
+    now, more = (_knapsack(steps, room + bytes)[0] for bytes in (0, GIB))
+    saved = now.seconds - more.seconds if now and more else 0.0
+    return Filled(walk.plan, walk.now.prediction(), min(max(0.0, saved), walk.now.rate * GIB))
 
 
 def _climb(walk: Walk, but: str = "") -> None:

@@ -17,7 +17,7 @@ from itertools import product
 
 from fourfold.plan import Plan
 from fourfold.planner.build import Candidate, build_out
-from fourfold.planner.fill import Filling, filled, turned
+from fourfold.planner.fill import GIB, Filling, filled, turned
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints
 from fourfold.planner.options import Solver
@@ -64,8 +64,19 @@ class Maker:
                 done += [self._polished(start) for start in self._starts(c.layout, many)[:wanted]]
         done = [c for c in done if fits(c.prediction.memory, self.setting.cluster, self.limit)] or ranked[:1]
         done = sorted(done, key=lambda c: self._at(c, self.limit).seconds)
-        chosen = min([self._settled(c) for c in [*done, *self._full(done, many)]], key=lambda c: c.prediction.seconds)
-        return self._plainest(chosen) if self.setting.cluster.device.kind == "cpu" else chosen
+        full = [self._settled(c) for c in self._full(done, many)]
+        chosen = min([*map(self._settled, done), *full], key=lambda c: c.prediction.seconds)
+        chosen = self._plainest(chosen) if self.setting.cluster.device.kind == "cpu" else chosen
+        filled = [c.price for c in full if c.plan == chosen.plan]
+        return replace(chosen, price=max(filled) if filled else self._price(chosen.layout))
+
+    def _price(self, layout: Layout) -> float:
+        """Seconds that a GiB more would save, as the layout's units choose."""
+        cluster = self.setting.cluster
+        more = replace(self.setting, cluster=cluster.what_if({"memory": str(cluster.memory + GIB)}))
+        solver = Solver(more, self._others[1.0, None][1].fixed)
+        now, then = self.built(layout), build_out(more, solver, layout, rung_below(more.cluster.usable))
+        return max(0.0, now.prediction.seconds - then.prediction.seconds) if now and then else 0.0
 
     def _plainest(self, best: Candidate) -> Candidate:
         """The plan, or one with a single mode that takes hardly longer."""

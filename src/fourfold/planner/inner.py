@@ -31,7 +31,6 @@ class Solved:
 
     seconds: float
     bound: float
-    price: float
     memory: float
     """Bytes held, without those held for a while."""
     needs: float
@@ -209,4 +208,4 @@ def _solved(
         for counts, options in zip(chosen.counts, allowed, strict=True)
     ]
     options = tuple((table[i][0], picked[i], picked[i + 1]) for i in range(0, len(table), 2))
-    return Solved(chosen.seconds, bound, 0.0 if free else chosen.price, chosen.memory, needs, options, free)
+    return Solved(chosen.seconds, bound, chosen.memory, needs, options, free)

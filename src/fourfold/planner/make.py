@@ -109,7 +109,7 @@ def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
         "ranks": best.layout.mesh.ranks,
         "usable_bytes": setting.cluster.usable,
         "host_bytes": round(setting.cluster.host_memory),
-        "price": best.price * 2**30,
+        "price": best.price,
         "binding": binding(best, setting),
         "break_even_tokens": round(break_even(best, setting)),
         "tokens_per_micro_batch": best.layout.micro_batch_size * setting.spec.seq_len,
@@ -141,7 +141,7 @@ def judge(plan: Plan, setting: Setting) -> Plan:
     layout = layout_of_plan(plan, setting)
     tensor = replace(plan.tensor, flows=chosen_flows(setting, layout))
     plan = replace(plan, tensor=tensor)
-    candidate = Candidate(layout, plan, predict(plan, setting), 0.0, 0.0)
+    candidate = Candidate(layout, plan, predict(plan, setting))
     told = with_report(Found(candidate, (candidate,), {}), setting, 1)
     assert told.predicted is not None
     # what more memory would buy, only the search knows
