@@ -55,6 +55,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt, untied": {
         "family": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "seq_len": 2048, "vocab": 50304, "tie": False,
     },
+    "gpt, dropout": {
+        "family": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "seq_len": 2048, "vocab": 50304, "dropout": 0.1,
+    },
 }  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "llama": {
@@ -63,6 +66,7 @@ TINY: dict[str, dict[str, Any]] = {
     "llama, 2048": {"family": "llama", "layers": 8, "hidden": 64, "heads": 4, "ffn": 160, "seq_len": 64, "vocab": 256},
     "gpt": {"family": "gpt", "layers": 8, "hidden": 64, "heads": 4, "seq_len": 64, "vocab": 256},
     "gpt, untied": {"family": "gpt", "layers": 8, "hidden": 64, "heads": 4, "seq_len": 64, "vocab": 256, "tie": False},
+    "gpt, dropout": {"family": "gpt", "layers": 8, "hidden": 64, "heads": 4, "seq_len": 64, "vocab": 256, "dropout": 0.1},
 }  # fmt: skip
 
 
@@ -92,6 +96,8 @@ PLANS: list[tuple[str, str, int, int, dict[str, Any]]] = [  # name, model, seque
     ("data 2 · col 4", "llama", 2, 1,
      {"mesh": {"data": 2, "col": 4}, "unit": [rule(mode="zero3")], "batch": {"micro_batches": 2}}),
     ("row 2 · col 2", "gpt", 8, 3, {"mesh": {"row": 2, "col": 2}}),
+    ("data 8, zero2", "gpt, dropout", 8, 0, {"mesh": {"data": 8}, "unit": [rule(mode="zero2")]}),
+    ("data 8, zero2, full", "gpt, dropout", 8, 0, {"mesh": {"data": 8}, "unit": [rule(mode="zero2", recompute="full")]}),
     ("data 4, optimizer on the host", "llama", 2, 0,
      {"mesh": {"data": 4}, "unit": [rule(mode="zero3")], "memory": {"optimizer": "host"}}),
     ("data 4, activations on the host", "llama", 2, 0,
