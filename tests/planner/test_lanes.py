@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fourfold.planner.lanes import Lanes, Step
 
@@ -47,3 +49,26 @@ def test_what_runs_at_once_shares_the_link() -> None:
 
 def test_sums_across_groups_are_waited_for() -> None:
     assert takes(Step(1.0, reduce=1.0, across=3.0)) == (1.0, 5.0)
+
+
+@given(
+    st.lists(st.tuples(*[st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.7))] * 8), min_size=1, max_size=3),
+    st.integers(4, 40),
+    st.booleans(),
+    st.sampled_from((0.0, 0.2)),
+)
+def test_layers_that_are_alike_take_what_they_would_one_by_one(
+    layer: list[tuple[float, ...]], times: int, holds: bool, queue: float
+) -> None:
+    """A step that is the same object is known to repeat; copies are gone through."""
+    first, *rest = steps = [Step(*fields[:4], holds, *fields[4:7]) for fields in layer]
+    chain = [first, *(steps * times), *rest, first._replace(compute=0.7)]
+    found = []
+    for units in (chain, [Step(*s) for s in chain]):
+        lanes = Lanes(queue)
+        for _ in range(2):
+            lanes.run(units)
+        ran = lanes.now, lanes.since_work
+        lanes.finish()
+        found.append((*ran, lanes.now, lanes.exposed, lanes.communicated))
+    assert found[0] == pytest.approx(found[1], rel=1e-6, abs=1e-9)

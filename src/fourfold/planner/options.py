@@ -261,12 +261,20 @@ def _wished(options: list[Option], name: str, wish: str | None) -> list[Option]:
 
 def _undominated(options: list[Option]) -> list[Option]:
     """Without those that another beats or equals in all."""
-
-    def beats(a: Option, b: Option) -> bool:
-        return all(x <= y for x, y in zip(a[1:], b[1:], strict=True))
-
     kept: list[Option] = []
-    for i, o in enumerate(options):
-        if not any(beats(p, o) and (not beats(o, p) or j < i) for j, p in enumerate(options) if j != i):
+    for o in options:
+        if not any(_beats(p, o) for p in kept):
+            kept = [p for p in kept if not _beats(o, p)]
             kept.append(o)
     return kept
+
+
+def _beats(a: Option, b: Option) -> bool:
+    return (
+        a.seconds <= b.seconds
+        and a.memory <= b.memory
+        and a.transient <= b.transient
+        and a.first <= b.first
+        and a.last <= b.last
+        and a.queued <= b.queued
+    )

@@ -44,7 +44,8 @@ MANY, LITTLE, UNLIKELY = 2000, 0.02, 0.02
 """Of more layouts than MANY, those are left out that could win by less than a share of LITTLE, or that keep all on the device and
 whose estimate is above the best by more than UNLIKELY; the certificate's gap says so."""
 SIMULATED = 48
-"""Layouts that are built out at most, and of which the plan fits; of those that turn out not to fit, three times as many."""
+"""Layouts that are built out at most, and of which the plan fits (of more layouts than MANY, half); of those that turn out not to
+fit, three times as many."""
 OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
 PASSING = 0.05
@@ -164,7 +165,8 @@ class _Search:
         heapq.heappush(self.waiting, (floor, self._number, layout, step))
 
     def _enough(self) -> bool:
-        return len(self.built) >= SIMULATED or self.simulated >= 4 * SIMULATED
+        most = SIMULATED // 2 if self.total > MANY else SIMULATED
+        return len(self.built) >= most or self.simulated >= 4 * most
 
     def _best(self) -> float | None:
         return min((c.prediction.seconds for c in self.built), default=None)
