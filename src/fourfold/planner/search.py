@@ -284,7 +284,7 @@ class _Search:
             if (floor > self._cut() or self._unlikely(estimate)) and shown:
                 return
             self.simulated += 1
-            candidate = self.maker.built(estimate.layout)
+            candidate = self.maker.built(estimate.layout, self.limit)
         except ScheduleError:
             return
         if candidate is not None:
