@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -324,6 +325,19 @@ def test_state_that_finds_room_on_the_device_is_worth_the_link() -> None:
     assert saved == pytest.approx(best.price, rel=0.15)
     device, auto = (find_plan(setting(), parse_fixes([f"optimizer={o}"])).best.prediction for o in ("device", "auto"))
     assert auto.seconds <= device.seconds
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "per-slice"])
+def test_what_is_decided_stays_while_modes_are_filled_up(recompute: str) -> None:
+    s, least = setting("14GB", batch=32, spec=llama(16, 2048)), float("inf")
+    plan = find_plan(s, parse_fixes(["data=8", "micro_batches=4", f"recompute={recompute}"])).best
+    units = [u.name for u in s.spec.units if recompute in u.saved]  # attention has no slices
+    assert {plan.plan.rule_for(name).recompute for name in units} == {recompute}
+    for mode in ("zero2", "zero3", "keep"):
+        with suppress(PlanError):
+            fixes = ["data=8", "micro_batches=4", f"recompute={recompute}", f"mode={mode}"]
+            least = min(least, find_plan(s, parse_fixes(fixes)).best.prediction.seconds)
+    assert plan.prediction.seconds <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("fixes", [["pipe=4"], ["pipe=2", "schedule=wave"], ["mode=zero3"], ["data=8"]])

@@ -8,7 +8,7 @@ starts, it mostly ends at the same plan, so that more memory ends at a faster on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -47,8 +47,8 @@ class Filled(NamedTuple):
     """Seconds that a GiB more would save."""
 
 
-Filling = Callable[[Setting, Plan, float, Known], Filled]
-"""From a plan to one that uses so many bytes of a device."""
+Filling = Callable[[Setting, Plan, float, Known, Collection[str]], Filled]
+"""From a plan to one that uses so many bytes of a device; what of "mode" and "recompute" is decided stays."""
 
 
 class _Step(NamedTuple):
@@ -66,21 +66,21 @@ class _Step(NamedTuple):
         return dict(self.moves if self.together and count else self.moves[:count])
 
 
-def filled(setting: Setting, plan: Plan, limit: float, known: Known) -> Filled:
+def filled(setting: Setting, plan: Plan, limit: float, known: Known, fixed: Collection[str] = ()) -> Filled:
     """The plan, or a faster one with other modes, and more or less recomputed, for as many units as there is room for."""
-    walk = Walk(setting, limit, plan, known)
+    walk = Walk(setting, limit, plan, known, fixed)
     _climb(walk)
     return _done(walk)
 
 
-def turned(setting: Setting, plan: Plan, limit: float, known: Known) -> Filled:
+def turned(setting: Setting, plan: Plan, limit: float, known: Known, fixed: Collection[str] = ()) -> Filled:
     """One that is filled, or a faster one in which the embedding or the head chooses something else, and all others with it.
 
     These are large, and hold most at other times than the layers: no step of one alone leads there.
     """
-    walk = Walk(setting, limit, plan, known)
+    walk = Walk(setting, limit, plan, known, fixed)
     for name, choice in _nearby(walk):
-        other = Walk(setting, limit, replace(walk.plan, unit=rules_of(walk.choices | {name: choice})), known)
+        other = Walk(setting, limit, replace(walk.plan, unit=rules_of(walk.choices | {name: choice})), known, fixed)
         _climb(other, name)
         if other.peak <= limit and other.least < (1 + HOPE) * walk.least:
             _climb(other)
@@ -128,7 +128,7 @@ def _steps(walk: Walk) -> list[_Step]:
     units = {u.name: u for u in walk.setting.spec.units}
     out = []
     for names, together in _alike(walk.setting, walk.choices):
-        for change in _changes(walk.plan, walk.setting):
+        for change in _changes(walk):
             wished = [(n, change(units[n], walk.choices[n])) for n in names]
             moves = [(n, c) for n, c in wished if c != walk.choices[n]]
             if moves:
@@ -250,13 +250,15 @@ def _alike(setting: Setting, choices: dict[str, Choice]) -> list[tuple[list[str]
     return kinds
 
 
-def _changes(plan: Plan, setting: Setting) -> Iterator[Callable[[UnitSpec, Choice], Choice]]:
-    """Other modes, and less or more to recompute."""
-    for mode, reduce in modes_of(plan, setting):
-        yield partial(_moded, mode=mode, reduce=reduce)
-    splits = SPLITS if plan.mesh.row * plan.mesh.col == 1 else ()
-    for name, split in [("none", 1), ("selective", 1), ("full", 1), *(("per-slice", s) for s in splits)]:
-        yield partial(_redone, name=name, split=split)
+def _changes(walk: Walk) -> Iterator[Callable[[UnitSpec, Choice], Choice]]:
+    """Other modes, and less or more to recompute, where that is open."""
+    if "mode" not in walk.fixed:
+        for mode, reduce in modes_of(walk.plan, walk.setting):
+            yield partial(_moded, mode=mode, reduce=reduce)
+    if "recompute" not in walk.fixed:
+        splits = SPLITS if walk.plan.mesh.row * walk.plan.mesh.col == 1 else ()
+        for name, split in [("none", 1), ("selective", 1), ("full", 1), *(("per-slice", s) for s in splits)]:
+            yield partial(_redone, name=name, split=split)
 
 
 def _moded(unit: UnitSpec, c: Choice, mode: Any, reduce: Any) -> Choice:

@@ -70,7 +70,7 @@ class Maker:
         chosen = min([*map(self._settled, done), *full], key=lambda c: c.prediction.seconds)
         chosen = self._plainest(chosen) if self.setting.cluster.device.kind == "cpu" else chosen
         filled = [c.price for c in full if c.plan == chosen.plan]
-        return replace(chosen, price=max(filled) if filled else self._price(chosen.layout))
+        return replace(chosen, price=max([0.0, *filled]) or self._price(chosen.layout))
 
     def _price(self, layout: Layout) -> float:
         """Seconds that a GiB more would save, as the layout's units choose."""
@@ -146,7 +146,7 @@ class Maker:
     def _polished(self, c: Candidate, limit: float) -> Candidate:
         if "mode" in self.wanted.fixed or c.layout.replicas == 1:
             return c
-        plan, prediction = polished(self.setting, c.plan, limit, self._judged)
+        plan, prediction = polished(self.setting, c.plan, limit, self._judged, self.wanted.fixed)
         return replace(c, plan=plan, prediction=prediction)
 
     def _full(self, done: list[Candidate], many: bool) -> list[Candidate]:
@@ -154,7 +154,7 @@ class Maker:
 
         `done`: the fastest first.
         """
-        if {"mode", "recompute"} & self.wanted.fixed.keys():
+        if {"mode", "recompute"} <= self.wanted.fixed.keys():
             return []
         apart: dict[Layout, dict[Plan, Candidate]] = {}
         for c in done:
@@ -172,7 +172,7 @@ class Maker:
         return [*full, best if many else self._filled(best, turned)]
 
     def _filled(self, c: Candidate, by: Filling = filled) -> Candidate:
-        full = by(self.setting, c.plan, self.setting.cluster.usable, self._judged)
+        full = by(self.setting, c.plan, self.setting.cluster.usable, self._judged, self.wanted.fixed)
         return replace(c, plan=full.plan, prediction=full.prediction, price=full.price)
 
     def _at(self, c: Candidate, limit: float) -> Prediction:

@@ -7,6 +7,7 @@ until none of them is faster. No plan is then slower, by the planner's own accou
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -56,6 +57,8 @@ class Walk:
     limit: float
     plan: Plan
     known: Known
+    fixed: Collection[str] = ()
+    """Of "mode" and "recompute", what is decided."""
 
     def __post_init__(self) -> None:
         self.choices = {u.name: choice_of(self.plan, u) for u in self.setting.spec.units}
@@ -96,6 +99,8 @@ class Walk:
 
     def _after(self, move: Move) -> dict[str, Choice]:
         """What all units choose then. A tied head is sharded as the embedding is: it is one matrix."""
+        if "recompute" in self.fixed:  # slices are not for replicas
+            move = {name: c for name, c in move.items() if c.recompute == self.choices[name].recompute}
         tried = self.choices | move
         if self.setting.spec.tied:
             lender, head = (self.setting.spec.units[i].name for i in (0, -1))
@@ -111,9 +116,11 @@ class Walk:
         return self.known[key].at(self.limit)
 
 
-def polished(setting: Setting, plan: Plan, limit: float, known: Known) -> tuple[Plan, Prediction]:
+def polished(
+    setting: Setting, plan: Plan, limit: float, known: Known, fixed: Collection[str] = ()
+) -> tuple[Plan, Prediction]:
     """The plan, or a faster one with other modes that fits; from one that does not, the way leads to one that does, if any."""
-    walk = Walk(setting, limit, plan, known)
+    walk = Walk(setting, limit, plan, known, fixed)
     for names in groups(setting, walk.choices):
         for mode in modes_of(plan, setting):
             walk.go({n: in_mode(walk.choices[n], *mode) for n in names})
