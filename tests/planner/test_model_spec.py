@@ -19,11 +19,11 @@ from fourfold.model.build import build_model, serial_model
 from fourfold.model.operators import ModelSpec, Operator
 from fourfold.model.spec import flops_per_token, parameter_count
 from fourfold.plan import Plan, Precision
+from fourfold.planner.heights import _bytes
 from fourfold.planner.layout import Setting
 from fourfold.planner.make import make_plan
 from fourfold.planner.predict import predict
 from fourfold.planner.products import product_seconds
-from fourfold.planner.units import _bytes
 from fourfold.runtime.stage import Link, Stage
 from tests.hub import HUB
 
