@@ -90,7 +90,7 @@ def turned(setting: Setting, plan: Plan, limit: float, known: Known, fixed: Coll
 
 def _done(walk: Walk) -> Filled:
     steps, room = _steps(walk), walk.now.room
-    now, more = (_knapsack(steps, room + bytes)[0] for bytes in (0, GIB))
+    now, more = (_knapsack(steps, room + extra)[0] for extra in (0, GIB))
     saved = now.seconds - more.seconds if now and more else 0.0
     return Filled(walk.plan, walk.now.prediction(), min(max(0.0, saved), walk.now.rate * GIB))
 

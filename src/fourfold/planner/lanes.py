@@ -14,7 +14,7 @@ Layers that are alike soon take alike: where all is under way as it was a layer 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fourfold.planner.link import Link
@@ -169,9 +169,9 @@ class Lanes:
             self.exposed += self._link.wait(GRID, self._link.start(GRID, across))
 
 
-def _repeats(chain: Sequence[Hashable]) -> list[tuple[int, int]]:
+def _repeats(chain: Sequence[int]) -> list[tuple[int, int]]:
     """For every place, after how many the same comes again, and for how many in a row that is so; layers are mostly alike."""
-    out, last = [(0, 0)] * len(chain), dict[Hashable, int]()
+    out, last = [(0, 0)] * len(chain), dict[int, int]()
     for i in range(len(chain) - 1, -1, -1):
         period = last.get(chain[i], len(chain) + LONGEST) - i
         last[chain[i]] = i

@@ -42,9 +42,8 @@ Known = dict[Any, Judged]
 
 
 class Change(NamedTuple):
-    """What a move made of a plan."""
+    """What a move would make of a plan: how much longer it takes, and how much more it holds."""
 
-    move: Move
     seconds: float
     peak: float
 
@@ -87,7 +86,7 @@ class Walk:
     def change(self, move: Move) -> Change:
         """What it would make of the plan."""
         found = self._judged(self._after(move))
-        return Change(move, found.at_best - self.now.at_best, self.now.room - found.room)
+        return Change(found.at_best - self.now.at_best, self.now.room - found.room)
 
     def cost(self, move: Move) -> float:
         """Of the plan after it, in seconds; infinite, where it does not fit."""
