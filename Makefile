@@ -1,13 +1,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 
 demo: .venv/installed-run  ## train a small GPT in four processes and sample from it
 	$(BIN)/fourfold demo
 
 test: .venv/installed-dev  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-gpu: .venv/installed-dev  ## run the tests of one NVIDIA GPU, a process to a test: CUDA forbids to fork once it has started
+	FOURFOLD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/test_kernels.py tests/test_cuda.py
+	export FOURFOLD_TEST_DEVICE=cuda; $(BIN)/python -m pytest tests/offload -o addopts= --collect-only -q | grep :: \
+		| xargs -d '\n' -n 1 -P 8 $(BIN)/python -m pytest -q
 
 lint: .venv/installed-dev  ## check style and types
 	$(BIN)/ruff check .

@@ -1,6 +1,14 @@
-"""Ranks are forked: torch must never have run a multi-threaded kernel in this process."""
+"""Ranks are forked: torch must never have run a multi-threaded kernel in this process, or have met a GPU.
+
+With `FOURFOLD_TEST_DEVICE=cuda` the tests of GPUs run (`make test-gpu`); without it no test sees one.
+"""
 
 from __future__ import annotations
+
+import os
+
+if os.environ.get("FOURFOLD_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # backward passes would start a thread per GPU, and forked ranks lack it
 
 import pytest
 import torch

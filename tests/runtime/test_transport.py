@@ -148,13 +148,15 @@ def _silent(rank: int, ranks: int) -> None:
     time.sleep(3)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("listening", [False, True])
-def test_a_dead_sender_is_noticed_at_once(listening: bool) -> None:
+def test_a_dead_sender_is_noticed_at_once(listening: bool, late: bool) -> None:
     with pytest.raises(RankFailure, match="rank 0 no longer sends"):
-        run_ranks(_orphan, 2, listening)
+        run_ranks(_orphan, 2, listening, late)
 
 
-def _orphan(rank: int, ranks: int, listening: bool) -> None:
+def _orphan(rank: int, ranks: int, listening: bool, late: bool) -> None:
+    """`late`: who waits comes to wait after the death."""
     transport = make(rank, ranks, timeout=30)
     if rank == 0:
         transport.send(1, act(0), value(0, 5))
@@ -166,14 +168,17 @@ def _orphan(rank: int, ranks: int, listening: bool) -> None:
                     line = socket.socket(fileno=os.dup(int(fd)))
                     line.getpeername()  # a listening one has none
                     line.shutdown(socket.SHUT_RDWR)
-        time.sleep(10)
-    if listening:
-        transport.listen(0, 2)
-    else:
-        transport.post(0)
-        transport.post(0)
+        time.sleep(20)
+        return
+    ask = (lambda: transport.listen(0, 1)) if listening else (lambda: transport.post(0))
+    ask()
+    if not late:
+        ask()
     transport.receive(act(0), 0)
     dist.barrier()
+    if late:
+        time.sleep(0.5)
+        ask()
     start = time.monotonic()
     try:
         transport.receive(act(1), 0)

@@ -317,8 +317,11 @@ class _Receiver:
     def post(self) -> None:
         """Post the receives of one more message."""
         buffer = self.transport.port.pool.take(HEADER_BYTES + self.transport.inline)
-        self._headers.append((buffer, self.group.recv([buffer], self.peer, 0)))
-        self._post_data()
+        try:
+            self._headers.append((buffer, self.group.recv([buffer], self.peer, 0)))
+            self._post_data()
+        except RuntimeError as e:  # its connection is closed already
+            raise self._gone(e) from e
 
     def _post_data(self) -> None:
         """Post receives of data for all messages that are posted; one whose data came inline leaves its own to the next."""
@@ -350,13 +353,20 @@ class _Receiver:
             posted = self._data.popleft() if port.posts_ahead else self._posted(form.size)
             found, ready = port.receive(posted, form.size)
         except RuntimeError as e:
-            what = str(wanted) if wanted else f"the next message from rank {self.source}"
+            what = str(wanted or self._next)
             if time.monotonic() - start >= timeout:
                 raise CommunicationError(f"waited {timeout:.0f} s in vain for {what}") from e
-            raise CommunicationError(
-                f"waited in vain for {what}: rank {self.source} no longer sends ({_plain(e)})"
-            ) from e
+            raise self._gone(e, what) from e
         return _Message(name, form.tree(found), ready)
+
+    @property
+    def _next(self) -> str:
+        return f"the next message from rank {self.source}"
+
+    def _gone(self, error: RuntimeError, what: str | None = None) -> CommunicationError:
+        return CommunicationError(
+            f"waited in vain for {what or self._next}: rank {self.source} no longer sends ({_plain(error)})"
+        )
 
     def listen(self, count: int) -> None:
         """Receive by a thread from now on."""

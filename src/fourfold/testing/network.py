@@ -200,6 +200,8 @@ class Network:
     def __exit__(self, *error: Any) -> None:
         if not self._name.startswith(f"{_owner(os.getpid())}-"):
             return  # a forked child leaving the context of its parent
+        for process in self._processes:
+            process.kill()  # one just started may not have entered its host yet, where `_remove` looks
         for name in _namespaces(f"{self._name}-"):
             _remove(name)
         for process in self._processes:
