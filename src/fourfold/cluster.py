@@ -318,13 +318,13 @@ class Cluster:
 
     def messages(self, size: float, first: int, other: int, ranks: int) -> float:
         """Seconds until each of `ranks` ranks from `first` on has sent one to its peer among those from `other` on."""
-        far = abs(other - first)
+        if not self.level:
+            return 0.0
         for level in self.level:
             joined = level.ranks or self.ranks
             if all((first + i) // joined == (other + i) // joined for i in range(ranks)):
-                break
-            far = max(far, joined)  # some are on two of what this level joins
-        return self.message(size, far)
+                break  # else some are on two of what this level joins
+        return self._factor([level], "message", size, 2) * (level.latency + size / level.bandwidth)
 
     def link(self, members: int, stride: int = 1) -> int:
         """The level whose links a group's collectives keep busy, by its number: the outermost that it crosses."""
@@ -455,8 +455,8 @@ def _changed(c: Cluster, changes: Mapping[str, str]) -> Cluster:
             if factor is None:
                 raise ClusterError(f"--what-if {what}={text}: give a factor, for example {what}=x2")
             if what == "flops":
-                rates = {k: v * factor for k, v in c.device.matrix.items()}
-                c = replace(c, device=replace(c.device, matrix=rates))
+                matrix, stated = ({k: v * factor for k, v in x.items()} for x in (c.device.matrix, c.device.stated))
+                c = replace(c, device=replace(c.device, matrix=matrix, stated=stated))
             elif what == "link":
                 c = replace(c, host=replace(c.host, link=c.host.link * factor))
             else:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
+from typing import Any
 
 __all__ = ["Chosen", "Group", "choose", "relaxed"]
 
-MIXES = 150_000
+MIXES = 60_000
 """Mixes that the exact comparison looks at, at most; with more, the relaxed answer stands."""
 
 
@@ -59,7 +61,6 @@ class Chosen:
     """No choice within the budget takes less."""
     price: float
     """Seconds that one more byte would save; 0 where memory does not bind."""
-    exact: bool = field(default=False, compare=False)
 
     @property
     def gap(self) -> float:
@@ -93,7 +94,7 @@ def relaxed(groups: Sequence[Group], budget: float) -> Chosen | None:
         options = group.options
         for a, b in pairwise(hull):
             more, less = options[b][0] - options[a][0], options[a][1] - options[b][1]
-            steps.append((-less / more if more > 0 else -math.inf, i, a, b, more, less))
+            steps.append((-less / more, i, a, b, more, less))
     steps.sort(key=lambda s: s[0])
     counts: list[dict[int, int]] = [{h[0]: g.count} for g, h in zip(groups, hulls, strict=True)]
     bound, price = None, 0.0
@@ -104,7 +105,7 @@ def relaxed(groups: Sequence[Group], budget: float) -> Chosen | None:
         room = budget - memory
         fit = here if here * more <= room else int(room // more)
         if fit < here and bound is None:
-            bound, price = seconds - here * less if here * more <= 0 else seconds - less * room / more, -slope
+            bound, price = seconds - less * room / more, -slope
         if fit:
             counts[i][a] = here - fit
             counts[i][b] = counts[i].get(b, 0) + fit
@@ -192,18 +193,18 @@ def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen 
         near.append(
             [(k, *o, p - cheapest) for k, (o, p) in enumerate(zip(g.options, paid, strict=True)) if p - cheapest <= gap]
         )
-    front: list[tuple[float, float, float, tuple[int, ...]]] = [(0.0, 0.0, 0.0, ())]
+    front: list[tuple[float, float, float, Any]] = [(0.0, 0.0, 0.0, None)]  # with (all before, the last option)
     looked_at = 0
     places: list[tuple[int, int]] = [(i, n) for i, g in enumerate(groups) for n in range(g.count)]
     for i, n in places:
         left = rest[i + 1] + (groups[i].count - n - 1) * least[i]
         grown = [
-            (m + size, s + time, more + extra, (*path, k))
+            (m + size, s + time, more + extra, (path, k))
             for m, s, more, path in front
             for k, size, time, extra in near[i]
             if m + size + left <= budget and more + extra <= gap
         ]
-        grown.sort(key=lambda x: (x[0], x[1]))
+        grown.sort(key=itemgetter(0, 1))
         front, fastest = [], math.inf
         for point in grown:
             if point[1] < fastest:
@@ -216,6 +217,7 @@ def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen 
         return None
     memory, seconds, _, path = min(front, key=lambda x: x[1])
     counts: list[dict[int, int]] = [{} for _ in groups]
-    for (i, _), k in zip(places, path, strict=True):
+    for i, _ in reversed(places):
+        path, k = path
         counts[i][k] = counts[i].get(k, 0) + 1
-    return Chosen(tuple(counts), seconds, memory, seconds, chosen.price, exact=True)
+    return Chosen(tuple(counts), seconds, memory, seconds, chosen.price)

@@ -45,8 +45,8 @@ def explain(plan: Plan) -> str:
     ]
     if c:
         lines.append(
-            f"certificate: {c['layouts']:,} layouts searched in {c['seconds']:.2g} s ({c['simulated']} simulated, "
-            f"{c['too_large']} solved and too large); under the planner's model none takes less than "
+            f"certificate: {c['layouts']:,} layouts searched in {c['seconds']:.2g} s (of the ways to run them {c['simulated']} "
+            f"simulated, {c['too_large']} too large); under the planner's model none takes less than "
             f"{format_seconds(c['lower_bound'])}: this plan is at most {c['gap']:.2%} slower than the best"
         )
     return "\n".join(lines)
@@ -88,14 +88,15 @@ def _memory(plan: Plan) -> list[str]:
     ]
     if plan.mesh.pipe > 1:
         lines += _ranks(p["memory"])
-    state, activations = most.get("host", 0) - most.get("host_activations", 0), most.get("host_activations", 0)
-    there = [
+    there = max(p["memory"], key=lambda m: m.get("host", 0))
+    state, activations = there.get("host", 0) - there.get("host_activations", 0), there.get("host_activations", 0)
+    told = [
         f"{format_bytes(size)} of {what}"
         for what, size in (("optimizer state", state), ("activations", activations))
         if size
     ]
-    if there:
-        lines.append(f"  and on the host, for every device: {', '.join(there)} of {format_bytes(p['host_bytes'])}")
+    if told:
+        lines.append(f"  and on the host, for every device: {', '.join(told)} of {format_bytes(p['host_bytes'])}")
     return lines
 
 

@@ -199,17 +199,18 @@ def _floor(
     budget = limit - (layout.message(setting) if setting.cluster.device.kind != "cpu" else 0.0)  # one is being sent
     best: float | None = None
     for ranks in held:
-        floors = [floor] * len(ranks[0].deals)
+        floors, there = [floor] * len(ranks[0].deals), True
         for h in ranks:
             flying = flights(layout, h.rank) if schedule is None else flights_of(schedule, h.rank)
             least = _least(solver, layout, _rank(h.stages, *flying, h.ends, layout.puts_weights_off), budget)
             if least is None:
+                there = False
                 break
             for i, units in enumerate(h.deals):
                 floors[i] = max(floors[i], least + sum([n * work[kind] for kind, n in units]))
             if min(floors) > enough:
-                return min(floors)
-        else:
+                break
+        if there:
             best = min(floors) if best is None else min(best, *floors)
     return best
 

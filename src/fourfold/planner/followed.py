@@ -27,7 +27,7 @@ from fourfold.planner.stages import (
     units_of_stages,
     whole_step,
 )
-from fourfold.planner.units import STASH, Choice
+from fourfold.planner.units import STASH, Choice, tied_elements
 from fourfold.program.engine import More, Problem, run
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Op, Schedule, ends_of_step
@@ -126,7 +126,7 @@ class Followed:
         self._walks: dict[Any, Any] = {}
         self._message_bytes = layout.message(setting)
         self._tied_copy = setting.spec.tied and schedule.placement[0] != schedule.placement[-1]
-        self._tied_elements = setting.spec.units[0].matrices / (layout.mesh.row * layout.mesh.col)
+        self._tied_elements = tied_elements(setting.spec, layout.mesh)
 
     def units(self, rank: int) -> list[PlannedUnit]:
         """The units of a rank of the pipeline."""
@@ -228,11 +228,13 @@ class Followed:
         return self._times[key]
 
     def _lent(self, rank: int) -> float:
-        """Seconds in which a tied weight's gradient goes from the last stage to the first."""
-        schedule, mesh = self.schedule, self.layout.mesh
-        if not self._tied_copy or rank not in (schedule.placement[0], schedule.placement[-1]):
+        """Seconds in which a tied weight's gradient goes from the last stage to the first, and the new weight back."""
+        place, s = self.schedule.placement, self.setting
+        if not self._tied_copy or rank not in (place[0], place[-1]):
             return 0.0
-        return self.setting.cluster.message(self._tied_elements * self.setting.reduce, mesh.ranks // mesh.pipe)
+        apart = self.layout.mesh.ranks // self.layout.mesh.pipe
+        sizes = (self._tied_elements * width for width in (s.reduce, s.compute))
+        return sum(s.cluster.messages(size, place[-1] * apart, place[0] * apart, apart) for size in sizes)
 
     # ---- memory ----
 

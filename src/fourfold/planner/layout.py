@@ -31,6 +31,11 @@ class Setting:
     moments: Literal["fp32", "bf16"] = "fp32"
 
     @cached_property
+    def heads(self) -> int:
+        """Of attention, which columns of a grid share; 1 where a model's are not known."""
+        return self.spec.config.heads if self.spec.config is not None else 1
+
+    @cached_property
     def compute(self) -> int:
         """Bytes of a weight or activation."""
         return WIDTH[self.precision.compute]
@@ -85,7 +90,7 @@ class Layout:
     @property
     def splits_backward(self) -> bool:
         """Whether the grid's weight gradients have an op of their own."""
-        return self.mesh.row * self.mesh.col > 1 and self.mesh.pipe > 1 and self.schedule.startswith("zb")
+        return self.mesh.row * self.mesh.col > 1 and self.puts_weights_off
 
     @property
     def zigzags(self) -> bool:
@@ -129,7 +134,6 @@ class Layout:
         setting: Setting,
         rules: tuple[UnitRule, ...],
         layers: tuple[int, ...] | None,
-        staging: str = "0GiB",
         flows: Flows | None = None,
     ) -> Plan:
         """The plan of this layout with a choice for every unit and, on a grid, a flow for every product."""
@@ -148,7 +152,6 @@ class Layout:
             memory=Memory(
                 optimizer=self.optimizer,
                 moments=setting.moments,
-                staging=staging,
                 activations=self.activations,
                 prefetch=self.prefetch,
             ),

@@ -28,7 +28,7 @@ from fourfold.planner.units import compute_times, computing
 __all__ = ["Constraints", "bound", "bubble", "computed", "layouts", "loads", "mean", "parse_fixes", "waits"]
 
 CHOSEN = ("1f1b", "zb-h1", "interleaved", "wave", "zb-v")
-"""Schedules that are searched by default; gpipe is never better, synthesized ones are tried for the best layouts."""
+"""Schedules that are searched by default; gpipe is never better, synthesized ones take long to make: where asked for."""
 _NUMBERS = (*AXES, "micro_batches", "micro_batch_size", "waves", "stages_per_rank")
 _WORDS = {
     "schedule": SCHEDULES,
@@ -55,6 +55,12 @@ class Constraints:
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fixed.get(name, default)
+
+    @property
+    def schedule(self) -> str | None:
+        """The one asked for, by its name or by what only it has."""
+        implied = "wave" if "waves" in self.fixed else "interleaved" if "stages_per_rank" in self.fixed else None
+        return self.get("schedule", implied)
 
 
 def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | None = None) -> Constraints:
@@ -104,7 +110,7 @@ def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
     refused: dict[str, str] = {}
     for number in _numbers(ranks, wanted):
         for layout in _of_ranks(setting, wanted, number):
-            why = _disobeys(layout, wanted)
+            why = _disobeys(layout, wanted, setting.heads)
             if why:
                 refused.setdefault(*why)
                 continue
@@ -116,10 +122,14 @@ def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
         _explain_none(setting, wanted, ranks)
 
 
-def _disobeys(layout: Layout, wanted: Constraints) -> tuple[str, str] | None:
+def _disobeys(layout: Layout, wanted: Constraints, heads: int) -> tuple[str, str] | None:
     """Of what is asked for, what a layout would leave undone: the rule, and the way out."""
     mesh, mode, flow = layout.mesh, wanted.get("mode", "replicate"), wanted.get("flow")
-    if mode != "replicate" and layout.replicas == 1 and mesh.ranks > 1:
+    if mesh.col > heads:
+        return f"--fix col={mesh.col} needs an attention head for every column", f"use col={heads}" + (
+            " or less" if heads > 1 else ""
+        )
+    if mode != "replicate" and layout.replicas == 1:
         return f"--fix mode={mode} needs replicas to shard over (data or depth of 2 or more)", "leave mode free"
     if wanted.get("recompute") == "per-slice" and mesh.row * mesh.col > 1:
         return "--fix recompute=per-slice needs whole operators to slice (row=1 col=1)", "use recompute=full on a grid"
@@ -147,15 +157,16 @@ def _numbers(ranks: int, wanted: Constraints) -> list[int]:
 
 def _of_ranks(setting: Setting, wanted: Constraints, ranks: int) -> Iterator[Layout]:
     spec, batch = setting.spec, setting.global_batch
-    heads = spec.config.heads if spec.config is not None else 1
-    piped = wanted.fixed.keys() & {"waves", "stages_per_rank"} or wanted.get("schedule", "1f1b") != "1f1b"
+    piped = (wanted.schedule or "1f1b") != "1f1b"
     for pipe in _degrees(ranks, wanted.get("pipe")):
         if pipe == 1 and piped:  # it was asked for
             continue
-        if pipe > spec.layers or (pipe > batch and "pipe" not in wanted.fixed and batch < pipe // 8):
+        if pipe > spec.layers or (
+            batch < pipe // 8 and "pipe" not in wanted.fixed
+        ):  # idle for all but an eighth at best
             continue
         for col in _degrees(ranks // pipe, wanted.get("col")):
-            if heads % col and "col" not in wanted.fixed:
+            if setting.heads % col and "col" not in wanted.fixed:
                 continue
             # without columns, rows are much like replicas that are sharded, but take more of the host, which no cost here knows
             for row in _degrees(ranks // pipe // col, wanted.get("row", 1 if col == 1 else None)):
@@ -193,9 +204,7 @@ def _schedules(setting: Setting, pipe: int, micro_batches: int, wanted: Constrai
     if pipe == 1:
         yield "1f1b", 1
         return
-    names = (wanted.get("schedule"),) if wanted.get("schedule") else CHOSEN
-    names = ("wave",) if "waves" in wanted.fixed else ("interleaved",) if "stages_per_rank" in wanted.fixed else names
-    for name in names:
+    for name in (wanted.schedule,) if wanted.schedule else CHOSEN:
         match name:
             case "interleaved":
                 counts = [wanted.get("stages_per_rank")] if wanted.get("stages_per_rank") else [2, 3, 4, 8]
@@ -242,15 +251,23 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
             f"--fix pipe={pipe}: the model has {most - 2} layers, which with its embedding and its head make at most {most} "
             f"stages; use pipe={max(d for d in _divisors(ranks) if d <= most)} or less"
         )
-    for name, each in (("waves", 2), ("stages_per_rank", 1)):
-        stages = max(2, pipe) * each * wanted.get(name, 0)
-        if stages > setting.spec.layers:
-            most = setting.spec.layers // (max(2, pipe) * each)
-            raise PlanError(
-                f"--fix {name}={wanted.fixed[name]} makes {stages} stages on {max(2, pipe)} ranks of a pipeline, and the model "
-                f"has {setting.spec.layers - 2} layers, which with its embedding and its head fill {setting.spec.layers}"
-                + (f"; use {name}={most} at most" if most else f"; leave {name} out")
+    name, each = {"wave": ("waves", 2), "interleaved": ("stages_per_rank", 1)}.get(wanted.schedule or "", ("", 1))
+    fewest = wanted.get(name, 1 if each == 2 else 2) if name else 2 if wanted.schedule == "zb-v" else 1
+    stages, most = max(2, pipe) * each * fewest, setting.spec.layers
+    if stages > most:
+        if name in wanted.fixed:
+            told, less = f"--fix {name}={wanted.fixed[name]}", most // (max(2, pipe) * each)
+            way = f"use {name}={less} at most" if less else f"leave {name} out"
+        else:
+            told, less = (
+                f"the schedule {wanted.schedule}",
+                max((d for d in _divisors(ranks) if d * each * fewest <= most), default=1),
             )
+            way = f"use pipe={less} or less, or another schedule" if less > 1 else "use another schedule"
+        raise PlanError(
+            f"{told} makes {stages} stages on {max(2, pipe)} ranks of a pipeline, and the model "
+            f"has {most - 2} layers, which with its embedding and its head fill {most}; {way}"
+        )
     if "micro_batches" in wanted.fixed or "micro_batch_size" in wanted.fixed:
         raise PlanError(
             f"no mesh of {ranks} ranks cuts {batch} sequences into the micro-batches that --fix asks for; "

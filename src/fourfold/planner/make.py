@@ -111,7 +111,7 @@ def with_report(found: Found, setting: Setting, top: int = 5) -> Plan:
         "usable_bytes": setting.cluster.usable,
         "host_bytes": round(setting.cluster.host_memory),
         "price": best.price,
-        "binding": binding(best, setting),
+        "binding": binding(best),
         "break_even_tokens": round(break_even(best, setting)),
         "tokens_per_micro_batch": best.layout.micro_batch_size * setting.spec.seq_len,
         "flows": flow_report(setting, best.layout),
@@ -195,7 +195,7 @@ def _told(plan: Plan, spec: ModelSpec) -> str:
     return f"{told}; recompute {' + '.join(redone)}" + (f" in {share:.0%}" if share < 0.995 else "")
 
 
-def binding(best: Candidate, setting: Setting) -> str:
+def binding(best: Candidate) -> str:
     """What keeps the plan from being faster."""
     p = best.prediction
     if best.price > 0:

@@ -18,6 +18,7 @@ from fourfold.planner.floors import bytes_at_least
 from fourfold.planner.layout import Layout, Setting
 from fourfold.planner.layouts import Constraints, layouts
 from fourfold.planner.options import Solver
+from fourfold.planner.predict import fits
 from fourfold.schema import format_bytes
 
 __all__ = ["explain_misfit", "least"]
@@ -51,7 +52,7 @@ def _candidates(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
     """Layouts that may need least: the smallest micro-batches, nothing gathered ahead, and all that the host can take there."""
     of_mesh: dict[Mesh, Layout] = {}
     for found in layouts(setting, wanted):
-        if found.mesh.pipe == 1 or found.schedule == wanted.get("schedule", "1f1b"):
+        if found.mesh.pipe == 1 or found.schedule == (wanted.schedule or "1f1b"):
             other = of_mesh.setdefault(found.mesh, found)
             if found.micro_batch_size < other.micro_batch_size:
                 of_mesh[found.mesh] = found
@@ -96,7 +97,7 @@ def _ways(setting: Setting, wanted: Constraints, need: float, host: float) -> It
     if wanted.max_ranks and wanted.max_ranks < cluster.ranks:
         if _fits(setting, Constraints(wanted.fixed)):
             yield f"all {cluster.ranks} devices instead of --max-ranks {wanted.max_ranks}"
-    else:
+    elif cluster.name != "local":  # where ranks share one machine
         for times in MORE:
             more = replace(cluster, nodes=cluster.nodes * times)
             if _fits(replace(setting, cluster=more), wanted):
@@ -128,4 +129,4 @@ def _fits(setting: Setting, wanted: Constraints) -> bool:
         memory = least(setting, wanted).prediction.memory
     except PlanError:  # the batch cannot be spread over so many
         return False
-    return all(m.peak <= cluster.usable and m.host <= cluster.host_memory for m in memory)
+    return fits(memory, cluster, cluster.usable)

@@ -77,7 +77,7 @@ class Solver:
         self._sharding: dict[tuple[object, ...], list[Option]] = {}
         self._recompute: dict[tuple[object, ...], list[Option]] = {}
         self.known: dict[tuple[object, ...], Any] = {}
-        """What `inner` has found of a rank, by `key` and its load."""
+        """What `inner` and `floors` have found of ranks and units, by `key` and more."""
 
     def key(self, layout: Layout) -> tuple[object, ...]:
         """What a rank's options depend on: layouts that differ in their schedules alone have the same."""

@@ -7,7 +7,7 @@ host. Nothing is fitted to the result; `fourfold calibrate` measures what the nu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -48,7 +48,6 @@ class Prediction:
     ranks: int
     rate: float
     """The devices' peak FLOP/s, one device."""
-    layers: tuple[int, ...] = ()
     device_state: float = 0.0
     """Bytes of optimizer state that the fullest rank keeps on its device, where the plan leaves that open."""
     computing: tuple[float, ...] = ()
@@ -59,7 +58,6 @@ class Prediction:
     """Seconds of a message between stages, the slowest."""
     host_state: float = 0.0
     """Of the optimizer's state, the share that is on the host."""
-    warnings: tuple[str, ...] = field(default=())
 
     @property
     def peak(self) -> RankMemory:
@@ -134,7 +132,8 @@ def judged(
     followed = Followed(setting, layout, schedule, counts, choices)
     told = plan.memory.device_state
     on_device = float(schema.parse_bytes(told, "memory.device_state", PlanError)) if told else None
-    return Judged(followed, setting.cluster.usable if limit is None else limit, on_device)
+    staging = float(schema.parse_bytes(plan.memory.staging, "memory.staging", PlanError))
+    return Judged(followed, setting.cluster.usable if limit is None else limit, on_device, staging)
 
 
 def choice_of(plan: Plan, unit: UnitSpec) -> Choice:
@@ -145,15 +144,15 @@ def choice_of(plan: Plan, unit: UnitSpec) -> Choice:
 class Judged:
     """One plan in so much memory: of the optimizer's state, what finds room is on the device."""
 
-    def __init__(self, followed: Followed, limit: float, state_on_device: float | None = None):
-        self.followed, self.limit, self._given = followed, limit, state_on_device
+    def __init__(self, followed: Followed, limit: float, state_on_device: float | None = None, staging: float = 0.0):
+        self.followed, self.limit, self._given, self._staging = followed, limit, state_on_device, staging
         self.setting, self.layout = followed.setting, followed.layout
         self._streams = self.layout.streams(self.setting)
         self.share = self._share()
 
     def at(self, limit: float) -> Judged:
         """The same plan with another amount of memory."""
-        return self if limit == self.limit else Judged(self.followed, limit, self._given)
+        return self if limit == self.limit else Judged(self.followed, limit, self._given, self._staging)
 
     @property
     def seconds(self) -> float:
@@ -227,7 +226,6 @@ class Judged:
             flops=spec.flops_per_token,
             ranks=layout.mesh.ranks,
             rate=setting.cluster.device.peak(setting.precision.compute),
-            layers=followed.counts,
             device_state=self.share * self._most_state() if layout.optimizer == "auto" else 0.0,
             computing=tuple(self._computing(rank) for rank in range(followed.schedule.ranks)),
             stages=followed.stage_seconds,
@@ -249,7 +247,11 @@ class Judged:
         else:
             moved = 2 * s.state + 5 * s.reduce + (45 if s.compute < 4 else 2 * s.compute)
         on_device = local * moved / cluster.device.memory_rate  # what is streamed is updated there, too
-        return max(on_device, local * (1 - share) * s.streamed / cluster.host.link)
+        return max(on_device, self._away(local, share) * s.streamed / cluster.host.link)
+
+    def _away(self, local: float, share: float) -> float:
+        """Of a rank's parameters, those whose state is on the host: each rank keeps as many bytes as the fullest its share."""
+        return max(0.0, local - share * max(self.followed.local))
 
     def _share(self) -> float:
         """The share of the optimizer's state that is on the device."""
@@ -273,8 +275,8 @@ class Judged:
     def _state(self, local: float, share: float) -> tuple[float, float]:
         """Bytes of the state of `local` parameters on the device, with what streams it, and on the host."""
         state = local * (self.setting.streamed if self._streams else self.setting.state)
-        held = 1.0 if self.setting.cluster.device.kind == "cpu" else share
-        return state * held + self._buffers(local, share), state * (1 - held)
+        away = 0.0 if self.setting.cluster.device.kind == "cpu" else self._away(local, share) / max(1.0, local)
+        return state * (1 - away) + self._buffers(local, share), state * away
 
     def _most_state(self) -> float:
         """Bytes of the optimizer's state of the rank that has most of it."""
@@ -286,7 +288,7 @@ class Judged:
         if not self._streams:
             return 0.0
         bucket = min(BUCKET, local)
-        slots = min(RING, -(-local * (1 - share) // BUCKET))
+        slots = min(max(RING, self._staging // (bucket * s.streamed)), -(-self._away(local, share) // BUCKET))
         scratch = max(4, s.compute) * (1 + (s.compute < 4) + 2 * (s.moments == "bf16"))
         if s.compute < 4 and s.cluster.device.kind != "cpu":
             scratch = 0  # one kernel does it all

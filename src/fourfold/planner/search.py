@@ -7,8 +7,8 @@
 3. The best estimates are built out (`build`), unless their layers as dealt out to stages, simulated with nothing but computing,
    are too slow. A choice whose sum is above the budget by less than STRETCH may be built out, too: heights that are summed
    need not meet, and the replay decides.
-4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than a
-   hundredth). The best are looked at once more (`finish`).
+4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than
+   LITTLE). The best are looked at once more (`finish`).
 
 The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all
 floors that are left. Within a layout the choice of units is that close to the best of its knapsack (`choice_gap`); the bound
@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -37,17 +38,24 @@ from fourfold.planner.misfit import explain_misfit, least
 from fourfold.planner.options import RankLoad, Solver
 from fourfold.planner.predict import fits
 from fourfold.planner.products import ladder
+from fourfold.planner.units import tied_elements
 
 __all__ = ["Candidate", "Found", "Progress", "search"]
 
 MANY, LITTLE, UNLIKELY = 2000, 0.02, 0.02
-"""Of more layouts than MANY, those are left out that could win by less than a share of LITTLE, or that keep all on the device and
-whose estimate is above the best by more than UNLIKELY; the certificate's gap says so."""
+"""Of more layouts than MANY, those are left out that could win by less than a share of LITTLE, or whose estimate, put
+right by what was built of their sort, is above the best by more than UNLIKELY; the certificate's gap says so."""
 SIMULATED = 48
 """Layouts that are built out at most, and of which the plan fits (of more layouts than MANY, half); of those that turn out not to
 fit, three times as many."""
 OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
+APART = 0.25
+"""Of what units would wait for the host's link, each for its own, the share that is seen where it was built out (0.1 to 0.4)."""
+RAISED = 200
+"""Floors that are raised for the certificate alone, at most."""
+SEEN = 3
+"""So many of a sort are built before it is believed how far off its estimates are."""
 PASSING = 0.05
 """On CPUs, gathers and reductions pass each other on the link, and are predicted as if they shared it: so much may be gained."""
 Progress = Callable[[int, int, float | None], None]
@@ -79,9 +87,10 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     if not run.built:
         run.last_resort()
     best = run.fastest()
-    ranked = _distinct([best, *run.built])
     seconds = best.prediction.seconds
-    lower = min([seconds, run.unsolved, run.passed, *(e.floor for e in run.pending)])
+    others = (c for c in _distinct(run.built) if _plain(c.layout) != _plain(best.layout))
+    ranked = [best, *(c for c in others if c.prediction.seconds >= seconds)]
+    lower = min(seconds, run.lower)
     certificate = {
         "lower_bound": math.floor(lower * 1e6) / 1e6,
         "gap": round(max(0.0, seconds / lower - 1), 6),
@@ -97,6 +106,11 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
     return Found(best, tuple(ranked), certificate)
 
 
+def _plain(layout: Layout, grids: bool = False) -> Layout:
+    """Without its placements and, but for `grids`, what it keeps on the grid."""
+    return replace(layout, optimizer="device", activations="device", tensor=layout.tensor if grids else Tensor())
+
+
 def _distinct(built: list[Candidate], grids: bool = False) -> list[Candidate]:
     """The fastest first; of plans that differ in placements alone the fastest, on the device where that costs nothing.
 
@@ -104,11 +118,16 @@ def _distinct(built: list[Candidate], grids: bool = False) -> list[Candidate]:
     """
     best: dict[Layout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
-        key = replace(c.layout, optimizer="device", activations="device")
-        key = key if grids else replace(key, tensor=Tensor())
+        key = _plain(c.layout, grids)
         if key not in best or c.prediction.seconds < best[key].prediction.seconds:
             best[key] = c
     return sorted(best.values(), key=lambda c: c.prediction.seconds)
+
+
+def _sort(layout: Layout) -> tuple[object, ...]:
+    """What estimates are wrong about alike."""
+    mesh = layout.mesh
+    return layout.schedule, mesh.pipe > 1, mesh.row > 1, mesh.col > 1, layout.micro_batches > 1, layout.activations
 
 
 class _Search:
@@ -126,9 +145,13 @@ class _Search:
         self.waiting: list[tuple[float, int, Layout, Callable[[Layout, float], None]]] = []
         """The lowest floor first: what is done next for a layout; each raises its floor, at more cost than the one before."""
         self.pending: list[_Estimate] = []
+        self.left: list[_Estimate] = []
+        """Not built, since it could not win, or is not likely to."""
         self.built: list[Candidate] = []
         self.total = self.solved = self.simulated = self.too_large = 0
-        self.unsolved = self.passed = float("inf")
+        self.unsolved = self.passed = self.lower = float("inf")
+        self.over: dict[Any, list[float]] = defaultdict(list)
+        """By sort of layout: what was built took, over its estimate."""
         self._number = 0
 
     # ---- outside ----
@@ -147,16 +170,11 @@ class _Search:
                 break
             heapq.heappop(self.waiting)
             step(layout, floor)
-        left: list[_Estimate] = []
         while self.pending and not self._enough():
-            estimate = heapq.heappop(self.pending)
-            if estimate.floor > self._cut() and len(self.built) >= self.top:
-                left.append(estimate)
-                continue
-            self._build(estimate)
+            self._build(heapq.heappop(self.pending))
             if self.progress:
                 self.progress(self.solved, self.total, self._best())
-        self.pending += left
+        self.lower = min(self.unsolved, self.passed, self._left_floor())
         if self.progress:
             self.progress(self.total, self.total, self._best())
 
@@ -249,9 +267,13 @@ class _Search:
             total = m * sum(work) + solved.seconds
             if total > worst:
                 worst, parts = total, work
-        idle = bubble(layout, *parts) + waits(setting, layout, mean(works), max(map(sum, works)))
+        seconds = worst + bubble(layout, *parts) + waits(setting, layout, mean(works), max(map(sum, works)))
+        if (
+            layout.activations == "host"
+        ):  # as if each unit waited for its own, where most hide behind others, as in the floor
+            seconds = floor + APART * (seconds - floor)
         self._number += 1
-        heapq.heappush(self.pending, _Estimate(worst + idle, self._number, layout, floor))
+        heapq.heappush(self.pending, _Estimate(seconds, self._number, layout, floor))
 
     def _room(self, layout: Layout, load: RankLoad) -> float:
         """Bytes for a rank's units."""
@@ -261,27 +283,21 @@ class _Search:
     def _tied(self, layout: Layout, load: RankLoad) -> float:
         if not load.tied_copy:
             return 0.0
-        elements = self.setting.spec.units[0].matrices / (layout.mesh.row * layout.mesh.col)
-        return elements * (self.setting.compute + self.setting.reduce)
+        return tied_elements(self.setting.spec, layout.mesh) * (self.setting.compute + self.setting.reduce)
 
     # ---- one layout, built out ----
 
     def _build(self, estimate: _Estimate) -> None:
-        floor, shown = estimate.floor, len(self.built) >= self.top
-        if floor > self._cut() and shown:
-            self.passed = min(self.passed, floor)
+        shown = len(self.built) >= self.top
+        if shown and (estimate.floor > self._cut() or self._unlikely(estimate)):
+            self.left.append(estimate)
             return
         try:
-            schedule, deal = dealt_out(self.setting, estimate.layout)
-            floor = max(floor, deal.least(estimate.layout.micro_batches))
-            if floor <= self._cut():
-                least = floor_of(self.solver, estimate.layout, schedule, deal.counts, self.limit, floor)
-                if least is None:  # with its layers dealt out so
-                    self.too_large += 1
-                    return
-                floor = least
+            floor = self._raised(estimate)
+            if floor is None:
+                return
             self.passed = min(self.passed, floor)  # built or not: its units may have a better choice than the one tried
-            if (floor > self._cut() or self._unlikely(estimate)) and shown:
+            if floor > self._cut() and shown:
                 return
             self.simulated += 1
             candidate = self.maker.built(estimate.layout, self.limit)
@@ -289,13 +305,41 @@ class _Search:
             return
         if candidate is not None:
             self.built.append(candidate)
+            self.over[_sort(estimate.layout)].append(candidate.prediction.seconds / estimate.seconds)
+
+    def _raised(self, estimate: _Estimate) -> float | None:
+        """Its floor with its layers dealt out to stages; None where nothing fits then."""
+        schedule, deal = dealt_out(self.setting, estimate.layout)
+        floor: float | None = max(estimate.floor, deal.least(estimate.layout.micro_batches))
+        if floor is not None and floor <= self._cut():
+            floor = floor_of(self.solver, estimate.layout, schedule, deal.counts, self.limit, floor)
+        self.too_large += floor is None
+        return floor
+
+    def _left_floor(self) -> float:
+        """The lowest floor of what was estimated and not built: the lowest is raised until it has been, or RAISED of them."""
+        left = [(e.floor, e.number, e) for e in (*self.left, *self.pending)]
+        heapq.heapify(left)
+        known: set[int] = set()
+        while left and left[0][0] < min(self.unsolved, self.passed) and len(known) < RAISED:
+            _, number, estimate = heapq.heappop(left)
+            if number in known:
+                return estimate.floor
+            known.add(number)
+            try:
+                floor = self._raised(estimate)
+            except ScheduleError:
+                continue
+            if floor is not None:
+                heapq.heappush(left, (floor, number, estimate._replace(floor=floor)))
+        return left[0][0] if left else float("inf")
 
     def _unlikely(self, estimate: _Estimate) -> bool:
-        """Activations on the host are estimated as if each unit waited for its own."""
-        best = self._best()
-        if best is None or self.total <= MANY or estimate.layout.activations == "host":
+        """Whether it would have to be better than estimated, by more than any layout of its sort has been."""
+        best, over = self._best(), self.over[_sort(estimate.layout)]
+        if best is None or self.total <= MANY:
             return False
-        return estimate.seconds > (1 + UNLIKELY) * best
+        return estimate.seconds * (min(over) if len(over) >= SEEN else 1.0) > (1 + UNLIKELY) * best
 
     def fastest(self) -> Candidate:
         """Of what was built out, and what is near it."""

@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from fourfold.cluster import Cluster
-from fourfold.model.operators import Held, Moment, UnitSpec
+from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
 from fourfold.plan import Mesh, Tensor
 from fourfold.planner.beside import NO_GRID, Crossing, OnGrid, grid_times
 from fourfold.planner.heights import Heights, at_once
@@ -45,6 +45,7 @@ __all__ = [
     "computing",
     "joins",
     "shared",
+    "tied_elements",
     "unit_cost",
 ]
 
@@ -362,7 +363,11 @@ def joins(cost: Shared, choice: Choice) -> bool:
 
 def _lent(setting: Setting, unit: UnitSpec, mesh: Mesh) -> float:
     """Elements of a tied weight that the unit uses and another holds."""
-    spec = setting.spec
-    if not spec.tied or unit.layer != spec.layers - 1:
+    return tied_elements(setting.spec, mesh) if unit.layer == setting.spec.layers - 1 else 0.0
+
+
+def tied_elements(spec: ModelSpec, mesh: Mesh) -> float:
+    """Of the token matrix that is the head's, too, on one rank of a grid; 0 where none is."""
+    if not spec.tied:
         return 0.0
     return math.prod(next(iter(spec.units[0].shapes.values()))) / (mesh.row * mesh.col)

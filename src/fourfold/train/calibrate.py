@@ -39,7 +39,7 @@ from fourfold.ring import SMALLEST
 from fourfold.runtime.transport import Name, Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.schema import format_bytes
-from fourfold.train.device_rates import gpu_device, steady
+from fourfold.train.device_rates import DTYPES, gpu_device, steady
 
 __all__ = ["calibrate"]
 
@@ -55,7 +55,6 @@ TURNS = 4
 """Small gathers while a large one is on its way."""
 AGAIN = 2
 """How often all-gathers are measured again whose times no link has."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
