@@ -1,23 +1,28 @@
 """A plan as options of other systems, each with what is lost in translation.
 
 torchtitan: command-line overrides (and the schedule as CSV). Megatron-LM: arguments. Neither has a choice per unit, so the
-commonest one is taken and the rest is said to be lost.
+commonest one is taken and the rest is said to be lost; where that no longer fits, more is recomputed, or it is said.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fourfold import schema
 from fourfold.errors import PlanError
-from fourfold.plan import Plan
+from fourfold.plan import Plan, UnitRule
 from fourfold.planner.layout import Setting
+from fourfold.planner.predict import fits, predict
+from fourfold.schema import format_bytes
 
 __all__ = ["Exported", "export"]
+
+RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+"""The least first."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Exported:
 
 def export(plan: Plan, setting: Setting, system: Literal["torchtitan", "megatron"], csv: str = "") -> Exported:
     """The plan for another system. `csv`: name of the schedule's file, where one is needed."""
+    setting = replace(setting, precision=plan.precision, moments=plan.memory.moments)
     if system == "torchtitan":
         return _torchtitan(plan, setting, csv)
     if system == "megatron":
@@ -58,15 +64,42 @@ def _commonest(plan: Plan, setting: Setting, name: str) -> tuple[Any, bool]:
     return value, count == sum(counts.values())
 
 
-def _units(plan: Plan, setting: Setting, lost: list[str]) -> dict[str, Any]:
-    out = {}
-    for name in ("mode", "reduce", "within", "split", "recompute"):
+def _units(
+    plan: Plan, setting: Setting, lost: list[str], optimizer: Literal["device", "host", "auto"]
+) -> dict[str, Any]:
+    """What all units are to do; `optimizer`: where the other system has its state."""
+    out: dict[str, Any] = {}
+    for name in ("mode", "reduce", "within", "split"):
         out[name], alike = _commonest(plan, setting, name)
         if not alike:
             lost.append(f"`{name}` is chosen unit by unit; the commonest, {out[name]!r}, is taken for all")
     if out["split"] > 1:
         lost.append(f"operator splitting (split = {out['split']})")
-    return out
+    return out | _fitting(plan, setting, out, optimizer, lost)
+
+
+def _fitting(
+    plan: Plan, setting: Setting, units: dict[str, Any], optimizer: Literal["device", "host", "auto"], lost: list[str]
+) -> dict[str, Any]:
+    """What all units are to recompute, so that what is left of the plan fits by the planner's account; and the share of the
+    optimizer's state that is on the host then."""
+    commonest, alike = _commonest(plan, setting, "recompute")
+    wish = commonest if commonest in RECOMPUTE else "full"
+    base = UnitRule(match="*", mode=units["mode"], reduce=units["reduce"], within=units["within"])
+    base = replace(base, mode="keep") if plan.mesh.pipe > 1 and base.mode == "zero3" else base
+    memory = replace(plan.memory, activations="device", optimizer=optimizer, device_state="")
+    for level in RECOMPUTE[RECOMPUTE.index(wish) :]:
+        found = predict(replace(plan, unit=(replace(base, recompute=level),), memory=memory), setting)
+        fit = fits(found.memory, setting.cluster, setting.cluster.usable)
+        if fit:
+            break
+    if not alike or level != wish:
+        why = f"the commonest, {level!r}," if level == wish else f"{level!r}, with which it fits,"
+        lost.append(f"`recompute` as chosen; {why} is taken for all")
+    if not fit:
+        need, there = format_bytes(found.peak.peak), format_bytes(setting.cluster.usable)
+        lost.append(f"what made it fit: as written here about {need} are needed on a device, which has {there}")
+    return {"recompute": level, "host_state": found.host_state}
 
 
 def _common_losses(plan: Plan, lost: list[str]) -> None:
@@ -77,15 +110,26 @@ def _common_losses(plan: Plan, lost: list[str]) -> None:
         )
     if plan.pipeline.executor == "message-driven":
         lost.append("the message-driven executor")
+    if plan.precision.compute == "fp64":
+        lost.append("fp64: fp32 is taken")
+    if plan.memory.moments != "fp32":
+        lost.append(f"the optimizer's moments in {plan.memory.moments}: fp32 is taken")
 
 
 def _torchtitan(plan: Plan, setting: Setting, csv: str) -> Exported:
     lost: list[str] = []
-    units = _units(plan, setting, lost)
+    units = _units(plan, setting, lost, "device")
     _common_losses(plan, lost)
     mesh, batch = plan.mesh, setting.global_batch
     replicas = mesh.data * mesh.depth * mesh.row
     shard = 1 if units["mode"] == "replicate" else units["within"] or replicas
+    if shard == 1 and mesh.pipe * mesh.col > 1:  # its copies are DDP's, which it has in one dimension and without bf16
+        shard = replicas
+        lost.append(
+            "whole copies beside pipelines or columns: state is sharded there"
+            if replicas > 1
+            else "bf16 compute without replicas: mixed precision needs FSDP there; set training.dtype"
+        )
     options = {
         "parallelism.pipeline_parallel_degree": mesh.pipe,
         "parallelism.tensor_parallel_degree": mesh.col,
@@ -109,6 +153,8 @@ def _torchtitan(plan: Plan, setting: Setting, csv: str) -> Exported:
         lost.append("optimizer state or activations on the host (its offload moves parameters and gradients, too)")
     options["training.mixed_precision_param"] = {"bf16": "bfloat16"}.get(plan.precision.compute, "float32")
     options["training.mixed_precision_reduce"] = "float32"
+    if plan.precision.reduce == "bf16":
+        lost.append("gradients reduced in bf16: float32 is all it takes")
     return Exported("torchtitan", tuple(f"--{k} {shlex.quote(str(v))}" for k, v in options.items()), tuple(lost), files)
 
 
@@ -128,6 +174,8 @@ def _torchtitan_pipeline(
     loop = tuple(s % ranks for s in range(schedule.stages))
     names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
     name = names.get(plan.pipeline.schedule, "")
+    if name == "Interleaved1F1B" and micro % max(1, micro // ranks):  # rounds must be equal there
+        name = ""
     if not name:
         file = csv or f"{Path(plan.pipeline.schedule).stem}.csv"
         files[file] = schedule.to_csv()
@@ -161,7 +209,8 @@ def _torchtitan_pipeline(
 
 def _megatron(plan: Plan, setting: Setting) -> Exported:
     lost: list[str] = []
-    units = _units(plan, setting, lost)
+    away = plan.memory.optimizer != "device"
+    units = _units(plan, setting, lost, plan.memory.optimizer)
     _common_losses(plan, lost)
     mesh, batch = plan.mesh, setting.global_batch
     replicas = mesh.data * mesh.depth * mesh.row
@@ -175,14 +224,16 @@ def _megatron(plan: Plan, setting: Setting) -> Exported:
     if mesh.col > 1 and plan.tensor.residual == "sequence":
         options.append("--sequence-parallel")
     if plan.precision.compute == "bf16":
-        options.append("--bf16")
+        options += ["--bf16"] + (["--grad-reduce-in-bf16"] if plan.precision.reduce == "bf16" else [])
     strategy = {"zero3": "optim_grads_params", "keep": "optim_grads", "zero2": "optim_grads"}.get(units["mode"])
     if strategy and mesh.pipe == 1:
         options += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
+        options += ["--use-distributed-optimizer", "--ckpt-format fsdp_dtensor"]
         if strategy == "optim_grads":
             lost.append("gathered parameters are kept, their shards are not: it holds whole parameters all the time")
-    elif strategy:
+    elif strategy or away:  # which an optimizer on the host needs
         options.append("--use-distributed-optimizer")
+    if strategy and mesh.pipe > 1:
         lost.append(f"mode = {units['mode']!r} under the pipeline: only optimizer state is sharded there")
     if units["mode"] != "replicate" and units["within"]:
         options.append(f"--num-distributed-optimizer-instances {replicas // units['within']}")
@@ -195,8 +246,9 @@ def _megatron(plan: Plan, setting: Setting) -> Exported:
         options.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     if mesh.pipe > 1:
         _megatron_pipeline(plan, setting, options, lost)
-    if plan.memory.optimizer != "device":
-        options.append("--optimizer-cpu-offload")
+    if away:
+        share = f"--optimizer-offload-fraction {units['host_state']:.2f}"
+        options.append(f"--optimizer-cpu-offload {share} --use-precision-aware-optimizer")
         lost.append("the streamed update: its optimizer runs on the CPU")
     if plan.memory.activations != "device":
         lost.append("activations on the host")
@@ -210,8 +262,9 @@ def _megatron_pipeline(plan: Plan, setting: Setting, options: list[str], lost: l
     told = list(dealt) if isinstance(dealt, tuple) else []
     per_rank, rest = divmod(layers, ranks)
     equal = not rest and len(set(told)) <= 1
+    uneven = plan.micro_batches(setting.global_batch) % ranks
     if schedule == "interleaved":
-        counts = [] if rest else [n for n in range(2, per_rank + 1) if per_rank % n == 0]
+        counts = [] if rest or uneven else [n for n in range(2, per_rank + 1) if per_rank % n == 0]
         if counts:
             count = min(counts, key=lambda n: abs(n - wish))
             options.append(f"--num-layers-per-virtual-pipeline-stage {per_rank // count}")
@@ -222,12 +275,17 @@ def _megatron_pipeline(plan: Plan, setting: Setting, options: list[str], lost: l
                 )
             return
         lost.append(
-            f"schedule 'interleaved': Megatron-LM refuses {layers} layers on {ranks} ranks unless virtual stages are equal; "
-            "1F1B runs instead"
+            "schedule 'interleaved': Megatron-LM refuses "
+            + (
+                f"micro-batches that are no multiple of {ranks}"
+                if uneven
+                else f"{layers} layers on {ranks} ranks unless equal"
+            )
+            + "; 1F1B runs instead"
         )
         told = []
     elif schedule != "1f1b":
-        lost.append(f"schedule '{schedule}': 1F1B runs instead")
+        lost.append(f"schedule '{schedule}', and its layers of every stage: 1F1B runs instead, with its own")
         told = []
     if equal:
         return

@@ -44,6 +44,8 @@ _WORDS = {
 FIXABLE = (*_NUMBERS, *_WORDS)
 FEW = 64
 """Of at most so many ranks, every number above the half is looked at."""
+COMMON = 5
+"""Of more, so many that have most in common with the batch."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def layouts(setting: Setting, wanted: Constraints) -> Iterator[Layout]:
     """Every layout that the constraints allow."""
     ranks, found = min(setting.cluster.ranks, wanted.max_ranks or setting.cluster.ranks), False
     refused: dict[str, str] = {}
-    for number in _numbers(ranks, wanted):
+    for number in _numbers(ranks, setting.global_batch, wanted):
         for layout in _of_ranks(setting, wanted, number):
             why = _disobeys(layout, wanted, setting.heads)
             if why:
@@ -146,13 +148,18 @@ def _disobeys(layout: Layout, wanted: Constraints, heads: int) -> tuple[str, str
     return None
 
 
-def _numbers(ranks: int, wanted: Constraints) -> list[int]:
-    """How many ranks may be used: all; with `max_ranks`, also fewer, which may divide better, but more than half."""
+def _numbers(ranks: int, batch: int, wanted: Constraints) -> list[int]:
+    """How many ranks may be used: all; with `max_ranks`, also fewer, which may divide better, but more than half.
+
+    Of many, those that have most in common with the batch.
+    """
     if not wanted.max_ranks:
         return [ranks]
+    numbers = range(ranks, ranks // 2, -1)
     if ranks <= FEW:
-        return list(range(ranks, ranks // 2, -1))
-    return sorted({ranks, ranks // 8 * 8, 1 << ranks.bit_length() - 1}, reverse=True)
+        return list(numbers)
+    common = sorted(numbers, key=lambda n: (-math.gcd(n, batch), -n))[:COMMON]
+    return sorted({ranks, ranks // 8 * 8, 1 << ranks.bit_length() - 1, *common}, reverse=True)
 
 
 def _of_ranks(setting: Setting, wanted: Constraints, ranks: int) -> Iterator[Layout]:
@@ -268,6 +275,15 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
             f"{told} makes {stages} stages on {max(2, pipe)} ranks of a pipeline, and the model "
             f"has {most - 2} layers, which with its embedding and its head fill {most}; {way}"
         )
+    if (
+        wanted.schedule == "interleaved"
+        and "stages_per_rank" not in wanted.fixed
+        and wanted.get("micro_batches", pipe) < pipe
+    ):
+        raise PlanError(
+            f"the schedule interleaved is searched with as many micro-batches as its pipeline has ranks, or more; "
+            f"--fix asks for {wanted.fixed['micro_batches']} on {pipe}: fix stages_per_rank too, or use micro_batches={pipe}"
+        )
     if "micro_batches" in wanted.fixed or "micro_batch_size" in wanted.fixed:
         raise PlanError(
             f"no mesh of {ranks} ranks cuts {batch} sequences into the micro-batches that --fix asks for; "
@@ -276,8 +292,16 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
     raise PlanError(
         f"{batch} sequences cannot be spread over {ranks} ranks: data · row must divide the batch, and "
         f"pipe ≤ {setting.spec.layers} stages and col (a divisor of the heads) take the rest; "
-        f"use a global batch that is a multiple of {ranks}, or fewer ranks (--max-ranks)"
+        f"use a global batch that is a multiple of {ranks}, or --max-ranks {_most_ranks(setting, ranks)}"
     )
+
+
+def _most_ranks(setting: Setting, ranks: int) -> int:
+    """The most that the batch can be spread over, with nothing fixed."""
+    batch = setting.global_batch
+    pipes = range(1, min(setting.spec.layers, 8 * batch + 7) + 1)
+    found = (w * c * p for w in _divisors(batch) for c in _divisors(setting.heads) for p in pipes)
+    return max(n for n in found if n <= ranks)
 
 
 # ---- what a layout takes at least ----
