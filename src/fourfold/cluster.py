@@ -211,9 +211,12 @@ class Cluster:
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Cluster:
-        """Read a cluster file (TOML, JSON, YAML). `preset = "h100-sxm"` in it takes what it does not say from there."""
-        data = schema.read(path, ClusterError)
+    def load(cls, path: str | Path, nodes: int | None = None) -> Cluster:
+        """Read a cluster file (TOML, JSON, YAML). `preset = "h100-sxm"` in it takes what it does not say from there.
+
+        `nodes`: instead of the file's; those of `preset = "local"` are ranks that share this machine.
+        """
+        data = schema.read(path, ClusterError) | ({} if nodes is None else {"nodes": nodes})
         known = ["preset", *(f.name for f in fields(cls))]
         for key in data:
             if key not in known:
@@ -224,8 +227,10 @@ class Cluster:
                 if not isinstance(base, str):
                     raise ClusterError(f"preset must be a name; found {base!r}")
                 whole, devices = cls.preset(base), data.get("devices", 0)
-                if "level" not in data and schema.whole(devices, 1):
-                    whole = cls.local(devices) if base == "local" else whole.with_devices(devices)
+                if base == "local" and all(schema.whole(data.get(n, 1), 1) for n in ("nodes", "devices")):
+                    whole = cls.local(data.pop("nodes", 1) * data.pop("devices", 1))
+                elif "level" not in data and schema.whole(devices, 1):
+                    whole = whole.with_devices(devices)
                 data = _merged(whole.to_dict(), {"name": Path(path).stem} | data)
             cluster = schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
             check_pieces(cluster)
@@ -238,8 +243,7 @@ class Cluster:
         """A preset or a file, with as many nodes as asked for."""
         if name in preset_names() or not Path(name).suffix:
             return cls.preset(name, 1 if nodes is None else nodes)
-        cluster = cls.load(name)
-        return cluster if nodes is None else replace(cluster, nodes=nodes)
+        return cls.load(name, nodes)
 
     def to_dict(self) -> dict[str, Any]:
         return schema.dump(self)
@@ -254,9 +258,9 @@ class Cluster:
         else:
             raise ClusterError(f"{path}: a cluster is saved as .json or .toml; found '{path.suffix}'")
 
-    def what_if(self, changes: Mapping[str, str]) -> Cluster:
+    def what_if(self, changes: Mapping[str, str | int]) -> Cluster:
         """This cluster with some things changed: memory=40GiB, nodes=16, bandwidth=x2, flops=x1.5, latency, host, link."""
-        return _changed(self, changes)
+        return _changed(self, {name: str(value) for name, value in changes.items()})
 
     def with_devices(self, devices: int) -> Cluster:
         """This cluster with so many devices a node; what joined a node still does."""

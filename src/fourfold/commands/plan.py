@@ -128,12 +128,25 @@ def _check(args: PlanArgs) -> None:
             raise PlanError(f"--{name} {value} must be at least 1")
     if args.out:
         schema.check_writable(args.out, "a plan", PlanError)
+        _check_unused(Path(args.out))
     if args.judge:
         searching = ("fix", "schedule", "max_ranks", "top", "precision", "moments")
         idle = [n for n in searching if getattr(args, n) != getattr(PlanArgs, n)]
         if idle:
             names = ", ".join(f"--{n.replace('_', '-')}" for n in idle)
             raise PlanError(f"{names}: not with --judge, which takes the plan as it is and searches nothing")
+
+
+def _check_unused(out: Path) -> None:
+    """Refuse to overwrite what is no plan: the model's file, say."""
+    if not out.is_file():
+        return
+    try:
+        plan = "mesh" in schema.read(out)
+    except ConfigError:
+        plan = False
+    if not plan:
+        raise PlanError(f"-o {out}: this file exists and is no plan; choose another name, or remove it first")
 
 
 def _fits(plan: Plan | str | None) -> bool:

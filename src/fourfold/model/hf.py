@@ -2,7 +2,8 @@
 
 Architectures: GPT-2, BERT, Llama, Mistral, Qwen 2, Qwen 3, as language models. What a file asks for that our models do not do
 (experts, sliding windows, quantization, other activations, heads for other tasks, dropouts that differ) is refused by name rather
-than read wrongly; so are sizes that no model has. What a file leaves out is what Hugging Face takes it to be.
+than read wrongly; so are sizes that no model has, and files without the main ones. What else a file leaves out is what Hugging
+Face takes it to be.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ DROPOUTS = {
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
 }
 """What a family drops out, and how much where the file does not say; others drop out attention weights alone."""
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""What a file that does not say it means, where that is not the same in all families; null means something else."""
 EXPERTS = "a mixture of experts is not supported"
 OTHERS = {
     "mixtral": ("Mixtral", EXPERTS),
@@ -84,6 +91,7 @@ def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None
     c = schema.read(path)
     kind = c.get("model_type")
     _refuse(c, kind, path)
+    c = LEFT_OUT.get(str(kind), {}) | c
     try:
         read = _gpt2(c, path) if kind == "gpt2" else _bert(c, path) if kind == "bert" else _llama(c, str(kind), path)
     except KeyError as e:
@@ -152,7 +160,7 @@ def _refuse_window(c: dict[str, Any], kind: str, seq_len: int, path: Path) -> No
         if found not in ("full_attention", "sliding_attention"):
             raise ConfigError(f"{path}: layer_types has {found!r}, which is not supported; known: full_attention")
     window = _size(c, "sliding_window", path, 0, least=0)
-    uses = bool(c.get("use_sliding_window", kind not in ("qwen2", "qwen3"))) and window > 0
+    uses = _flag(c, "use_sliding_window", path, kind not in ("qwen2", "qwen3")) and window > 0
     if "sliding_attention" in types and not window:
         raise ConfigError(f"{path}: layer_types has 'sliding_attention': sliding-window attention is not supported")
     if (uses or "sliding_attention" in types) and window < seq_len:

@@ -140,6 +140,8 @@ def _disobeys(layout: Layout, wanted: Constraints, heads: int) -> tuple[str, str
             "--fix flow=summa needs a square plane (row=col of 2 or more)",
             "use flow=auto, which takes any rectangle",
         )
+    if flow not in (None, "auto") and mesh.row * mesh.col == 1:
+        return f"--fix flow={flow} needs a grid (row or col of 2 or more)", "leave flow free"
     keep = wanted.get("keep", "none")
     if keep != "none" and not layout.tensor.keep:
         needs = {"weights": "row of 2 or more", "inputs": "col of 2 or more", "all": "row or col of 2 or more"}

@@ -34,7 +34,7 @@ MOMENTS = ("fp32", "bf16")
 
 def make_plan(
     spec: ModelSpec,
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     global_batch: int = 0,
     precision: Precision | str | None = None,
@@ -46,9 +46,11 @@ def make_plan(
 ) -> Plan:
     """The fastest plan that fits, with its report. Raises PlanError, saying what would fit, where there is none.
 
+    `cluster`: one, or the name of a preset (one node), or of a file.
     `precision`: "bf16", "fp32" or "fp64"; without, bf16 on GPUs and fp32 on CPUs. `fix` decides some things beforehand:
     {"col": 4, "schedule": "wave"}, ["col=4", "schedule=wave"] or "col=4"; see docs/planning.md.
     """
+    cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     if moments not in MOMENTS:
         raise PlanError(f"moments = {moments!r}: AdamW's moments are of type {' or '.join(map(repr, MOMENTS))}")
     for name, value in (("top", top), ("max_ranks", 1 if max_ranks is None else max_ranks)):
@@ -208,6 +210,8 @@ def break_even(best: Candidate, setting: Setting) -> float:
     """Tokens of a micro-batch from which gathering a unit's parameters hides behind computing with it."""
     kinds = setting.spec.kinds
     kind = max(kinds, key=lambda k: kinds[k].flops if kinds[k].layer not in (0, setting.spec.layers - 1) else -1.0)
-    cost = unit_cost(setting, best.layout, kind, Choice("zero3"))
-    tokens = best.layout.micro_batch_size * setting.spec.seq_len
-    return tokens * cost.gather / cost.compute.forward if cost.compute.forward else 0.0
+    few, more = (unit_cost(setting, replace(best.layout, micro_batch_size=n), kind, Choice("zero3")) for n in (1, 4))
+    each = (more.compute.forward - few.compute.forward) / (
+        3 * setting.spec.seq_len
+    )  # a token's, whatever the plan has of them
+    return max(1.0, setting.spec.seq_len + (few.gather - few.compute.forward) / each) if each > 0 else 0.0

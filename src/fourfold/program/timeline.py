@@ -89,7 +89,7 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[Number, ...]:
         """How long each row did not compute."""
-        return tuple(self.makespan - w for w in self.work)
+        return tuple(max(0, self.makespan - w) for w in self.work)  # of floats, it may be a little less
 
     @cached_property
     def bubble(self) -> Number:
