@@ -29,6 +29,27 @@ def test_a_file_may_start_from_a_preset(tmp_path: Path) -> None:
     assert cluster.device.matrix == Cluster.preset("h100-sxm").device.matrix
 
 
+def test_nodes_of_this_machine_are_ranks_in_files_too(tmp_path: Path) -> None:
+    (tmp_path / "here.toml").write_text('preset = "local"\nnodes = 2\n')
+    found, same = Cluster.find(str(tmp_path / "here.toml")), Cluster.preset("local", 2)
+    assert replace(found, name="local") == same
+    assert Cluster.find(str(tmp_path / "here.toml"), 4).usable == Cluster.preset("local", 4).usable
+
+
+def test_messages_within_a_node_stay_there() -> None:
+    cluster = Cluster.preset("h100-sxm", nodes=2)
+    near = [cluster.messages(3e7, first, other, 1) for first, other in ((0, 1), (0, 4), (7, 0), (5, 0), (8, 15))]
+    assert near == [cluster.message(3e7, 1)] * 5
+    assert cluster.messages(3e7, 7, 8, 1) == cluster.message(3e7, 8) > 4 * near[0]
+    assert cluster.messages(3e7, 4, 6, 4) == cluster.message(3e7, 8)  # two of the four leave
+
+
+def test_faster_devices_have_the_same_share_of_their_peak() -> None:
+    device = replace(Cluster.preset("h100-sxm").device, stated={"bf16": 1e15, "fp32": 1e14, "fp64": 1e13})
+    faster = replace(Cluster.preset("h100-sxm"), device=device).what_if({"flops": "x2", "nodes": 2})
+    assert (faster.device.peak("bf16"), faster.nodes) == (2e15, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,49 @@ def test_megatron_first_and_last_stage_may_differ() -> None:
     found = exported("megatron", 4, schedule="1f1b", layers=(8, 9, 8, 7))
     assert option(found, "last-pipeline-num-layers") is None
     assert any("layers of every stage [8, 9, 8, 7]" in x for x in found.lost)
+
+
+def test_megatron_is_given_what_its_flags_need() -> None:
+    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    rules = {"mesh": {"data": 8}, "unit": [{"match": "*", "mode": "zero3"}], "memory": {"optimizer": "host"}}
+    text = str(export(Plan.from_dict(rules | {"precision": {"compute": "bf16"}}), setting, "megatron"))
+    for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer", "--use-precision-aware-optimizer"):
+        assert flag in text
+    assert "--optimizer-offload-fraction 1.00" in text
+    plain = {"mesh": {"data": 8}, "precision": {"compute": "fp64", "reduce": "fp64"}, "memory": {"moments": "bf16"}}
+    lost = export(Plan.from_dict(plain), setting, "megatron").lost
+    assert [x for x in lost if x.startswith("fp64")]
+    assert [x for x in lost if "moments in bf16" in x]
+
+
+@pytest.mark.parametrize("system", ["torchtitan", "megatron"])
+def test_what_no_longer_fits_is_recomputed_or_said(system: str) -> None:
+    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    rules = {"mesh": {"data": 8}, "unit": [{"match": "*", "mode": "zero3"}], "precision": {"compute": "bf16"}}
+    plan = Plan.from_dict(rules | {"memory": {"activations": "host"}})
+    found = export(plan, setting, system)  # type: ignore[arg-type]
+    assert not [x for x in found.lost if "made it fit" in x]
+    small = replace(setting, cluster=setting.cluster.what_if({"memory": "44GB"}))
+    found = export(plan, small, system)  # type: ignore[arg-type]
+    assert [x for x in found.lost if "with which it fits" in x]
+    tiny = replace(setting, cluster=setting.cluster.what_if({"memory": "16GB"}))
+    found = export(plan, tiny, system)  # type: ignore[arg-type]
+    assert [x for x in found.lost if "what made it fit" in x]
+
+
+def test_rounds_that_interleaved_schedules_need() -> None:
+    plan = Plan(
+        mesh=Mesh(pipe=4), batch=Batch(micro_batches=9), pipeline=Pipeline(schedule="interleaved", stages_per_rank=2)
+    )
+    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 9, Precision(compute="bf16"))
+    assert option(export(plan, setting, "torchtitan"), "pipeline_parallel_schedule") == "PipelineScheduleMulti"
+    found = export(plan, setting, "megatron")
+    assert "virtual" not in str(found.options)
+    assert [x for x in found.lost if "no multiple of 4" in x]
+
+
+def test_copies_beside_columns_are_sharded_in_torchtitan() -> None:
+    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    found = export(Plan(mesh=Mesh(data=4, col=2), precision=setting.precision), setting, "torchtitan")
+    assert option(found, "data_parallel_shard_degree") == "4"
+    assert [x for x in found.lost if x.startswith("whole copies")]

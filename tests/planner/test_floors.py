@@ -117,6 +117,21 @@ def test_no_plan_beats_its_floor_in_the_memory_that_it_takes() -> None:
     assert near > 100  # and they are worth something
 
 
+def test_a_floor_that_is_high_enough_is_one_however_layers_are_dealt() -> None:
+    setting = unlike_layers()
+    solver, cut = Solver(setting, {}), 0
+    for layout in layouts(setting, parse_fixes([])):
+        whole = floor_in(solver, layout, setting.cluster.usable)
+        if whole is not None and layout.mesh.pipe > 1:
+            early = floor_in(solver, layout, setting.cluster.usable, 0.0, whole * (1 + 1e-7))
+            assert early == whole, layout
+            early = floor_in(solver, layout, setting.cluster.usable, 0.0, 0.5 * whole)
+            assert early is not None
+            assert 0.5 * whole < early <= whole
+            cut += early < whole
+    assert cut > 0
+
+
 def test_unlike_layers_are_planned_over_a_pipeline() -> None:
     """A rank may have none of some kinds: its share of them is no whole number."""
     for fixes in ([], ["pipe=4"], ["pipe=8"]):

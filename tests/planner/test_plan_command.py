@@ -280,3 +280,37 @@ def test_a_terminal_gets_a_bar() -> None:
     assert done.returncode == 0, drawn.decode()
     assert "s a step" in done.stdout
     assert "searching" in drawn.decode()
+
+
+def test_nothing_but_plans_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(Path("tests/hub.py").read_text())
+    args = ["plan", CONFIG, "--cluster", "h100-sxm", "--global-batch", "32", "--top", "1"]
+    assert main([*args, "-o", str(model)]) == 2
+    assert "this file exists and is no plan" in capsys.readouterr().err
+    assert model.read_text() == Path("tests/hub.py").read_text()
+    for _ in range(2):
+        assert main([*args, "-o", str(tmp_path / "plan.json")]) == 0
+
+
+def test_one_break_even(capsys: pytest.CaptureFixture[str]) -> None:
+    found = set()
+    for size in (1, 2, 4):
+        fixes = ["data=8", "mode=zero3", f"micro_batch_size={size}"]
+        assert main(["plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "64", "--json", "--fix", *fixes]) == 0
+        found.add(json.loads(capsys.readouterr().out)["predicted"]["break_even_tokens"])
+    assert len(found) == 1
+
+
+def test_what_a_mistral_file_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16}
+    whole = {"model_type": "mistral", **sizes, "vocab_size": 1000, "max_position_embeddings": 32768}
+    parameters = []
+    for more in ({}, {"num_key_value_heads": 8}, {"num_key_value_heads": 16}):
+        (tmp_path / "config.json").write_text(json.dumps(whole | more))
+        args = ["plan", str(tmp_path), "--cluster", "h100-sxm", "--global-batch", "8", "--json"]
+        assert main([*args, "--seq-len", "4096"]) == 0
+        parameters.append(json.loads(capsys.readouterr().out)["predicted"]["parameters"])
+        assert main([*args, "--seq-len", "8192"]) == 2  # its window is 4096
+        capsys.readouterr()
+    assert parameters[0] == parameters[1] < parameters[2]

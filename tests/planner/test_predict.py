@@ -182,3 +182,39 @@ def test_a_plan_with_activations_on_the_host_fits_there() -> None:
     memory = found.predicted["memory"] if found.predicted else []
     assert memory
     assert all(0 < m["host_activations"] <= m["host"] <= cluster.host_memory for m in memory)
+
+
+def on_the_host(**memory: Any) -> tuple[Setting, Plan]:
+    s = question(batch=8)
+    rules = {"mesh": {"pipe": 2, "data": 4}, "pipeline": {"layers": [2, 6]}, "batch": {"micro_batches": 2}}
+    return s, Plan.from_dict({**rules, "memory": memory, "precision": {"compute": "bf16"}})
+
+
+def test_every_rank_keeps_as_many_bytes_of_state_as_the_plan_says() -> None:
+    s, plan = on_the_host(optimizer="auto", device_state="1GB")
+    least, most = sorted(predict(plan, s).memory, key=lambda m: m.host)
+    s, whole = on_the_host(optimizer="host")
+    less, more = sorted(predict(whole, s).memory, key=lambda m: m.host)
+    assert more.host - most.host == pytest.approx(1e9)
+    assert less.host - least.host == pytest.approx(min(1e9, less.host))
+
+
+def test_staging_takes_memory() -> None:
+    s, plan = on_the_host(optimizer="host")
+    _, wide = on_the_host(optimizer="host", staging="1GiB")
+    ring = 2**24 * s.streamed
+    longer = (1 << 30) // ring - 4
+    assert longer > 0
+    assert predict(wide, s).peak.peak - predict(plan, s).peak.peak == pytest.approx(longer * ring)
+
+
+def test_a_tied_weight_goes_from_end_to_end() -> None:
+    model = ModelConfig(family="gpt", layers=14, hidden=1024, heads=16, vocab=32768, seq_len=512, tie=True)
+    s = Setting(ModelSpec.from_config(model), Cluster.preset("a100-80g", nodes=2), 32, Precision(compute="bf16"))
+    untied = replace(s, spec=ModelSpec.from_config(replace(model, tie=False)))
+    plan = Plan(mesh=Mesh(pipe=8, data=2), batch=Batch(micro_batches=8), precision=s.precision)
+    ends = [predict(plan, x) for x in (s, untied)]
+    size = 32768 * 1024
+    crossing = sum(s.cluster.messages(size * width, 14, 0, 2) for width in (s.reduce, s.compute))
+    assert crossing > 5 * s.cluster.message(6 * size, 2)  # between nodes, not to the next rank
+    assert ends[0].seconds - ends[1].seconds > 0.5 * crossing

@@ -234,12 +234,47 @@ def test_questions_that_make_no_sense(asked: dict[str, Any], message: str) -> No
         ([], "wavy", "did you mean 'wave'"),
         (["pipe=2", "waves=2"], "1f1b", "is for the schedule wave, and 1f1b was asked for"),
         (["pipe=1"], "wave", "has no pipeline"),
+        (
+            ["col=8"],
+            None,
+            "needs an attention head for every column, which nothing else that is asked for allows; use col=4",
+        ),
+        (["flow=os", "col=1", "row=1"], None, "flow=os needs a grid"),
+        (["pipe=4", "data=2"], "zb-v", "zb-v makes 8 stages on 4 ranks of a pipeline, and the model has 4 layers"),
+        (["pipe=2", "micro_batches=1"], "interleaved", "fix stages_per_rank too, or use micro_batches=2"),
     ],
 )
 def test_wrong_constraints(fix: list[str], schedule: str | None, message: str) -> None:
     with pytest.raises(PlanError) as e:
-        find_plan(setting(), parse_fixes(fix, schedule))
+        find_plan(setting(spec=llama(4, 512)), parse_fixes(fix, schedule))
     assert message in str(e.value)
+
+
+def test_a_mode_for_replicas_on_one_rank_is_refused() -> None:
+    with pytest.raises(PlanError, match="mode=zero3 needs replicas"):
+        make_plan(llama(4, 512), Cluster.local(1), global_batch=8, fix="mode=zero3")
+
+
+@pytest.mark.parametrize("fix", ["waves=1", "stages_per_rank=2"])
+def test_nothing_fits_with_a_schedule_that_is_implied(fix: str) -> None:
+    with pytest.raises(PlanError, match="no plan fits.*What would do"):
+        find_plan(setting("4GB", spec=llama(16, 4096), batch=8), parse_fixes([fix]))
+
+
+def test_nodes_that_share_a_machine_do_not_help() -> None:
+    with pytest.raises(PlanError, match="no plan fits") as e:
+        make_plan(llama(80, 8192), Cluster.local(2), global_batch=2)
+    assert "nodes instead" not in str(e.value)
+
+
+@pytest.mark.parametrize("cluster", [Cluster.local(2), Cluster.local(4), Cluster.preset("h100-sxm")])
+def test_the_first_of_the_table_is_the_plan(cluster: Cluster) -> None:
+    plan = make_plan(llama(4, 512, 256), cluster, global_batch=16)
+    assert plan.predicted is not None
+    assert plan.alternatives is not None
+    found = [row["seconds"] for row in plan.alternatives]
+    assert found[0] == plan.predicted["seconds"]
+    assert found == sorted(found)
 
 
 def test_nothing_fits() -> None:
@@ -306,6 +341,21 @@ def test_at_most_so_many_ranks() -> None:
     for before, after in pairwise(times):
         assert after <= before * (1 + 1e-9)
     assert find_plan(s, parse_fixes(["pipe=1", "col=1"], None, 7)).best.layout.mesh.ranks == 4
+
+
+def test_more_ranks_are_no_worse_where_fewer_suit_the_batch() -> None:
+    s = setting(nodes=16, batch=112, spec=llama(8, 1024))
+    few, more = (find_plan(s, parse_fixes([], None, n)).best for n in (112, 127))
+    assert more.prediction.seconds <= few.prediction.seconds * 1.0001
+
+
+def test_the_most_ranks_that_are_named_have_a_plan() -> None:
+    s = setting(nodes=16, batch=1, spec=llama(4, 512))
+    with pytest.raises(PlanError, match=r"--max-ranks (\d+)") as e:
+        find_plan(s, parse_fixes([]))
+    most = re.search(r"--max-ranks (\d+)", str(e.value))
+    assert most is not None
+    assert find_plan(s, parse_fixes([], None, int(most[1]))).best.layout.mesh.ranks == int(most[1])
 
 
 def test_a_schedule_that_is_asked_for_has_a_pipeline() -> None:
