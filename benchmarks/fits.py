@@ -22,7 +22,7 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.errors import PlanError, RankFailure
 from fourfold.plan import Plan
-from fourfold.planner.layouts import Constraints, parse_fixes
+from fourfold.planner.constraints import Constraints, parse_fixes
 from fourfold.planner.make import find_plan, with_report
 from fourfold.planner.misfit import least
 from fourfold.planner.runnable import run_setting

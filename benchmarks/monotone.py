@@ -18,8 +18,8 @@ from fourfold.config import ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Precision
+from fourfold.planner.constraints import parse_fixes
 from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import parse_fixes
 from fourfold.planner.make import find_plan
 
 MODELS = (

@@ -32,8 +32,9 @@ from fourfold.config import Config
 from fourfold.launch.place import Place
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, UnitRule
+from fourfold.planner.constraints import Constraints
 from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import Constraints, layouts
+from fourfold.planner.layouts import layouts
 from fourfold.planner.make import find_plan
 from fourfold.planner.predict import Prediction, judged, layout_of_plan, predict
 from fourfold.testing.emulate import emulated_products

@@ -48,8 +48,8 @@ from fourfold.model.build import serial_model
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision, UnitRule
 from fourfold.planner.choice import Group, choose
+from fourfold.planner.constraints import parse_fixes
 from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import parse_fixes
 from fourfold.planner.make import find_plan
 from fourfold.planner.predict import predict
 from fourfold.testing.budget import Budget

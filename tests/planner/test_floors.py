@@ -18,10 +18,11 @@ from fourfold.errors import ScheduleError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Pipeline, Plan, Precision
 from fourfold.planner.build import dealt_out
+from fourfold.planner.constraints import parse_fixes
 from fourfold.planner.deal import least_idle
 from fourfold.planner.floors import bytes_at_least, flights, flights_of, floor_in, floor_of
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import bound, computed, layouts, parse_fixes
+from fourfold.planner.layouts import bound, computed, layouts
 from fourfold.planner.make import find_plan
 from fourfold.planner.options import Option, Solver, sharding_options
 from fourfold.planner.predict import judged

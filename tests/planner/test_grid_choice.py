@@ -13,8 +13,8 @@ from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision, Tensor
+from fourfold.planner.constraints import parse_fixes
 from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import parse_fixes
 from fourfold.planner.make import find_plan, judge, with_report
 from fourfold.planner.predict import predict
 from fourfold.planner.products import links_of

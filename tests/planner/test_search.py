@@ -18,10 +18,11 @@ from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.build import build_out, dealt_out
+from fourfold.planner.constraints import parse_fixes
 from fourfold.planner.deal import least_idle
 from fourfold.planner.floors import floor_in
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import bound, computed, layouts, parse_fixes
+from fourfold.planner.layouts import bound, computed, layouts
 from fourfold.planner.make import binding, default_precision, find_plan, judge, make_plan, with_report
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import choice_of, predict

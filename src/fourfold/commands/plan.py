@@ -18,8 +18,8 @@ from fourfold.errors import ConfigError, PlanError
 from fourfold.model.hf import hf_file
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
+from fourfold.planner.constraints import Constraints, parse_fixes
 from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import Constraints, parse_fixes
 from fourfold.planner.make import default_batch, default_precision, find_plan, judge, named_precision, with_report
 from fourfold.planner.search import Progress
 

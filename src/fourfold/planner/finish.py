@@ -19,9 +19,9 @@ from itertools import product
 
 from fourfold.plan import Plan
 from fourfold.planner.build import Candidate, build_out
+from fourfold.planner.constraints import Constraints
 from fourfold.planner.fill import GIB, Filling, filled, turned
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import Constraints
 from fourfold.planner.options import Solver
 from fourfold.planner.polish import Known, plainest, polished
 from fourfold.planner.predict import Prediction, fits, predict

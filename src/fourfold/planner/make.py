@@ -16,8 +16,8 @@ from fourfold.cluster import Cluster
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
+from fourfold.planner.constraints import Constraints, parse_fixes
 from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import Constraints, parse_fixes
 from fourfold.planner.predict import layout_of_plan, predict
 from fourfold.planner.products import chosen_flows, flow_report
 from fourfold.planner.search import Candidate, Found, Progress, search

@@ -14,9 +14,10 @@ from typing import Literal, NoReturn
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.plan import Mesh, Precision
 from fourfold.planner.build import Candidate, frugal
+from fourfold.planner.constraints import Constraints
 from fourfold.planner.floors import bytes_at_least
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import Constraints, layouts
+from fourfold.planner.layouts import layouts
 from fourfold.planner.options import Solver
 from fourfold.planner.predict import fits
 from fourfold.schema import format_bytes

@@ -13,8 +13,8 @@ from fourfold.config import Config
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Plan, Precision
+from fourfold.planner.constraints import parse_fixes
 from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import parse_fixes
 from fourfold.planner.make import default_precision, find_plan, judge, with_report
 
 __all__ = ["plan_run", "run_setting"]

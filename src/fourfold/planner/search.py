@@ -28,12 +28,13 @@ from typing import Any, NamedTuple
 from fourfold.errors import ScheduleError
 from fourfold.plan import Tensor
 from fourfold.planner.build import Candidate, dealt_out, stretched
+from fourfold.planner.constraints import Constraints
 from fourfold.planner.deal import least_idle
 from fourfold.planner.finish import Maker, rung_below
 from fourfold.planner.floors import floor_in, floor_of
 from fourfold.planner.inner import free_bytes, frugal_bytes, solve_rank
 from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import Constraints, bound, bubble, computed, layouts, loads, mean, waits
+from fourfold.planner.layouts import bound, bubble, computed, layouts, loads, mean, waits
 from fourfold.planner.misfit import explain_misfit, least
 from fourfold.planner.options import RankLoad, Solver
 from fourfold.planner.predict import fits
@@ -51,7 +52,7 @@ fit, three times as many."""
 OTHERS = 4
 """Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
 APART = 0.25
-"""Of what units would wait for the host's link, each for its own, the share that is seen where it was built out (0.1 to 0.4)."""
+"""Without a pipeline: of what units would wait for the host's link, each for its own, the share that shows (0.1 to 0.4)."""
 RAISED = 200
 """Floors that are raised for the certificate alone, at most."""
 SEEN = 3
@@ -74,9 +75,12 @@ class Found:
 
 class _Estimate(NamedTuple):
     seconds: float
+    """Put right by what others of its sort took."""
     number: int
     layout: Layout
     floor: float
+    first: float
+    """As they were before."""
 
 
 def search(setting: Setting, wanted: Constraints, progress: Progress | None = None, top: int = 5) -> Found:
@@ -163,7 +167,7 @@ class _Search:
         while self.waiting:
             floor, _, layout, step = self.waiting[0]
             while self.pending and self.pending[0].seconds <= floor and not self._enough():
-                self._build(heapq.heappop(self.pending))
+                self._try_next()
             enough = len(self.built) >= self.top or len(self.built) + len(self.pending) >= OTHERS * self.top
             if (floor > self._cut() and enough) or self._enough():
                 self.unsolved = floor
@@ -171,7 +175,7 @@ class _Search:
             heapq.heappop(self.waiting)
             step(layout, floor)
         while self.pending and not self._enough():
-            self._build(heapq.heappop(self.pending))
+            self._try_next()
             if self.progress:
                 self.progress(self.solved, self.total, self._best())
         self.lower = min(self.unsolved, self.passed, self._left_floor())
@@ -268,12 +272,11 @@ class _Search:
             if total > worst:
                 worst, parts = total, work
         seconds = worst + bubble(layout, *parts) + waits(setting, layout, mean(works), max(map(sum, works)))
-        if (
-            layout.activations == "host"
-        ):  # as if each unit waited for its own, where most hide behind others, as in the floor
+        if layout.activations == "host" and layout.mesh.pipe == 1:
+            # so far as if each unit waited for its own, where most hide behind others, as in the floor
             seconds = floor + APART * (seconds - floor)
         self._number += 1
-        heapq.heappush(self.pending, _Estimate(seconds, self._number, layout, floor))
+        heapq.heappush(self.pending, _Estimate(seconds, self._number, layout, floor, seconds))
 
     def _room(self, layout: Layout, load: RankLoad) -> float:
         """Bytes for a rank's units."""
@@ -286,6 +289,20 @@ class _Search:
         return tied_elements(self.setting.spec, layout.mesh) * (self.setting.compute + self.setting.reduce)
 
     # ---- one layout, built out ----
+
+    def _try_next(self) -> None:
+        """Build the lowest estimate, unless it is the lowest no more once it is put right."""
+        estimate = heapq.heappop(self.pending)
+        right = estimate.first * self._over(estimate.layout)
+        if right > estimate.seconds and self.pending and right > self.pending[0].seconds:
+            heapq.heappush(self.pending, estimate._replace(seconds=right))
+        else:
+            self._build(estimate)
+
+    def _over(self, layout: Layout) -> float:
+        """Half of what layouts of its sort took at least above their estimates: the next may do better."""
+        found = self.over[_sort(layout)]
+        return (1 + min(found)) / 2 if len(found) >= SEEN else 1.0
 
     def _build(self, estimate: _Estimate) -> None:
         shown = len(self.built) >= self.top
@@ -305,7 +322,7 @@ class _Search:
             return
         if candidate is not None:
             self.built.append(candidate)
-            self.over[_sort(estimate.layout)].append(candidate.prediction.seconds / estimate.seconds)
+            self.over[_sort(estimate.layout)].append(candidate.prediction.seconds / estimate.first)
 
     def _raised(self, estimate: _Estimate) -> float | None:
         """Its floor with its layers dealt out to stages; None where nothing fits then."""
@@ -335,11 +352,11 @@ class _Search:
         return left[0][0] if left else float("inf")
 
     def _unlikely(self, estimate: _Estimate) -> bool:
-        """Whether it would have to be better than estimated, by more than any layout of its sort has been."""
-        best, over = self._best(), self.over[_sort(estimate.layout)]
+        """Whether it would have to be much better than its sort."""
+        best = self._best()
         if best is None or self.total <= MANY:
             return False
-        return estimate.seconds * (min(over) if len(over) >= SEEN else 1.0) > (1 + UNLIKELY) * best
+        return estimate.first * self._over(estimate.layout) > (1 + UNLIKELY) * best
 
     def fastest(self) -> Candidate:
         """Of what was built out, and what is near it."""
