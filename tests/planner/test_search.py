@@ -241,6 +241,11 @@ def test_questions_that_make_no_sense(asked: dict[str, Any], message: str) -> No
             "needs an attention head for every column, which nothing else that is asked for allows; use col=4",
         ),
         (["flow=os", "col=1", "row=1"], None, "flow=os needs a grid"),
+        (
+            ["data=8", "waves=1"],
+            None,
+            "the schedule wave needs a pipeline of 2 ranks or more, and --fix data 8 leaves none of 8",
+        ),
         (["pipe=4", "data=2"], "zb-v", "zb-v makes 8 stages on 4 ranks of a pipeline, and the model has 4 layers"),
         (["pipe=2", "micro_batches=1"], "interleaved", "fix stages_per_rank too, or use micro_batches=2"),
     ],

@@ -41,6 +41,11 @@ class Constraints:
         implied = "wave" if "waves" in self.fixed else "interleaved" if "stages_per_rank" in self.fixed else None
         return self.get("schedule", implied)
 
+    @property
+    def piped(self) -> bool:
+        """Whether a pipeline is asked for, by its schedule."""
+        return (self.schedule or "1f1b") != "1f1b"
+
 
 def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | None = None) -> Constraints:
     """`["col=4", "mode=zero3"]` as constraints; refuses what is not known."""

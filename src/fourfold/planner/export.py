@@ -125,11 +125,10 @@ def _torchtitan(plan: Plan, setting: Setting, csv: str) -> Exported:
     shard = 1 if units["mode"] == "replicate" else units["within"] or replicas
     if shard == 1 and mesh.pipe * mesh.col > 1:  # its copies are DDP's, which it has in one dimension and without bf16
         shard = replicas
-        lost.append(
-            "whole copies beside pipelines or columns: state is sharded there"
-            if replicas > 1
-            else "bf16 compute without replicas: mixed precision needs FSDP there; set training.dtype"
-        )
+        if replicas > 1:
+            lost.append("whole copies beside pipelines or columns: state is sharded there")
+        elif plan.precision.compute == "bf16":
+            lost.append("bf16 compute without replicas: mixed precision needs FSDP there; set training.dtype")
     options = {
         "parallelism.pipeline_parallel_degree": mesh.pipe,
         "parallelism.tensor_parallel_degree": mesh.col,
@@ -209,8 +208,8 @@ def _torchtitan_pipeline(
 
 def _megatron(plan: Plan, setting: Setting) -> Exported:
     lost: list[str] = []
-    away = plan.memory.optimizer != "device"
     units = _units(plan, setting, lost, plan.memory.optimizer)
+    away = units["host_state"] > 0
     _common_losses(plan, lost)
     mesh, batch = plan.mesh, setting.global_batch
     replicas = mesh.data * mesh.depth * mesh.row

@@ -93,9 +93,8 @@ def _numbers(ranks: int, batch: int, wanted: Constraints) -> list[int]:
 
 def _of_ranks(setting: Setting, wanted: Constraints, ranks: int) -> Iterator[Layout]:
     spec, batch = setting.spec, setting.global_batch
-    piped = (wanted.schedule or "1f1b") != "1f1b"
     for pipe in _degrees(ranks, wanted.get("pipe")):
-        if pipe == 1 and piped:  # it was asked for
+        if pipe == 1 and wanted.piped:
             continue
         if pipe > spec.layers or (
             batch < pipe // 8 and "pipe" not in wanted.fixed
@@ -180,6 +179,11 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
         )
     if set(AXES) <= {*wanted.fixed, "depth"} and product != ranks:
         raise PlanError(f"--fix asks for {told} = {product} ranks, but there are {ranks}; leave one axis free")
+    if wanted.piped and product == ranks and "pipe" not in wanted.fixed:
+        raise PlanError(
+            f"the schedule {wanted.schedule} needs a pipeline of 2 ranks or more, and "
+            + (f"--fix {told} leaves none of {ranks} for it; leave one free" if told else "there is one rank")
+        )
     pipe = wanted.get("pipe", 1)
     if pipe > setting.spec.layers:
         most = setting.spec.layers
@@ -218,10 +222,15 @@ def _explain_none(setting: Setting, wanted: Constraints, ranks: int) -> None:
             f"no mesh of {ranks} ranks cuts {batch} sequences into the micro-batches that --fix asks for; "
             "leave micro_batches and micro_batch_size free"
         )
+    most = _most_ranks(setting, ranks)
     raise PlanError(
         f"{batch} sequences cannot be spread over {ranks} ranks: data · row must divide the batch, and "
         f"pipe ≤ {setting.spec.layers} stages and col (a divisor of the heads) take the rest; "
-        f"use a global batch that is a multiple of {ranks}, or --max-ranks {_most_ranks(setting, ranks)}"
+        + (
+            f"use a global batch that is a multiple of {ranks}, or --max-ranks {most}"
+            if most < ranks
+            else "leave some of --fix free"
+        )
     )
 
 

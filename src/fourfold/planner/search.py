@@ -327,11 +327,12 @@ class _Search:
     def _raised(self, estimate: _Estimate) -> float | None:
         """Its floor with its layers dealt out to stages; None where nothing fits then."""
         schedule, deal = dealt_out(self.setting, estimate.layout)
-        floor: float | None = max(estimate.floor, deal.least(estimate.layout.micro_batches))
-        if floor is not None and floor <= self._cut():
-            floor = floor_of(self.solver, estimate.layout, schedule, deal.counts, self.limit, floor)
-        self.too_large += floor is None
-        return floor
+        floor = max(estimate.floor, deal.least(estimate.layout.micro_batches))
+        if floor > self._cut():
+            return floor
+        least = floor_of(self.solver, estimate.layout, schedule, deal.counts, self.limit, floor)
+        self.too_large += least is None
+        return least
 
     def _left_floor(self) -> float:
         """The lowest floor of what was estimated and not built: the lowest is raised until it has been, or RAISED of them."""
