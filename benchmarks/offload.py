@@ -43,7 +43,7 @@ from fourfold.errors import HostMemoryError
 from fourfold.model.build import serial_model
 from fourfold.offload.activations import ActivationOffload
 from fourfold.offload.host import host_memory
-from fourfold.offload.lanes import make_lanes
+from fourfold.offload.queues import make_queues
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU it runs, but measures nothing
 GIB = 1 << 30
@@ -192,7 +192,7 @@ def link_rates(size: int = 2 * GIB) -> dict[str, float]:
     """Bytes per second host to device, device to host, and both at once (in sum), in buckets as the optimizer's."""
     host = [host_memory(size, DEVICE) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    lanes = make_lanes(DEVICE)
+    lanes = make_queues(DEVICE)
 
     def copy(inward: bool, outward: bool) -> None:
         for lane in (lanes.incoming, lanes.outgoing):

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
-from fourfold.program import Costs, Op, Programs, Schedule, Unit, build, lower, search, simulate
+from fourfold.program import Costs, Op, Programs, Schedule, UnitSpec, build, lower, search, simulate
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
 from fourfold.runtime.transport import Transport
-from fourfold.testing.emulate import Chunk, Times, by_length, jitter, pipeline_stage
+from fourfold.testing.emulate import Chunk, ChunkTimes, by_length, jitter, pipeline_stage
 from fourfold.testing.ranks import run_ranks
 
 FORWARD = 0.020
@@ -123,7 +123,7 @@ def calibrated(ranks: int) -> Costs:
 
 def _calibrate(rank: int, ranks: int, schedule: Schedule) -> tuple[list[float], list[tuple[str, float, float, float]]]:
     share = FORWARD / len(schedule.stages_of[0])
-    executor, programs = our_executor(rank, schedule, lambda s: Times(share, share, share))
+    executor, programs = our_executor(rank, schedule, lambda s: ChunkTimes(share, share, share))
     executor.mark = time.monotonic
     for _ in range(3):
         dist.barrier()
@@ -251,7 +251,7 @@ def our_executor(
     rank: int, schedule: Schedule, times: Callable[[int], Any] | None, offset: int = 0
 ) -> tuple[Executor, Programs]:
     """An executor whose stage s takes times(s); None: no time."""
-    programs = lower(schedule, [[Unit(f"s{s}")] for s in range(schedule.stages)])
+    programs = lower(schedule, [[UnitSpec(f"s{s}")] for s in range(schedule.stages)])
 
     def new_group(members: list[int]) -> dist.ProcessGroup:
         ranks = [offset + m for m in members]
@@ -283,7 +283,7 @@ def _nowhere(grad: Tensor) -> None:
 
 def our_step(rank: int, schedule: Schedule, share: float = 1.0, offset: int = 0) -> Step:
     per_stage = share * FORWARD / len(schedule.stages_of[0])
-    executor, programs = our_executor(rank, schedule, lambda s: Times(per_stage, per_stage, per_stage), offset)
+    executor, programs = our_executor(rank, schedule, lambda s: ChunkTimes(per_stage, per_stage, per_stage), offset)
     program, feed = programs.of(rank), Ones()
 
     def step() -> None:
@@ -301,7 +301,7 @@ def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: i
     zigzag = kind == "ScheduleZBVZeroBubble"
     mine = [rank, 2 * ranks - 1 - rank] if zigzag else [rank + i * ranks for i in range(per_rank)]
     share = FORWARD / per_rank
-    chunks = [Chunk(Times(share, share, share)) for _ in mine]
+    chunks = [Chunk(ChunkTimes(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, ranks * per_rank, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     make = getattr(pipelining.schedules, kind)
     schedule = make(stages[0] if per_rank == 1 else stages, micro_batches, loss_fn=_loss)
@@ -314,7 +314,7 @@ def torch_replay(rank: int, schedule: Schedule, empty: bool = False) -> Step:
 
     mine = list(schedule.stages_of[rank])
     share = FORWARD / len(mine)
-    chunks: list[Any] = [Empty() if empty else Chunk(Times(share, share, share)) for _ in mine]
+    chunks: list[Any] = [Empty() if empty else Chunk(ChunkTimes(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, schedule.stages, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     runtime = _PipelineScheduleRuntime(stages, schedule.micro_batches, loss_fn=_loss)
     with tempfile.TemporaryDirectory() as folder:
@@ -407,7 +407,7 @@ def uneven(quick: bool) -> Iterator[Row]:
 def _uneven(
     rank: int, ranks: int, micro_batches: int, label: str, repeats: int
 ) -> dict[str, tuple[list[float], list[float], int]]:
-    base = Times(0.010, 0.010, 0.010)
+    base = ChunkTimes(0.010, 0.010, 0.010)
 
     def times(stage: int) -> Any:
         if label.startswith("jitter"):

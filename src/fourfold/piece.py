@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Box", "Part", "Piece", "flat_boxes", "intersect", "offset_box", "parts_of_range", "shape_of", "whole"]
+__all__ = ["Box", "Piece", "PiecePart", "flat_boxes", "intersect", "offset_box", "parts_of_range", "shape_of", "whole"]
 
 Box = tuple[tuple[int, int], ...]
 
@@ -105,7 +105,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 
 
 @dataclass(frozen=True)
-class Part:
+class PiecePart:
     """A box of one piece that lies contiguously in a flat range: `piece`'s serial elements `global_box`.
 
     The box of local elements `inside` starts at flat element `start`; `within` is the part of it that belongs to the
@@ -119,14 +119,14 @@ class Part:
     within: Box
 
 
-def parts_of_range(shape: tuple[int, ...], pieces: tuple[Piece, ...], start: int, stop: int) -> Iterator[Part]:
+def parts_of_range(shape: tuple[int, ...], pieces: tuple[Piece, ...], start: int, stop: int) -> Iterator[PiecePart]:
     """What the flat range [start, stop) of a local parameter holds, as parts of serial parameters."""
     for inside, at in flat_boxes(shape, start, stop):
         for piece in pieces:
             common = intersect(inside, piece.local_slice)
             if common is not None:
                 zero = tuple((0, n) for n in shape_of(inside))
-                yield Part(
+                yield PiecePart(
                     piece,
                     offset_box(common, piece.local_slice, piece.global_slice),
                     inside,

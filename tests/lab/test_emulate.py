@@ -23,15 +23,15 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from fourfold.errors import ConfigError
 from fourfold.runtime.stage import Link, Stage
 from fourfold.runtime.weight_grad import WeightGradQueue
-from fourfold.testing.emulate import Chunk, Span, Times, WorkQueue, by_length, jitter, pipeline_stage
+from fourfold.testing.emulate import Chunk, ChunkSpan, ChunkTimes, WorkQueue, by_length, jitter, pipeline_stage
 from fourfold.testing.ranks import run_ranks
 
 FEATURES = 6
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
-def make(seed: int = 0, times: Times | tuple[Times, ...] | None = None) -> Chunk:
-    chunk = Chunk(times or Times(), FEATURES)
+def make(seed: int = 0, times: ChunkTimes | tuple[ChunkTimes, ...] | None = None) -> Chunk:
+    chunk = Chunk(times or ChunkTimes(), FEATURES)
     with torch.no_grad():
         chunk.weight.copy_(torch.rand(FEATURES, generator=torch.Generator().manual_seed(seed)) + 0.5)
     return chunk
@@ -141,7 +141,7 @@ def test_a_stage_of_our_runtime_runs_on_it() -> None:
 
 
 def test_every_op_takes_its_time_and_no_processor() -> None:
-    chunk = make(times=(Times(0.02, 0.03, 0.04), Times(0.05, 0.06, 0.07)))
+    chunk = make(times=(ChunkTimes(0.02, 0.03, 0.04), ChunkTimes(0.05, 0.06, 0.07)))
     busy = time.process_time()
     for _ in range(2):
         chunk(sample()).sum().backward()
@@ -154,7 +154,7 @@ def test_every_op_takes_its_time_and_no_processor() -> None:
 
 
 def test_jitter_and_length() -> None:
-    mean = Times(1.0, 2.0, 0.5)
+    mean = ChunkTimes(1.0, 2.0, 0.5)
     drawn = jitter(mean, 4000, cv=0.3, seed=1)
     assert drawn == jitter(mean, 4000, cv=0.3, seed=1)
     assert drawn != jitter(mean, 4000, cv=0.3, seed=2)
@@ -176,7 +176,7 @@ SCHEDULES: dict[str, tuple[Any, int]] = {  # and how many stages a rank has
     "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2),
     "zbv": (ScheduleZBVZeroBubble, 2),
 }
-MICRO_BATCHES, TIMES = 6, Times(0.002, 0.002, 0.002)
+MICRO_BATCHES, TIMES = 6, ChunkTimes(0.002, 0.002, 0.002)
 
 
 def half_square(output: Tensor, target: Tensor) -> Tensor:
@@ -223,6 +223,6 @@ def test_torchs_schedules_run_on_them() -> None:
                 wanted = sorted((op, m) for op in "FIW" for m in range(MICRO_BATCHES))
                 assert sorted((s.op, s.micro_batch) for s in spans) == wanted
                 moved += sum(1 for a, b in pairwise(spans) if a.op == "I" and b[:2] != ("W", a.micro_batch))
-            together: list[Span] = sorted((s for spans in answer[number] for s in spans), key=lambda s: s.start)
+            together: list[ChunkSpan] = sorted((s for spans in answer[number] for s in spans), key=lambda s: s.start)
             assert all(a.end <= b.start for a, b in pairwise(together))
         assert (moved > 0) == (name in ("interleaved zero-bubble", "zbv")), name

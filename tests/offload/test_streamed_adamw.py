@@ -21,7 +21,7 @@ from fourfold import StreamedAdamW
 from fourfold.errors import ConfigError, HostMemoryError
 from fourfold.kernels import have_kernels
 from fourfold.offload import host
-from fourfold.offload.lanes import Lanes, make_lanes
+from fourfold.offload.queues import DeviceQueues, make_queues
 from fourfold.offload.split import join, split, square_sum
 from tests.helpers import rounded_half_up
 from tests.offload.threads import slow_lanes
@@ -114,7 +114,7 @@ def train(
     accumulate: int = 1,
     early: bool = False,
     overlap: bool = True,
-    lanes: Lanes | None = None,
+    lanes: DeviceQueues | None = None,
     check: int = 5,
     **options: Any,
 ) -> tuple[Reference, StreamedAdamW]:
@@ -533,7 +533,7 @@ def test_parameters_in_another_order_of_memory() -> None:
 
 
 def test_make_lanes_on_the_cpu_run_at_once() -> None:
-    lanes, done = make_lanes(torch.device("cpu")), []
+    lanes, done = make_queues(torch.device("cpu")), []
     lanes.incoming.do(lambda: done.append(1))
     lanes.outgoing.wait(lanes.incoming.mark())
     lanes.finish()

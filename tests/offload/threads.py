@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fourfold.offload.lanes import Lane, Lanes, make_lanes
+from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
 
 
 class ThreadLane:
@@ -82,7 +82,7 @@ class Here:
 class SleepyLane:
     """A CUDA stream that sleeps a random time before each piece of work."""
 
-    def __init__(self, lane: Lane, seed: int, delay: float, careless: bool):
+    def __init__(self, lane: DeviceQueue, seed: int, delay: float, careless: bool):
         self.lane, self.random, self.delay, self.careless = lane, random.Random(seed), delay, careless
         self.mark, self.finish = lane.mark, lane.finish
 
@@ -95,21 +95,21 @@ class SleepyLane:
             self.lane.wait(mark)
 
 
-def slow_lanes(seed: int, device: torch.device, delay: float = 1e-3, careless: str = "") -> Lanes:
+def slow_lanes(seed: int, device: torch.device, delay: float = 1e-3, careless: str = "") -> DeviceQueues:
     """Lanes of a device that take random times; the one named `careless` waits for nothing."""
     if device.type == "cpu":
         return thread_lanes(seed, delay, careless)
-    lanes = make_lanes(device)
+    lanes = make_queues(device)
     made = (
         SleepyLane(getattr(lanes, n), seed + i, delay, careless == n)
         for i, n in enumerate(("here", "incoming", "updating", "outgoing"))
     )
-    return Lanes(*made)
+    return DeviceQueues(*made)
 
 
-def thread_lanes(seed: int, delay: float = 1e-3, careless: str = "") -> Lanes:
+def thread_lanes(seed: int, delay: float = 1e-3, careless: str = "") -> DeviceQueues:
     """Lanes as threads; the one named `careless` waits for nothing."""
     made = [
         ThreadLane(seed + i, delay, careless=careless == n) for i, n in enumerate(("incoming", "updating", "outgoing"))
     ]
-    return Lanes(Here(careless == "here"), *made)
+    return DeviceQueues(Here(careless == "here"), *made)

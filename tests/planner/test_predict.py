@@ -17,7 +17,7 @@ from fourfold.planner.make import make_plan
 from fourfold.planner.predict import layout_of_plan, predict
 from fourfold.planner.stages import units_of_stages
 from fourfold.planner.units import Choice, Compute, compute_times, unit_cost
-from fourfold.program import Costs, Unit, lower, simulate
+from fourfold.program import Costs, UnitSpec, lower, simulate
 from fourfold.program.from_plan import schedule_of_plan
 
 
@@ -36,7 +36,7 @@ def simulated(plan: Plan, setting: Setting) -> float:
     choice = Choice(rule.mode, rule.reduce, rule.within, rule.split, rule.recompute)
     cost = {u.name: unit_cost(setting, layout, u.kind, choice) for u in setting.spec.units}
     units = [
-        [Unit(u.name, rule.mode, rule.reduce, cost[u.name].compute.input_grad or 1e-9) for u in of] for of in stages
+        [UnitSpec(u.name, rule.mode, rule.reduce, cost[u.name].compute.input_grad or 1e-9) for u in of] for of in stages
     ]
 
     def total(name: str) -> tuple[float, ...]:

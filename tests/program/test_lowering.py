@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from program_strategies import few, programs, schedules
 
 from fourfold.program import (
-    Bucket,
+    BucketSpec,
     Gather,
     Op,
-    Part,
     Programs,
     Recv,
     Reduce,
@@ -21,7 +20,8 @@ from fourfold.program import (
     ScheduleError,
     Send,
     Stream,
-    Unit,
+    UnitOp,
+    UnitSpec,
     build,
     forward_only,
     lower,
@@ -37,9 +37,9 @@ def text(program):
 
 def alone(mode, micro_batches=2, reduce="step", **options):
     """One rank, one stage, two units: the smallest program with everything in it."""
-    units = [[Unit("a", mode=mode, reduce=reduce), Unit("b", mode=mode, reduce=reduce)]]
+    units = [[UnitSpec("a", mode=mode, reduce=reduce), UnitSpec("b", mode=mode, reduce=reduce)]]
     schedule = Schedule.of([[Op(0, k, m) for m in range(micro_batches) for k in "FB"]])
-    return text(lower(schedule, units, [Bucket("all", ("a", "b"))], **options).of(0))
+    return text(lower(schedule, units, [BucketSpec("all", ("a", "b"))], **options).of(0))
 
 
 def test_replicate_only_reduces():
@@ -95,7 +95,7 @@ def test_reduce_every_micro_batch_and_stream_early():
 
 def test_w_needs_no_parameters():
     schedule = Schedule.of([[Op(0, k, 0) for k in "FIW"]])
-    assert text(lower(schedule, [[Unit("a", mode="zero3")]]).of(0)) == [
+    assert text(lower(schedule, [[UnitSpec("a", mode="zero3")]]).of(0)) == [
         "GATHER a",
         "0F0",
         "0I0",
@@ -112,7 +112,7 @@ def test_gathers_of_1f1b(mode, rank, gathers):
     """zero2 on a rank that always has a micro-batch in flight is keep; on the last rank of 1F1B it never has."""
     schedule = build("1f1b", 4, 16)
     # Three units a stage, so that the next use of one is further away than the prefetch.
-    units = [[Unit(f"{s}.{k}", mode=mode) for k in "abc"] for s in range(4)]
+    units = [[UnitSpec(f"{s}.{k}", mode=mode) for k in "abc"] for s in range(4)]
     count = Counter(i for i in lower(schedule, units, prefetch=0).of(rank).instructions if isinstance(i, Gather))
     assert count[Gather(f"{rank}.a")] == gathers
 
@@ -163,20 +163,20 @@ def test_few_receives_are_outstanding(name):
 
 def test_tied_units_are_reduced_once_and_last():
     schedule = build("1f1b", 2, 2)
-    units = [[Unit("embed"), Unit("a")], [Unit("b"), Unit("embed")]]
-    lowered = lower(schedule, units, [Bucket("all", ("embed", "a", "b"))], stream="early")
+    units = [[UnitSpec("embed"), UnitSpec("a")], [UnitSpec("b"), UnitSpec("embed")]]
+    lowered = lower(schedule, units, [BucketSpec("all", ("embed", "a", "b"))], stream="early")
     for rank in (0, 1):
         assert text(lowered.of(rank))[-2:] == ["REDUCE embed", "STREAM all"]
     assert lowered.ranks_with("embed") == (0, 1)
-    wave = lower(build("wave", 2, 2), [[Unit("embed")], [Unit("a")], [Unit("b")], [Unit("embed")]])
+    wave = lower(build("wave", 2, 2), [[UnitSpec("embed")], [UnitSpec("a")], [UnitSpec("b")], [UnitSpec("embed")]])
     assert text(wave.of(0)).count("REDUCE embed") == 1  # both stages are here: no other rank takes part
     assert text(wave.of(0))[-1] == "REDUCE embed"
 
 
 def test_evaluation_programs():
     schedule = forward_only(zigzag(2, 2), 3)
-    units = [[Unit(f"u{s}", mode=mode)] for s, mode in enumerate(("zero3", "zero2", "keep", "replicate"))]
-    lowered = lower(schedule, units, [Bucket("all", ("u0",))], prefetch=0)
+    units = [[UnitSpec(f"u{s}", mode=mode)] for s, mode in enumerate(("zero3", "zero2", "keep", "replicate"))]
+    lowered = lower(schedule, units, [BucketSpec("all", ("u0",))], prefetch=0)
     validate(lowered)
     instructions = [i for program in lowered.programs for i in program.instructions]
     assert not any(isinstance(i, Reduce | Stream) for i in instructions)
@@ -200,7 +200,7 @@ def test_text_and_json_round_trips(lowered, as_text):
 
 @pytest.mark.parametrize("ending", ["txt", "json"])
 def test_save_and_load(tmp_path, ending):
-    lowered = lower(build("zb-v", 2, 3), [[Unit(f"u{s}", mode="zero3")] for s in range(4)], replicas=2)
+    lowered = lower(build("zb-v", 2, 3), [[UnitSpec(f"u{s}", mode="zero3")] for s in range(4)], replicas=2)
     lowered.save(tmp_path / f"p.{ending}")
     assert Programs.load(tmp_path / f"p.{ending}") == lowered
     with pytest.raises(ScheduleError, match=r"\.json or \.txt"):
@@ -208,18 +208,18 @@ def test_save_and_load(tmp_path, ending):
 
 
 def test_parts_and_whole_ops_print_apart():
-    assert str(Part(3, "F", 0, "blocks.2.mlp")) == "3F0 blocks.2.mlp"
-    assert parse_instruction("  3F0   blocks.2.mlp ") == Part(3, "F", 0, "blocks.2.mlp")
+    assert str(UnitOp(3, "F", 0, "blocks.2.mlp")) == "3F0 blocks.2.mlp"
+    assert parse_instruction("  3F0   blocks.2.mlp ") == UnitOp(3, "F", 0, "blocks.2.mlp")
 
 
 @pytest.mark.parametrize(
     ("units", "options", "says"),
     [
-        ([[Unit("a")]], {}, "units for 1 stages; the schedule has 2"),
-        ([[Unit("a"), Unit("a")], []], {}, "names a unit twice"),
-        ([[Unit("a")], [Unit("a", mode="keep")]], {}, "described in two ways"),
-        ([[Unit("a", reduce="micro-batch")], [Unit("a", reduce="micro-batch")]], {}, "use reduce = 'step'"),
-        ([[Unit("a")], []], {"buckets": [Bucket("x", ("b",))]}, "no unit 'b'"),
+        ([[UnitSpec("a")]], {}, "units for 1 stages; the schedule has 2"),
+        ([[UnitSpec("a"), UnitSpec("a")], []], {}, "names a unit twice"),
+        ([[UnitSpec("a")], [UnitSpec("a", mode="keep")]], {}, "described in two ways"),
+        ([[UnitSpec("a", reduce="micro-batch")], [UnitSpec("a", reduce="micro-batch")]], {}, "use reduce = 'step'"),
+        ([[UnitSpec("a")], []], {"buckets": [BucketSpec("x", ("b",))]}, "no unit 'b'"),
         ([[], []], {"prefetch": -1}, "prefetch = -1"),
         ([[], []], {"replicas": 0}, "replicas = 0"),
         ([[], []], {"stream": "now"}, "neither 'early' nor 'last'"),
@@ -233,7 +233,7 @@ def test_bad_units(units, options, says):
 @pytest.mark.parametrize(("name", "options"), [("a b", {}), ("", {}), ("a", {"mode": "zero1"}), ("a", {"weight": -1})])
 def test_bad_unit_names_and_modes(name, options):
     with pytest.raises(ScheduleError):
-        Unit(name, **options)
+        UnitSpec(name, **options)
 
 
 def test_there_is_no_such_program():

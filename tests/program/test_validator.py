@@ -11,7 +11,6 @@ from fourfold.program import (
     Costs,
     Gather,
     Op,
-    Part,
     Program,
     Programs,
     Recv,
@@ -21,7 +20,8 @@ from fourfold.program import (
     ScheduleError,
     Send,
     Stream,
-    Unit,
+    UnitOp,
+    UnitSpec,
     build,
     lower,
     parse_instruction,
@@ -172,7 +172,7 @@ def test_a_dropped_instruction_is_refused(lowered, data):
     instructions = lowered.programs[row].instructions
     at = data.draw(st.integers(0, len(instructions) - 1))
     left = instructions[:at] + instructions[at + 1 :]
-    assume(any(isinstance(x, Op | Part) and x.kind != "F" for x in left))  # else it is a valid evaluation
+    assume(any(isinstance(x, Op | UnitOp) and x.kind != "F" for x in left))  # else it is a valid evaluation
     with pytest.raises(ScheduleError):
         validate(_changed(lowered, row, left))
 
@@ -334,7 +334,7 @@ def test_blocking_sends_that_lock_up_are_found():
 
 def test_ranks_that_share_units_reduce_them_in_one_order():
     schedule = build("1f1b", 2, 2)
-    tied = [Unit("a"), Unit("b")]
+    tied = [UnitSpec("a"), UnitSpec("b")]
     lowered = lower(schedule, [tied, tied])
     validate(lowered)
     last = [i for i, x in enumerate(lowered.programs[1].instructions) if isinstance(x, Reduce)]
@@ -343,7 +343,7 @@ def test_ranks_that_share_units_reduce_them_in_one_order():
 
 
 def test_replicas_start_their_collectives_in_one_order():
-    units = [[Unit("a", mode="zero3"), Unit("b", mode="keep")]]
+    units = [[UnitSpec("a", mode="zero3"), UnitSpec("b", mode="keep")]]
     lowered = lower(build("gpipe", 1, 1), units, replicas=2)
     assert [str(i) for i in lowered.programs[1].instructions[:2]] == ["GATHER a", "GATHER b"]
     with pytest.raises(ScheduleError) as error:
@@ -380,5 +380,5 @@ def test_bad_instructions(text):
 def test_instructions_differ_by_verb():
     assert Gather("u") != Release("u")
     assert Send(0, "activation", 0, 1) != Recv(0, "activation", 0, 1)
-    assert Part(0, "F", 0, "u") != Op(0, "F", 0)
+    assert UnitOp(0, "F", 0, "u") != Op(0, "F", 0)
     assert Program(0, ()) != Program(1, ())

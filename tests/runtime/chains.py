@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.piece import whole
-from fourfold.program import Programs, Schedule, Unit, lower
+from fourfold.program import Programs, Schedule, UnitSpec, lower
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
-from fourfold.shard.unit import Unit as RealUnit
+from fourfold.shard.unit import UnitSpec as RealUnit
 
 WIDTH = 6
 
@@ -117,7 +117,7 @@ def make_executor(
 
 
 def lowered(schedule: Schedule) -> Programs:
-    return lower(schedule, [[Unit(str(s))] for s in range(schedule.stages)])
+    return lower(schedule, [[UnitSpec(str(s))] for s in range(schedule.stages)])
 
 
 def run_rank(

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fourfold.offload.host import check_available, host_memory
-from fourfold.offload.lanes import Lanes, make_lanes
+from fourfold.offload.queues import DeviceQueues, make_queues
 
 __all__ = ["ActivationOffload", "Parcel"]
 
@@ -76,14 +76,14 @@ class ActivationOffload:
         ahead: int = 2 << 30,
         stash: int = 2 << 30,
         late: bool | None = None,
-        lanes: Lanes | None = None,
+        lanes: DeviceQueues | None = None,
     ):
         check_available(budget, "the budget for activations")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # as tensors name theirs
         self.device, self.budget, self.least, self.ahead, self.stash = device, budget, least, ahead, stash
         self.late = device.type == "cuda" if late is None else late  # on a CPU copies are no lane of their own
-        self.lanes = lanes or make_lanes(device)
+        self.lanes = lanes or make_queues(device)
         self.taken = 0
         """Bytes of host memory in use or kept for use."""
         self.moved = 0

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.errors import ConfigError
-from fourfold.offload.buckets import Block
+from fourfold.offload.buckets import WeightBlock
 from fourfold.offload.host import available_bytes
-from fourfold.offload.lanes import Lanes
+from fourfold.offload.queues import DeviceQueues
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
 
@@ -71,7 +71,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         ring: int = 4,
         staging: int = 0,
         host_bytes: int | None = None,
-        lanes: Lanes | None = None,
+        lanes: DeviceQueues | None = None,
     ):
         if clip < 0:
             raise ConfigError(f"clip = {clip} must not be negative; 0 is no clipping")
@@ -91,7 +91,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._options: dict[str, Any] = {"bucket": bucket, "ring": ring, "staging": staging, "host_bytes": host_bytes}
         self._options |= {"moments": None if moments == torch.float32 else moments, "lanes": lanes}
         self._placement, self._device_bytes = placement, device_bytes
-        self._blocks: dict[Tensor, Block] = {}
+        self._blocks: dict[Tensor, WeightBlock] = {}
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks)
         super().__init__(params, {**defaults, "decoupled_weight_decay": True})
@@ -146,7 +146,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         if not self._waits_for_norm:
             self._hooks += [p.register_post_accumulate_grad_hook(on_grad) for p in self._blocks]
 
-    def _blocks_of(self, params: Iterable[Tensor]) -> list[Block]:
+    def _blocks_of(self, params: Iterable[Tensor]) -> list[WeightBlock]:
         return [self._blocks[p] for p in params if p in self._blocks]
 
     @property
@@ -333,10 +333,10 @@ def room_on_device(device: torch.device) -> int:
     return free // 2
 
 
-def _block(p: Tensor, settings: dict[str, Any]) -> Block:
+def _block(p: Tensor, settings: dict[str, Any]) -> WeightBlock:
     value = _flat(_local(p).detach())
     step = torch.zeros((), dtype=torch.float32, device=value.device)
-    return Block(value, [(0, value.numel(), settings)], step)
+    return WeightBlock(value, [(0, value.numel(), settings)], step)
 
 
 def _local(p: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from fourfold.offload.host import host_memory
 
-__all__ = ["ALIGN", "Block", "Bucket", "Cut", "Region", "allocate", "cut_region", "place"]
+__all__ = ["ALIGN", "Bucket", "Cut", "StateRegion", "WeightBlock", "allocate", "cut_region", "place"]
 
 ALIGN = 64
 
 
 @dataclass(eq=False, repr=False)
-class Block:
+class WeightBlock:
     """Weights [n] that are placed together; `parts` are (start, stop, settings) of parameters in it, in order.
 
     `settings` are those of a torch parameter group. `step` counts updates, on the device.
@@ -41,7 +41,7 @@ class Block:
     step: Tensor
     grad: Tensor | None = None
     """Flat gradient of the step under way; None: this block is left alone."""
-    region: Region = field(init=False)
+    region: StateRegion = field(init=False)
     start: int = field(init=False)
     buckets: list[Bucket] = field(init=False, default_factory=list)
 
@@ -55,7 +55,7 @@ class Block:
 
 
 @dataclass(eq=False, repr=False)
-class Region:
+class StateRegion:
     """State of blocks with one type of weights, in one place."""
 
     weights: torch.dtype
@@ -90,7 +90,7 @@ class Region:
 class Cut:
     """Elements [start, stop) of a block, all of one parameter, at element `at` of their bucket."""
 
-    block: Block
+    block: WeightBlock
     settings: dict[str, Any]
     start: int
     stop: int
@@ -101,13 +101,13 @@ class Cut:
 class Bucket:
     """Elements [start, stop) of a region, and where they are now."""
 
-    region: Region
+    region: StateRegion
     start: int
     stop: int
     first: int
     """Index of its first block, for the order."""
     cuts: list[Cut] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[WeightBlock] = field(default_factory=list)
     slot: Tensor | None = None
     loaded: Any = None
     updated: Any = None
@@ -129,9 +129,9 @@ class Bucket:
         return {kind: flat[self.start : self.stop] for kind, flat in self.region.state.items()}
 
 
-def place(blocks: Sequence[Block], moments: torch.dtype | None, room: int) -> list[Region]:
+def place(blocks: Sequence[WeightBlock], moments: torch.dtype | None, room: int) -> list[StateRegion]:
     """Give every block its place in a region: the device for the first that fit in `room` bytes, else the host."""
-    regions: dict[tuple[torch.dtype, str], Region] = {}
+    regions: dict[tuple[torch.dtype, str], StateRegion] = {}
     for block in blocks:
         dtype = block.value.dtype
         master = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -141,13 +141,13 @@ def place(blocks: Sequence[Block], moments: torch.dtype | None, room: int) -> li
         size = block.elements * sum(k.itemsize for k in kinds.values())
         home: Literal["device", "host"] = "device" if size <= room else "host"
         room -= size if home == "device" else 0
-        region = regions.setdefault((dtype, home), Region(dtype, home, kinds))
+        region = regions.setdefault((dtype, home), StateRegion(dtype, home, kinds))
         block.region, block.start = region, region.elements
         region.elements += block.elements
     return list(regions.values())
 
 
-def allocate(region: Region, device: torch.device) -> None:
+def allocate(region: StateRegion, device: torch.device) -> None:
     """Zeroed arrays, each in memory of its own: what is registered with CUDA in one call can be copied in one."""
     for kind, dtype in region.kinds.items():
         size = region.elements * dtype.itemsize
@@ -158,7 +158,7 @@ def allocate(region: Region, device: torch.device) -> None:
         region.state[kind] = memory.view(dtype)
 
 
-def cut_region(region: Region, blocks: Sequence[Block], size: int) -> list[Bucket]:
+def cut_region(region: StateRegion, blocks: Sequence[WeightBlock], size: int) -> list[Bucket]:
     """A region's buckets, `size` elements each."""
     buckets = [
         Bucket(region, start, min(start + size, region.elements), len(blocks))

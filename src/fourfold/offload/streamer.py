@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from fourfold.kernels import have_kernels
-from fourfold.offload.buckets import ALIGN, Block, Bucket, Cut, allocate, cut_region, place
+from fourfold.offload.buckets import ALIGN, Bucket, Cut, WeightBlock, allocate, cut_region, place
 from fourfold.offload.host import check_available
-from fourfold.offload.lanes import Lane, Lanes, make_lanes
+from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
 from fourfold.offload.split import join, scale, split
 
 __all__ = ["Streamer"]
@@ -45,7 +45,7 @@ class Streamer:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[WeightBlock],
         *,
         moments: torch.dtype | None = None,
         bucket: int = 1 << 24,
@@ -54,13 +54,13 @@ class Streamer:
         device_bytes: int = 0,
         host_bytes: int | None = None,
         backwards: bool = False,
-        lanes: Lanes | None = None,
+        lanes: DeviceQueues | None = None,
     ):
         """`moments`: their type (default: the master's). `bucket`: elements. `staging`: bytes that the ring may have beyond
         `ring` slots' worth. `device_bytes`: for state that stays on the device, first blocks first. `backwards`: updates
         are expected from the last block to the first."""
         self.device, self.blocks = blocks[0].value.device, list(blocks)
-        self.lanes = lanes or make_lanes(self.device)
+        self.lanes = lanes or make_queues(self.device)
         self.size = max(ALIGN, bucket // ALIGN * ALIGN)
         self.regions = place(self.blocks, moments, device_bytes)
         streamed = sum(r.bytes for r in self.regions if r.home == "host")
@@ -77,9 +77,9 @@ class Streamer:
         self._order = self.buckets[::-1] if backwards else list(self.buckets)
         self._queue: deque[Bucket] = deque()  # to come in next
         self._todo: deque[Bucket] = deque()  # of the step under way, in order
-        self._ready: set[Block] = set()
+        self._ready: set[WeightBlock] = set()
         self._seen: dict[Bucket, None] = {}  # in the order in which they became ready
-        self._stepped: set[Block] = set()
+        self._stepped: set[WeightBlock] = set()
         self._factor: Tensor | None = None
         self._skip: Tensor | None = None
 
@@ -132,7 +132,7 @@ class Streamer:
         self._stepped.clear()
         self._factor = self._skip = None
 
-    def ready(self, block: Block, after: Lane | None = None) -> None:
+    def ready(self, block: WeightBlock, after: DeviceQueue | None = None) -> None:
         """The block's gradient is final, and the update waits for nothing else: start what can be started.
 
         Buckets are updated in the order that is expected; what is out of order waits for its turn, or for `step`, and
@@ -162,7 +162,7 @@ class Streamer:
         self._queue = deque(b for b in self._order if b.streamed and b.slot is None)
         self._fill()
 
-    def wait(self, block: Block) -> None:
+    def wait(self, block: WeightBlock) -> None:
         """What the caller does next may use the block's weights, and write its gradient."""
         for bucket in block.buckets:
             if bucket.pending:
@@ -262,8 +262,8 @@ class Streamer:
         self,
         bucket: Bucket,
         state: dict[str, Tensor],
-        grads: dict[Block, Tensor],
-        fresh: list[Block],
+        grads: dict[WeightBlock, Tensor],
+        fresh: list[WeightBlock],
         settings: dict[int, dict[str, Any]],
         factor: Tensor | None,
         skip: Tensor | None,
@@ -313,7 +313,7 @@ class Streamer:
         self,
         cuts: list[Cut],
         state: dict[str, Tensor],
-        grads: dict[Block, Tensor],
+        grads: dict[WeightBlock, Tensor],
         settings: dict[int, dict[str, Any]],
         factor: Tensor | None,
         skip: Tensor | None,

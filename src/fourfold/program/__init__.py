@@ -10,10 +10,9 @@ lower(schedule, units, buckets)                       -> Programs: one list of i
 from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs
 from fourfold.program.instructions import (
-    Bucket,
+    BucketSpec,
     Gather,
     Instruction,
-    Part,
     Program,
     Programs,
     Recv,
@@ -21,7 +20,8 @@ from fourfold.program.instructions import (
     Release,
     Send,
     Stream,
-    Unit,
+    UnitOp,
+    UnitSpec,
     parse_instruction,
 )
 from fourfold.program.lowering import lower
@@ -30,19 +30,18 @@ from fourfold.program.partition import Layer
 from fourfold.program.schedules import build, forward_only, fused, loop, names, register, split, zigzag
 from fourfold.program.simulator import simulate
 from fourfold.program.synthesizer import Synthesis, search, synthesize
-from fourfold.program.timeline import Peak, Span, Timeline
+from fourfold.program.timeline import MemoryPeak, Timeline, TimelineSpan
 from fourfold.program.validator import validate
 from fourfold.program.waves import choose_waves
 
 __all__ = [
-    "Bucket",
+    "BucketSpec",
     "Costs",
     "Gather",
     "Instruction",
     "Layer",
+    "MemoryPeak",
     "Op",
-    "Part",
-    "Peak",
     "Program",
     "Programs",
     "Recv",
@@ -51,11 +50,12 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Send",
-    "Span",
     "Stream",
     "Synthesis",
     "Timeline",
-    "Unit",
+    "TimelineSpan",
+    "UnitOp",
+    "UnitSpec",
     "build",
     "choose_waves",
     "forward_only",

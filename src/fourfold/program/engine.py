@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from fourfold.program.costs import Costs, Number, StageCosts, Table, Ticks
 
-__all__ = ["More", "Order", "Problem", "Times", "levels", "peaks", "run"]
+__all__ = ["More", "OpTimes", "Order", "Problem", "levels", "peaks", "run"]
 
 Order = Sequence[Sequence[tuple[int, str, int]]]
 """Every rank's ops, as (stage, kind, micro-batch); a schedule's `order` is one."""
@@ -119,7 +119,7 @@ class _Whole:
 
 
 @dataclass
-class Times:
+class OpTimes:
     """When each op started and ended, in ticks, by rank and place in its order."""
 
     starts: list[list[Any]]
@@ -141,7 +141,7 @@ def run(
     order: Order,
     record_messages: bool = False,
     more: Mapping[tuple[int, str, int], More] | None = None,
-) -> Times:
+) -> OpTimes:
     """Time an order whose ops are complete, on their ranks and locally in order (see `validator.check_ops`)."""
     p, c = problem.placement, problem.costs
     forward, backward, input_grad, weight_grad = c.forward, c.backward, c.input_grad, c.weight_grad
@@ -152,7 +152,7 @@ def run(
     activation: list[list[Any]] = [[None] * problem.micro_batches for _ in p]
     gradient: list[list[Any]] = [[None] * problem.micro_batches for _ in p]
     free: dict[tuple[int, int], Any] = {}  # when a shared link is free again
-    times = Times([[] for _ in range(ranks)], [[] for _ in range(ranks)])
+    times = OpTimes([[] for _ in range(ranks)], [[] for _ in range(ranks)])
     at, clock, waiting = [0] * ranks, [0] * ranks, [False] * ranks
     lanes: list[Any] = [0] * ranks
     times.lanes = lanes

@@ -20,12 +20,12 @@ from typing import Any
 from fourfold.program.instructions import (
     Gather,
     Instruction,
-    Part,
     Programs,
     Recv,
     Reduce,
     Send,
     Stream,
+    UnitOp,
 )
 from fourfold.program.ops import Op
 
@@ -100,7 +100,7 @@ def build_graph(programs: Programs, link: str = "private", rendezvous: bool = Fa
     for row, program in enumerate(rows):
         ids: list[int] = []
         for index, instruction in enumerate(program.instructions):
-            lane = "compute" if isinstance(instruction, Op | Part) else "issue"
+            lane = "compute" if isinstance(instruction, Op | UnitOp) else "issue"
             node = graph.add(Node(row, lane, instruction, index), [ids[-1]] if ids else [])
             ids.append(node)
             if isinstance(instruction, Send | Recv):
@@ -193,11 +193,11 @@ def _add_needs(
             mine = next(b.units for b in programs.buckets if b.name == instruction.bucket)
             needs = [issued[index], *(reduced[u] for u in mine if u in reduced)]
             update = graph.add(Node(row, "stream", instruction, index), needs if update is None else [*needs, update])
-        elif isinstance(instruction, Op | Part):
+        elif isinstance(instruction, Op | UnitOp):
             s, kind, m = instruction.stage, instruction.kind, instruction.micro_batch
             if kind != "W":
                 message = (s - 1, "activation", m) if kind == "F" else (s + 1, "gradient", m)
                 if (program.replica, message) in transfers:
                     waits.append(transfers[program.replica, message])
-                names = [instruction.unit] if isinstance(instruction, Part) else [u.name for u in programs.units[s]]
+                names = [instruction.unit] if isinstance(instruction, UnitOp) else [u.name for u in programs.units[s]]
                 waits.extend(gathered[name] for name in names if name in gathered)

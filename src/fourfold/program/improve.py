@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from fourfold.program.engine import Order, Problem, Times, levels, run
+from fourfold.program.engine import OpTimes, Order, Problem, levels, run
 
 __all__ = ["fuse", "improve"]
 
@@ -49,12 +49,12 @@ def improve(problem: Problem, order: Order, rng: random.Random, evaluations: int
     return best, budget - evaluations
 
 
-def _value(times: Times) -> tuple[Any, Any]:
+def _value(times: OpTimes) -> tuple[Any, Any]:
     return times.makespan, sum(row[-1] for row in times.ends if row)
 
 
 def _swappable(
-    problem: Problem, order: list[list[_Op]], where: dict[_Op, tuple[int, int]], times: Times
+    problem: Problem, order: list[list[_Op]], where: dict[_Op, tuple[int, int]], times: OpTimes
 ) -> list[tuple[int, int]]:
     """(rank, index) of the ops on a critical path that run back to back with the next one there and could swap with it."""
     rank = max(range(len(order)), key=lambda r: times.ends[r][-1] if times.ends[r] else -1)

@@ -42,10 +42,9 @@ from fourfold.errors import ScheduleError
 from fourfold.program.ops import Kind, Op
 
 __all__ = [
-    "Bucket",
+    "BucketSpec",
     "Gather",
     "Instruction",
-    "Part",
     "Program",
     "Programs",
     "Recv",
@@ -53,7 +52,8 @@ __all__ = [
     "Release",
     "Send",
     "Stream",
-    "Unit",
+    "UnitOp",
+    "UnitSpec",
     "parse_instruction",
 ]
 
@@ -62,7 +62,7 @@ Mode = Literal["replicate", "zero2", "zero3", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnitOp:
     """The part of an op that computes with one unit."""
 
     stage: int
@@ -140,7 +140,7 @@ class Stream:
         return f"STREAM {self.bucket}"
 
 
-Instruction = Op | Part | Send | Recv | Gather | Release | Reduce | Stream
+Instruction = Op | UnitOp | Send | Recv | Gather | Release | Reduce | Stream
 
 _MESSAGE = re.compile(r"(SEND|RECV) (\d+) (activation|gradient) (\d+) (to|from) (\d+)")
 _NAMED: dict[str, type[Gather | Release | Reduce | Stream]] = {
@@ -173,12 +173,12 @@ def parse_instruction(text: str) -> Instruction:
         return _NAMED[word](name)
     if word[:1].isdigit() and " " not in name:
         op = Op.parse(word)
-        return Part(*op, name) if name else op
+        return UnitOp(*op, name) if name else op
     raise ScheduleError(f"'{text}' is not an instruction; they look like {', '.join(_FORMS)}")
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitSpec:
     """Parameters gathered and reduced together. One that appears in several stages is shared by them (tied weights)."""
 
     name: str
@@ -199,7 +199,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketSpec:
     """Units whose parameters are updated together."""
 
     name: str
@@ -230,9 +230,9 @@ class Programs:
     programs: tuple[Program, ...]
     placement: tuple[int, ...]
     micro_batches: int
-    units: tuple[tuple[Unit, ...], ...]
+    units: tuple[tuple[UnitSpec, ...], ...]
     """The units of every stage, in the order in which its forward uses them."""
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[BucketSpec, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -246,7 +246,7 @@ class Programs:
         raise ScheduleError(f"there is no program of rank {rank}, replica {replica}; ranks are 0 to {self.ranks - 1}")
 
     @cached_property
-    def unit(self) -> dict[str, Unit]:
+    def unit(self) -> dict[str, UnitSpec]:
         """The units by name."""
         return {unit.name: unit for units in self.units for unit in units}
 
@@ -286,7 +286,7 @@ class Programs:
     @classmethod
     def parse(cls, text: str) -> Programs:
         """Programs from their text form. Empty lines and lines that start with # are left out."""
-        reader = _Reader()
+        reader = _ProgramParser()
         for number, raw in enumerate(text.splitlines(), 1):
             line = raw.strip()
             if line and not line.startswith("#"):
@@ -319,9 +319,10 @@ class Programs:
                 placement=tuple(map(int, data["placement"])),
                 micro_batches=int(data["micro_batches"]),
                 units=tuple(
-                    tuple(schema.build(Unit, unit, "unit", ScheduleError) for unit in units) for units in data["units"]
+                    tuple(schema.build(UnitSpec, unit, "unit", ScheduleError) for unit in units)
+                    for units in data["units"]
                 ),
-                buckets=tuple(schema.build(Bucket, bucket, "bucket", ScheduleError) for bucket in data["buckets"]),
+                buckets=tuple(schema.build(BucketSpec, bucket, "bucket", ScheduleError) for bucket in data["buckets"]),
             )
         except KeyError as e:
             raise ScheduleError(f"not a set of programs: {e} is missing") from None
@@ -353,14 +354,14 @@ class Programs:
             return cls.from_dict(data)
 
 
-class _Reader:
+class _ProgramParser:
     """Reads the text form line by line."""
 
     def __init__(self) -> None:
         self.micro_batches = 0
         self.placement: tuple[int, ...] = ()
-        self.units: list[tuple[int, Unit]] = []
-        self.buckets: list[Bucket] = []
+        self.units: list[tuple[int, UnitSpec]] = []
+        self.buckets: list[BucketSpec] = []
         self.rows: list[tuple[int, int, list[Instruction]]] = []
 
     def read(self, line: str) -> None:
@@ -370,9 +371,9 @@ class _Reader:
             case ["placement", *ranks]:
                 self.placement = tuple(map(int, ranks))
             case ["unit", stage, name, mode, reduce, weight]:
-                self.units.append((int(stage), Unit(name, cast(Mode, mode), cast(Any, reduce), float(weight))))
+                self.units.append((int(stage), UnitSpec(name, cast(Mode, mode), cast(Any, reduce), float(weight))))
             case ["bucket", name, *units]:
-                self.buckets.append(Bucket(name, tuple(units)))
+                self.buckets.append(BucketSpec(name, tuple(units)))
             case ["rank", rank, "replica", replica]:
                 self.rows.append((int(rank), int(replica), []))
             case _ if self.rows:
@@ -389,5 +390,5 @@ class _Reader:
         programs = tuple(Program(rank, tuple(instructions), replica) for rank, replica, instructions in self.rows)
         return Programs(programs, self.placement, self.micro_batches, units, tuple(self.buckets))
 
-    def _of_stage(self, stage: int) -> tuple[Unit, ...]:
+    def _of_stage(self, stage: int) -> tuple[UnitSpec, ...]:
         return tuple(unit for at, unit in self.units if at == stage)

@@ -35,11 +35,10 @@ from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, run
 from fourfold.program.instructions import (
-    Bucket,
+    BucketSpec,
     Carried,
     Gather,
     Instruction,
-    Part,
     Program,
     Programs,
     Recv,
@@ -47,7 +46,8 @@ from fourfold.program.instructions import (
     Release,
     Send,
     Stream,
-    Unit,
+    UnitOp,
+    UnitSpec,
 )
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.schedules import at_least
@@ -58,8 +58,8 @@ __all__ = ["lower", "receives_of"]
 
 def lower(
     schedule: Schedule,
-    units: Sequence[Sequence[Unit]] = (),
-    buckets: Sequence[Bucket] = (),
+    units: Sequence[Sequence[UnitSpec]] = (),
+    buckets: Sequence[BucketSpec] = (),
     *,
     replicas: int = 1,
     prefetch: int = 1,
@@ -81,19 +81,21 @@ def lower(
     receives = receives_of(schedule, costs or Costs(), ahead)
     programs = []
     for rank in range(schedule.ranks):
-        instructions = tuple(_Rank(schedule, rank, of_stage, shared, prefetch).lowered(receives[rank], buckets, stream))
+        instructions = tuple(
+            _RankLowering(schedule, rank, of_stage, shared, prefetch).lowered(receives[rank], buckets, stream)
+        )
         programs.append([Program(rank, instructions, replica) for replica in range(replicas)])
     by_replica = tuple(of_rank[replica] for replica in range(replicas) for of_rank in programs)
     return Programs(by_replica, schedule.placement, schedule.micro_batches, of_stage, tuple(buckets))
 
 
 def _check_units(
-    schedule: Schedule, of_stage: Sequence[Sequence[Unit]], buckets: Iterable[Bucket]
+    schedule: Schedule, of_stage: Sequence[Sequence[UnitSpec]], buckets: Iterable[BucketSpec]
 ) -> dict[str, set[int]]:
     """Raise unless units and buckets make sense; returns the ranks that hold each unit."""
     if len(of_stage) != schedule.stages:
         raise ScheduleError(f"units for {len(of_stage)} stages; the schedule has {schedule.stages}")
-    seen: dict[str, Unit] = {}
+    seen: dict[str, UnitSpec] = {}
     homes: dict[str, set[int]] = {}
     for stage, units in enumerate(of_stage):
         if len({unit.name for unit in units}) < len(units):
@@ -177,14 +179,14 @@ def _ends(schedule: Schedule, costs: Costs) -> list[list[_Key]]:
 # ---- one rank ----
 
 
-class _Rank:
+class _RankLowering:
     """Lowers one rank: lays out its steps, marks where unit verbs go, then writes instructions."""
 
     def __init__(
         self,
         schedule: Schedule,
         rank: int,
-        of_stage: Sequence[Sequence[Unit]],
+        of_stage: Sequence[Sequence[UnitSpec]],
         shared: Sequence[str],
         prefetch: int,
     ):
@@ -199,7 +201,7 @@ class _Rank:
         self.after: dict[int, list[Instruction]] = {}
         self.reduced: dict[str, int] = {}  # after which step a unit's last REDUCE comes
 
-    def lowered(self, receives: dict[int, list[Recv]], buckets: Sequence[Bucket], stream: str) -> list[Instruction]:
+    def lowered(self, receives: dict[int, list[Recv]], buckets: Sequence[BucketSpec], stream: str) -> list[Instruction]:
         uses: dict[str, list[int]] = {name: [] for name in self.units}
         for i, (_, _, name) in enumerate(self.steps):
             if name:
@@ -212,7 +214,7 @@ class _Rank:
         tail += self._mark_streams(buckets, stream)
         return [*self._written(receives), *tail]
 
-    def _mark_reduces(self, unit: Unit, uses: list[int]) -> None:
+    def _mark_reduces(self, unit: UnitSpec, uses: list[int]) -> None:
         """After the last contribution, or after each; a unit that other ranks share is reduced at the end."""
         contributions = [i for i in uses if self.steps[i][1].kind in "BW"]
         if not contributions or unit.name in self.shared:
@@ -221,7 +223,7 @@ class _Rank:
             self.after.setdefault(i, []).append(Reduce(unit.name))
         self.reduced[unit.name] = contributions[-1]
 
-    def _mark_gathers(self, unit: Unit, uses: list[int]) -> None:
+    def _mark_gathers(self, unit: UnitSpec, uses: list[int]) -> None:
         """Before the first step of every run of steps over which the unit stays; RELEASE after the last."""
         if unit.mode == "replicate":
             return
@@ -235,13 +237,13 @@ class _Rank:
             if first:
                 self.after.setdefault(i, []).append(Release(unit.name))
 
-    def _released(self, unit: Unit, waiting: int, distance: int) -> bool:
+    def _released(self, unit: UnitSpec, waiting: int, distance: int) -> bool:
         """Whether a unit is released after a step, its next use being `distance` steps on."""
         if unit.mode == "keep" or distance <= self.prefetch:
             return False
         return unit.mode == "zero3" or waiting <= 0 or self.schedule.forward_only
 
-    def _mark_streams(self, buckets: Sequence[Bucket], stream: str) -> list[Instruction]:
+    def _mark_streams(self, buckets: Sequence[BucketSpec], stream: str) -> list[Instruction]:
         """Updates of the buckets that this rank holds a part of; returns those that come at the end."""
         if self.schedule.forward_only:
             return []
@@ -276,7 +278,7 @@ class _Rank:
             for i in range(at, end):
                 yield from self.before.get(i, ())
                 if inside:
-                    yield Part(*op, self.steps[i][2])
+                    yield UnitOp(*op, self.steps[i][2])
                 elif i == at:
                     yield op
                 if i == end - 1:

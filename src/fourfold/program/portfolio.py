@@ -32,7 +32,7 @@ from fourfold.program.periodic import find_body
 from fourfold.program.schedules import build, fused, loop, split, zigzag
 from fourfold.program.validator import check_cap
 
-__all__ = ["PLACEMENTS", "Arena", "Candidate", "Portfolio", "Setting"]
+__all__ = ["PLACEMENTS", "Arena", "Portfolio", "ScheduleCandidate", "SearchRequest"]
 
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"loop": loop, "wave": zigzag}
 
@@ -48,7 +48,7 @@ _STARTERS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class SearchRequest:
     """What is asked for."""
 
     ranks: int
@@ -106,7 +106,7 @@ class Arena:
 
 
 @dataclass
-class Candidate:
+class ScheduleCandidate:
     """An order that was timed."""
 
     makespan: Any
@@ -134,7 +134,7 @@ class Candidate:
 class Portfolio:
     """The search for one number of stages a rank."""
 
-    def __init__(self, setting: Setting, budget: int, seed: int):
+    def __init__(self, setting: SearchRequest, budget: int, seed: int):
         self.setting, self.budget, self.timed = setting, budget, 0
         ranks, micro_batches = setting.ranks, setting.micro_batches
         self.rng = random.Random(f"{seed} {ranks} {micro_batches} {setting.stages_per_rank}")
@@ -145,9 +145,9 @@ class Portfolio:
         self.searched = 3 * ranks + micro_batches % ranks if micro_batches > 4 * ranks else micro_batches
         cheaper_whole = setting.costs.instruction > 0 or setting.costs.backward is not None
         self.choose_split = setting.split_backward == "auto" and cheaper_whole
-        self.best: list[Candidate] = []  # the fastest of every arena and set of kinds
+        self.best: list[ScheduleCandidate] = []  # the fastest of every arena and set of kinds
 
-    def search(self) -> tuple[Candidate, Number, Number]:
+    def search(self) -> tuple[ScheduleCandidate, Number, Number]:
         """The best candidate for all micro-batches, its makespan and its lower bound."""
         arenas = [self.setting.arena(name, self.searched) for name in self.setting.placements]
         for arena in arenas:
@@ -187,7 +187,7 @@ class Portfolio:
         times = run(problem, order)
         if times.stuck:
             return
-        new = Candidate(times.makespan, order, arena, origin, policy, variant)
+        new = ScheduleCandidate(times.makespan, order, arena, origin, policy, variant)
         for i, old in enumerate(self.best):
             if old.arena is arena and old.kinds == new.kinds:
                 if policy is None:  # mutations go on from the best policy
@@ -198,10 +198,10 @@ class Portfolio:
                 return
         self.best.append(new)
 
-    def _winner(self) -> Candidate:
+    def _winner(self) -> ScheduleCandidate:
         return min(self.best, key=lambda candidate: candidate.time)
 
-    def _proven(self, candidate: Candidate) -> bool:
+    def _proven(self, candidate: ScheduleCandidate) -> bool:
         """Whether it meets its lower bound: no search can do better on its placement."""
         return bool(candidate.makespan <= candidate.arena.bound)
 

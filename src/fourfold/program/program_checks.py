@@ -21,7 +21,6 @@ from fourfold.program.graph import build_graph
 from fourfold.program.instructions import (
     Gather,
     Instruction,
-    Part,
     Program,
     Programs,
     Recv,
@@ -29,6 +28,7 @@ from fourfold.program.instructions import (
     Release,
     Send,
     Stream,
+    UnitOp,
 )
 from fourfold.program.ops import Op, Schedule
 
@@ -39,9 +39,9 @@ def validate_programs(programs: Programs) -> Schedule:
     """Raise ScheduleError unless the programs can run together; returns the schedule of their ops."""
     replicas = _check_set(programs)
     forward_only = not any(
-        isinstance(i, Op | Part) and i.kind != "F" for program in programs.programs for i in program.instructions
+        isinstance(i, Op | UnitOp) and i.kind != "F" for program in programs.programs for i in program.instructions
     )
-    rows = {(p.replica, p.rank): _Walk(programs, p, forward_only).ops() for p in programs.programs}
+    rows = {(p.replica, p.rank): _ProgramWalk(programs, p, forward_only).ops() for p in programs.programs}
     for replica in range(replicas):
         _check_edges(programs, replica)
         _check_replica(programs, replica)
@@ -84,7 +84,7 @@ def _check_circles(programs: Programs) -> None:
         raise ScheduleError(f"deadlock: {', which waits for '.join(steps)}, which waits for the first")
 
 
-class _Walk:
+class _ProgramWalk:
     """One program from start to end."""
 
     def __init__(self, programs: Programs, program: Program, forward_only: bool):
@@ -117,7 +117,7 @@ class _Walk:
         match instruction:
             case Op():
                 self._compute(instruction, None)
-            case Part():
+            case UnitOp():
                 op = Op(instruction.stage, instruction.kind, instruction.micro_batch)
                 self._compute(op, instruction.unit)
             case Send() | Recv():

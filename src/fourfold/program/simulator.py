@@ -16,7 +16,7 @@ from fourfold.program.bounds import forward_bound, lower_bound
 from fourfold.program.costs import Costs, Number, Ticks
 from fourfold.program.engine import Problem, run
 from fourfold.program.graph import Node, build_graph
-from fourfold.program.instructions import Gather, Part, Programs, Reduce, Release, Send, Stream
+from fourfold.program.instructions import Gather, Programs, Reduce, Release, Send, Stream, UnitOp
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.program_checks import validate_programs
 from fourfold.program.timeline import Entry, MessageEntry, Timeline
@@ -73,14 +73,14 @@ def _simulate_programs(programs: Programs, costs: Costs) -> Timeline:
     assert not circle, "validated"
 
     rows = range(len(programs.programs))
-    ops: list[list[Op | Part]] = [[] for _ in rows]
+    ops: list[list[Op | UnitOp]] = [[] for _ in rows]
     begun: list[list[Any]] = [[] for _ in rows]
     ended: list[list[Any]] = [[] for _ in rows]
     messages: list[MessageEntry] = []
     others: list[Entry] = []
     memory: list[list[tuple[Any, Number]]] = [[] for _ in rows]
     for n, node in enumerate(graph.nodes):
-        if isinstance(node.what, Op | Part):
+        if isinstance(node.what, Op | UnitOp):
             ops[node.row].append(node.what)
             begun[node.row].append(starts[n])
             ended[node.row].append(ends[n])
@@ -135,10 +135,10 @@ class _Prices:
         what = node.what
         match node.lane:
             case "compute":
-                assert isinstance(what, Op | Part)
+                assert isinstance(what, Op | UnitOp)
                 time = times[what.kind][what.stage]
                 return (
-                    time * self.share[what.stage, what.unit] if isinstance(what, Part) else time
+                    time * self.share[what.stage, what.unit] if isinstance(what, UnitOp) else time
                 ) + self.costs.instruction
             case "message":
                 assert isinstance(what, Send)

@@ -19,7 +19,7 @@ from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs, Number, divide
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import Layer
-from fourfold.program.portfolio import PLACEMENTS, Portfolio, Setting
+from fourfold.program.portfolio import PLACEMENTS, Portfolio, SearchRequest
 from fourfold.program.schedules import at_least, check_size
 from fourfold.program.validator import validate
 
@@ -114,7 +114,7 @@ def search(
     portfolios = []
     for count in _stage_counts(ranks, costs, layers, stages_per_rank):
         check_size(ranks, micro_batches, count)
-        setting = Setting(
+        setting = SearchRequest(
             ranks=ranks,
             micro_batches=micro_batches,
             stages_per_rank=count,

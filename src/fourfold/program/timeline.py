@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fourfold.program.costs import Number, StageCosts, divide
-from fourfold.program.instructions import Carried, Instruction, Part, Send
+from fourfold.program.instructions import Carried, Instruction, Send, UnitOp
 from fourfold.program.ops import Op
 
-__all__ = ["Peak", "Span", "Timeline"]
+__all__ = ["MemoryPeak", "Timeline", "TimelineSpan"]
 
 Entry = tuple[int, str, Instruction, Any, Any]
 """A span in ticks."""
@@ -26,7 +26,7 @@ MessageEntry = tuple[int, int, int, Carried, int, Any, Any]
 """(row of the sender, receiving rank, stage, kind, micro-batch, start, end), in ticks."""
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """One thing that took time. `lane` is compute, message, collective or stream."""
 
     row: int
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     end: Number
 
 
-class Peak(NamedTuple):
+class MemoryPeak(NamedTuple):
     """The most memory a rank held, and when it first did."""
 
     memory: Number
@@ -47,7 +47,7 @@ class Peak(NamedTuple):
 class Timeline:
     """Start and end of everything, and the figures that follow."""
 
-    ops: tuple[tuple[Op | Part, ...], ...]
+    ops: tuple[tuple[Op | UnitOp, ...], ...]
     """What each row computed, in order."""
     starts: tuple[tuple[Any, ...], ...] = field(repr=False)
     """When, in ticks; `spans` has the same in the caller's unit."""
@@ -102,7 +102,7 @@ class Timeline:
         return divide(self.makespan, self.lower_bound) - 1 if self.lower_bound else 0
 
     @cached_property
-    def peaks(self) -> tuple[Peak, ...]:
+    def peaks(self) -> tuple[MemoryPeak, ...]:
         """The most each row holds, gathered units included, and when."""
         return tuple(_peak(self.memory(row)) for row in range(self.rows))
 
@@ -118,23 +118,23 @@ class Timeline:
             changes = sorted([*changes, *self.unit_memory[row]], key=lambda x: (x[0], x[1] > 0))
         return self._curve(changes)
 
-    def spans(self, beside: bool = True) -> Iterator[Span]:
+    def spans(self, beside: bool = True) -> Iterator[TimelineSpan]:
         """Everything that took time, row by row; `beside = False`: the ops only."""
         for row, (ops, starts, ends) in enumerate(zip(self.ops, self.starts, self.ends, strict=True)):
             for op, start, end in zip(ops, starts, ends, strict=True):
-                yield Span(row, "compute", op, start * self.tick, end * self.tick)
+                yield TimelineSpan(row, "compute", op, start * self.tick, end * self.tick)
         if beside:
             for row, lane, what, start, end in [*map(_entry, self.messages), *self.others]:
-                yield Span(row, lane, what, start * self.tick, end * self.tick)
+                yield TimelineSpan(row, lane, what, start * self.tick, end * self.tick)
 
     @cached_property
-    def critical_path(self) -> tuple[Span, ...]:
+    def critical_path(self) -> tuple[TimelineSpan, ...]:
         """A chain of spans, each starting when the one before ends, from time 0 to the end: why it takes so long.
 
         In a measured timeline each starts some time after: what the machine took between the two.
         """
         chain = self.bindings if self.bindings is not None else self._chain()
-        return tuple(Span(row, lane, what, s * self.tick, e * self.tick) for row, lane, what, s, e in chain)
+        return tuple(TimelineSpan(row, lane, what, s * self.tick, e * self.tick) for row, lane, what, s, e in chain)
 
     def to_dict(self, *, spans: bool = True, path: bool = True) -> dict[str, Any]:
         """Plain numbers, for files and programs; with or without every span, and those of the critical path."""
@@ -181,7 +181,7 @@ class Timeline:
                 out.append((end, -freed))
         return out
 
-    def _bounds(self, row: int) -> Iterator[tuple[Op | Part, bool, bool, Any, Any]]:
+    def _bounds(self, row: int) -> Iterator[tuple[Op | UnitOp, bool, bool, Any, Any]]:
         """Ops with whether they are the first and the last part of theirs."""
         ops = self.ops[row]
         for i, (op, start, end) in enumerate(zip(ops, self.starts[row], self.ends[row], strict=True)):
@@ -221,7 +221,7 @@ class Timeline:
         return chain[::-1]
 
 
-def _source(op: Op | Part, ops: dict[Any, Any]) -> Op | None:
+def _source(op: Op | UnitOp, ops: dict[Any, Any]) -> Op | None:
     """The op of another stage whose result `op` waits for, if there is one: W, and the ends of the model, wait for none."""
     if op.kind == "W":
         return None
@@ -245,14 +245,14 @@ def _backward(stage: int, micro_batch: int, ops: dict[Any, Any]) -> Op:
     return whole if whole in ops else whole._replace(kind="I")
 
 
-def _same_op(a: Op | Part, b: Op | Part) -> bool:
+def _same_op(a: Op | UnitOp, b: Op | UnitOp) -> bool:
     return (a.stage, a.kind, a.micro_batch) == (b.stage, b.kind, b.micro_batch)
 
 
-def _peak(curve: list[tuple[Number, Number]]) -> Peak:
+def _peak(curve: list[tuple[Number, Number]]) -> MemoryPeak:
     at, memory = max(curve, key=lambda point: point[1])
-    return Peak(memory, at)
+    return MemoryPeak(memory, at)
 
 
-def _plain(span: Span) -> list[Any]:
+def _plain(span: TimelineSpan) -> list[Any]:
     return [span.row, span.lane, str(span.what), float(span.start), float(span.end)]

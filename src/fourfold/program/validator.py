@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs, Number
-from fourfold.program.engine import Problem, Times, levels, peaks, run
+from fourfold.program.engine import OpTimes, Problem, levels, peaks, run
 from fourfold.program.instructions import Programs
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.program_checks import validate_programs
@@ -127,7 +127,7 @@ def _check_last_stage(schedule: Schedule) -> None:
             expected += 1
 
 
-def explain_stuck(placement: Sequence[int], order: Sequence[Sequence[Op]], times: Times) -> str:
+def explain_stuck(placement: Sequence[int], order: Sequence[Sequence[Op]], times: OpTimes) -> str:
     """The circle of ranks that wait for each other, as text."""
     rank = next(r for r, ends in enumerate(times.ends) if len(ends) < len(order[r]))
     path: list[int] = []

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fourfold.errors import CommunicationError
-from fourfold.program import Gather, Instruction, Op, Part, Program, Recv, Reduce, Release, Send, Stream
+from fourfold.program import Gather, Instruction, Op, Program, Recv, Reduce, Release, Send, Stream, UnitOp
 from fourfold.runtime.stage import Stage
 from fourfold.runtime.transport import Name, Transport
 
@@ -103,7 +103,7 @@ class Executor:
             if isinstance(i, Op) and i.kind == "B":
                 self._whole.add(i)
                 begun.add(i.stage)
-            elif isinstance(i, (Op, Part)) and i.kind == "F" and i.stage in begun:
+            elif isinstance(i, (Op, UnitOp)) and i.kind == "F" and i.stage in begun:
                 self._full.add(i.stage)
         for instruction in program.instructions:
             self.do(instruction)
@@ -137,7 +137,7 @@ class Executor:
         match instruction:
             case Op(stage, kind, micro_batch):
                 self.compute(stage, kind, micro_batch)
-            case Part(stage, kind, micro_batch, unit):
+            case UnitOp(stage, kind, micro_batch, unit):
                 self._compute_part(stage, kind, micro_batch, unit)
             case Send(stage, what, micro_batch, peer):
                 name = Name(stage, what, micro_batch)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.errors import CommunicationError
-from fourfold.program import Gather, Op, Part, Program, Recv, Reduce, Release, Send, Stream
+from fourfold.program import Gather, Op, Program, Recv, Reduce, Release, Send, Stream, UnitOp
 from fourfold.runtime.executor import Executor, Feed
 from fourfold.runtime.transport import Name
 
@@ -66,7 +66,7 @@ def drive(
 
     Units must be gathered once (`replicate`, `keep`); others would meet in collectives whose order depended on time.
     """
-    ops = [Op(i.stage, i.kind, i.micro_batch) for i in program.instructions if isinstance(i, Op | Part)]
+    ops = [Op(i.stage, i.kind, i.micro_batch) for i in program.instructions if isinstance(i, Op | UnitOp)]
     ops = list(dict.fromkeys(ops))
     split = any(op.kind == "I" for op in ops)
     flying: dict[int, int] = {}

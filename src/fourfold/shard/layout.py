@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGN", "JOIN", "Layout", "Slot", "joined", "lay_out"]
+__all__ = ["ALIGN", "JOIN", "FlatLayout", "Slot", "joined", "lay_out"]
 
 ALIGN = 64
 """Elements. A parameter starts on a multiple of this, and so does every rank's shard: vectorised kernels then see the same
@@ -27,7 +27,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Slots in order, and the length of the buffer: a multiple of ALIGN times the number of shards."""
 
     slots: tuple[Slot, ...]
@@ -46,14 +46,14 @@ class Layout:
         return index * length, (index + 1) * length
 
 
-def lay_out(shapes: Mapping[str, tuple[int, ...]], shards: int = 1) -> Layout:
+def lay_out(shapes: Mapping[str, tuple[int, ...]], shards: int = 1) -> FlatLayout:
     """Parameters one after another in the given order."""
     slots, at = [], 0
     for name, shape in shapes.items():
         slot = Slot(name, tuple(shape), at, at + math.prod(shape))
         slots.append(slot)
         at = _round_up(slot.stop, ALIGN)
-    return Layout(tuple(slots), _round_up(at, ALIGN * shards), shards)
+    return FlatLayout(tuple(slots), _round_up(at, ALIGN * shards), shards)
 
 
 def joined(sizes: Sequence[float]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fourfold.program import Gather, Instruction, Op, Part, Program, Reduce, Release
+from fourfold.program import Gather, Instruction, Op, Program, Reduce, Release, UnitOp
 
 __all__ = ["Activations", "Collective", "Footprint", "Replay", "replay"]
 
@@ -92,7 +92,7 @@ def replay(
     activations: Mapping[str, Activations] | None = None,
 ) -> Replay:
     """Replay a program. `units_of_op[stage]` names the units of ops that stand whole in it."""
-    walk = _Walk(units, compute_bytes, reduce_bytes, in_flight, activations or {})
+    walk = _ReplayState(units, compute_bytes, reduce_bytes, in_flight, activations or {})
     held = []
     for instruction in program.instructions:
         walk.do(instruction, units_of_op or {})
@@ -101,7 +101,7 @@ def replay(
     return Replay(tuple(walk.collectives), tuple(held), walk.peak)
 
 
-class _Walk:
+class _ReplayState:
     def __init__(
         self,
         units: Mapping[str, Footprint],
@@ -134,7 +134,7 @@ class _Walk:
                 names = units_of_op.get(stage, ())
                 for name in names if kind == "F" else names[::-1]:
                     self._compute(name, kind, micro_batch)
-            case Part(_, kind, micro_batch, unit):
+            case UnitOp(_, kind, micro_batch, unit):
                 self._compute(unit, kind, micro_batch)
             case Reduce(unit):
                 self._reduce(unit)

@@ -36,7 +36,7 @@ class SplitLinear(nn.Module):
         self.anchor = torch.zeros((), requires_grad=True)  # so that there is a backward, whatever the input needs
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.anchor, self)
+        return _SplitMatmul.apply(x, self.anchor, self)
 
     def use(self, index: int, direction: int) -> tuple[Unit, LinearSlice]:
         """Slice `index`, gathered; those that come next are on their way."""
@@ -47,7 +47,7 @@ class SplitLinear(nn.Module):
         return self.slices[index]
 
 
-class _Product(torch.autograd.Function):
+class _SplitMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, owner: SplitLinear) -> Tensor:
         ctx.save_for_backward(x)

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from fourfold.collectives import Pending, all_gather, all_reduce
 from fourfold.errors import ReleasedError
 from fourfold.piece import Piece
-from fourfold.shard.layout import Layout, Slot, lay_out
+from fourfold.shard.layout import FlatLayout, Slot, lay_out
 from fourfold.shard.sharing import ALONE, Reduction, Reductions, Sharing
 
 __all__ = ["Borrowed", "Buffer", "Unit"]
@@ -72,7 +72,7 @@ class Buffer(Protocol):
     def forget(self) -> None: ...
 
 
-class _Place(NamedTuple):
+class _Registration(NamedTuple):
     """Where a parameter lies in a module."""
 
     registry: dict[str, Any]
@@ -87,7 +87,7 @@ class Unit:
     def __init__(
         self,
         name: str,
-        layout: Layout,
+        layout: FlatLayout,
         pieces: Mapping[str, tuple[Piece, ...]],
         full: Tensor,
         params: Mapping[str, nn.Parameter],
@@ -115,7 +115,7 @@ class Unit:
         self._gathering: Pending | None = None
         self._reducing: list[Reduction] = []
         self.joined: Buffer | None = None  # its gradient is a part of this, and summed with the others
-        self._places: list[_Place] = []
+        self._places: list[_Registration] = []
 
     @classmethod
     @torch.no_grad()
@@ -180,7 +180,7 @@ class Unit:
         registry: dict[str, Any] = module.get_submodule(owner)._parameters
         registry[leaf] = parameter
         self._places.append(
-            _Place(registry, leaf, parameter, _stand_in(parameter, f"{borrower or self.name}.{name}", self.name))
+            _Registration(registry, leaf, parameter, _stand_in(parameter, f"{borrower or self.name}.{name}", self.name))
         )
 
     def _borrow(self, module: nn.Module, name: str, borrowed: Borrowed) -> None:

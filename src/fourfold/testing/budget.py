@@ -52,7 +52,7 @@ from fourfold.schema import format_bytes, parse_bytes
 from fourfold.testing import watch
 from fourfold.testing._torch import backward_node, plain_tensors
 
-__all__ = ["Budget", "Held", "Line", "Peak"]
+__all__ = ["Budget", "Line", "LiveStorage", "Peak"]
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, __file__, watch.__file__)
 _LISTED = 6  # lines of code in a refusal
@@ -69,7 +69,7 @@ class Line(NamedTuple):
         return f"{os.path.relpath(self.file)}:{self.number} in {self.function}"
 
 
-class Held(weakref.ref):
+class LiveStorage(weakref.ref):
     """A live storage (and a weak reference to it): its bytes, its label, and the first tensor seen on it."""
 
     __slots__ = ("bytes", "dtype", "key", "label", "line", "op", "shape")
@@ -103,7 +103,7 @@ class Peak:
     by_label: dict[str, int] = field(default_factory=dict)
 
 
-class Budget(watch.Watch):
+class Budget(watch.OpWatch):
     """Counts the storages of the threads inside it; with a limit ("200MiB" or bytes), refuses the first one over it."""
 
     def __init__(self, limit: str | int | None = None):
@@ -113,8 +113,8 @@ class Budget(watch.Watch):
         self.peak = Peak()
         self._live = 0
         self._labels: Counter[str] = Counter()
-        self._held: dict[int, Held] = {}  # by the identity of the storage's Python object
-        self._dead: deque[Held] = deque()
+        self._held: dict[int, LiveStorage] = {}  # by the identity of the storage's Python object
+        self._dead: deque[LiveStorage] = deque()
         self._curve = (array("q"), array("q"))
         self._lock = threading.Lock()
         self._inside = 0  # threads
@@ -137,7 +137,7 @@ class Budget(watch.Watch):
             return self._divided()
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[LiveStorage]:
         """Every live storage, largest first."""
         with self._lock:
             self._bury()
@@ -254,7 +254,7 @@ class Budget(watch.Watch):
             self._bury()
             held = self._held.get(id(storage))
             if held is None:
-                held = Held(storage, self._dead.append)
+                held = LiveStorage(storage, self._dead.append)
                 held.key, held.bytes, held.label, held.line = id(storage), 0, self._label, line
                 held.op, held.shape, held.dtype = op, (), None
                 if tensor is not None:
@@ -293,7 +293,7 @@ class Budget(watch.Watch):
             events.append(self.events)
             live.append(self._live)
 
-    def _refusal(self, held: Held, size: int, op: str, line: Line) -> str:
+    def _refusal(self, held: LiveStorage, size: int, op: str, line: Line) -> str:
         assert self.limit is not None
         node = backward_node()
         over = self._live + size - held.bytes - self.limit

@@ -1,6 +1,6 @@
 """Emulated accelerators: chunks of a model whose forward, input gradient and weight gradient take a set time, by sleeping.
 
-    chunk = Chunk(Times(forward=0.010, input_grad=0.010, weight_grad=0.010))
+    chunk = Chunk(ChunkTimes(forward=0.010, input_grad=0.010, weight_grad=0.010))
     y = chunk(x)                        # 10 ms
     y.backward(g)                       # 20 ms: the gradient of x, then the one of the weight
 
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chunk",
+    "ChunkSpan",
+    "ChunkTimes",
     "Queue",
-    "Span",
-    "Times",
     "WorkQueue",
     "by_length",
     "emulated_products",
@@ -65,18 +65,18 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Times:
+class ChunkTimes:
     """Seconds one micro-batch takes."""
 
     forward: float = 0.0
     input_grad: float = 0.0
     weight_grad: float = 0.0
 
-    def scaled(self, factor: float) -> Times:
-        return Times(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
+    def scaled(self, factor: float) -> ChunkTimes:
+        return ChunkTimes(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
 
 
-def jitter(times: Times, micro_batches: int, *, cv: float, seed: int) -> tuple[Times, ...]:
+def jitter(times: ChunkTimes, micro_batches: int, *, cv: float, seed: int) -> tuple[ChunkTimes, ...]:
     """Times of every micro-batch, each op drawn on its own: lognormal, of the given mean and coefficient of variation."""
     draw = random.Random(seed)
     sigma = math.sqrt(math.log1p(cv * cv))
@@ -85,18 +85,18 @@ def jitter(times: Times, micro_batches: int, *, cv: float, seed: int) -> tuple[T
         return draw.lognormvariate(-sigma * sigma / 2, sigma)
 
     return tuple(
-        Times(times.forward * factor(), times.input_grad * factor(), times.weight_grad * factor())
+        ChunkTimes(times.forward * factor(), times.input_grad * factor(), times.weight_grad * factor())
         for _ in range(micro_batches)
     )
 
 
-def by_length(times: Times, lengths: Sequence[float]) -> tuple[Times, ...]:
+def by_length(times: ChunkTimes, lengths: Sequence[float]) -> tuple[ChunkTimes, ...]:
     """Times of micro-batches of unequal length; `times` is what the average one takes."""
     mean = sum(lengths) / len(lengths)
     return tuple(times.scaled(length / mean) for length in lengths)
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """What a chunk did when: the op (F, I or W), the micro-batch, and seconds on the clock all ranks of a host share."""
 
     op: str
@@ -144,16 +144,16 @@ def sleep_until(deadline: float) -> None:
 class Chunk(nn.Module):
     """y = x · weight, in the times asked for: the same for every micro-batch, or a list of them. `spans` is the record."""
 
-    def __init__(self, times: Times | Sequence[Times], features: int = 1):
+    def __init__(self, times: ChunkTimes | Sequence[ChunkTimes], features: int = 1):
         super().__init__()
-        self.times = (times,) if isinstance(times, Times) else tuple(times)
+        self.times = (times,) if isinstance(times, ChunkTimes) else tuple(times)
         if not self.times:
             raise ConfigError("a chunk needs the times of one micro-batch at least")
         self.weight = nn.Parameter(torch.ones(features))
         self.queue: Queue | None = None
         self.sink: Callable[[Tensor], None] = self._add_to_grad  # where a queued gradient goes
         self.micro_batch: int | None = None  # of the next forward; None: count them
-        self.spans: list[Span] = []
+        self.spans: list[ChunkSpan] = []
         self._forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Chunk(nn.Module):
         times = self.times[micro_batch % len(self.times)]
         seconds = {"F": times.forward, "I": times.input_grad, "W": times.weight_grad}[op]
         sleep_until(start + seconds)
-        self.spans.append(Span(op, micro_batch, start, time.monotonic()))
+        self.spans.append(ChunkSpan(op, micro_batch, start, time.monotonic()))
 
     def weight_grad(self, x: Tensor, grad: Tensor, micro_batch: int) -> Tensor:
         """The gradient of the weight, [features]."""

@@ -44,7 +44,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fourfold.testing._torch import named_arguments, process_group
-from fourfold.testing.watch import Watch
+from fourfold.testing.watch import OpWatch
 
 __all__ = ["Entry", "Ledger", "received_bytes"]
 
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
     received: Fraction
 
 
-class Ledger(Watch):
+class Ledger(OpWatch):
     """What the threads that entered it communicated. `entries` is every call, in the order in which they were issued."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ def received_bytes(kind: str, *, ranks: int, whole: int, mine: int = 0, after_ro
     raise ValueError(f"the ledger knows no collective {kind!r}")
 
 
-class _Op(NamedTuple):
+class _CollectiveOp(NamedTuple):
     """How to read an op: its kind, and the arguments (or "result") that hold the whole and this rank's part of it."""
 
     kind: str
@@ -159,43 +159,43 @@ _SILENT = (
 )
 
 _OPS = {
-    "c10d::allreduce_": _Op("all_reduce", "tensors"),
-    "c10d::allreduce_coalesced_": _Op("all_reduce", "tensors"),
-    "c10d::allgather_": _Op("all_gather", "output_tensors", "input_tensors"),
-    "c10d::allgather_coalesced_": _Op("all_gather", "output_lists", "input_list"),
-    "c10d::_allgather_base_": _Op("all_gather", "output_tensor", "input_tensor"),
-    "c10d::allgather_into_tensor_coalesced_": _Op("all_gather", "outputs", "inputs"),
-    "c10d::reduce_scatter_": _Op("reduce_scatter", "input_tensors", "output_tensors"),
-    "c10d::_reduce_scatter_base_": _Op("reduce_scatter", "input_tensor", "output_tensor"),
-    "c10d::reduce_scatter_tensor_coalesced_": _Op("reduce_scatter", "inputs", "outputs"),
-    "c10d::alltoall_": _Op("all_to_all", "output_tensors"),
-    "c10d::alltoall_base_": _Op("all_to_all", "output"),
-    "c10d::broadcast_": _Op("broadcast", "tensors"),
-    "c10d::reduce_": _Op("reduce", "tensors"),
-    "c10d::gather_": _Op("gather", mine="input_tensors"),
-    "c10d::scatter_": _Op("scatter", mine="output_tensors"),
-    "c10d::send": _Op("send", "tensors"),
-    "c10d::recv_": _Op("recv", "tensors"),
-    "c10d::recv_any_source_": _Op("recv_any_source", "tensors"),
-    "c10d::barrier": _Op("barrier"),
-    "c10d::monitored_barrier_": _Op("barrier"),
-    "_c10d_functional::all_reduce": _Op("all_reduce", "input"),
-    "_c10d_functional::all_reduce_": _Op("all_reduce", "input"),
-    "_c10d_functional::all_reduce_coalesced": _Op("all_reduce", "inputs"),
-    "_c10d_functional::all_reduce_coalesced_": _Op("all_reduce", "inputs"),
-    "_c10d_functional::all_gather_into_tensor": _Op("all_gather", "result", "input"),
-    "_c10d_functional::all_gather_into_tensor_out": _Op("all_gather", "result", "input"),
-    "_c10d_functional::all_gather_into_tensor_coalesced": _Op("all_gather", "result", "inputs"),
-    "_c10d_functional::reduce_scatter_tensor": _Op("reduce_scatter", "input", "result"),
-    "_c10d_functional::reduce_scatter_tensor_out": _Op("reduce_scatter", "input", "result"),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": _Op("reduce_scatter", "inputs", "result"),
-    "_c10d_functional::all_to_all_single": _Op("all_to_all", "result"),
-    "_c10d_functional::broadcast": _Op("broadcast", "input"),
-    "_c10d_functional::broadcast_": _Op("broadcast", "input"),
-    "_c10d_functional::isend": _Op("send", "tensor"),
-    "_c10d_functional::irecv": _Op("recv", "tensor"),
-    "_dtensor::shard_dim_alltoall": _Op("all_to_all", "result"),
-    "fourfold::collective": _Op("kind", "whole", "mine"),  # its kind is an argument
+    "c10d::allreduce_": _CollectiveOp("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": _CollectiveOp("all_reduce", "tensors"),
+    "c10d::allgather_": _CollectiveOp("all_gather", "output_tensors", "input_tensors"),
+    "c10d::allgather_coalesced_": _CollectiveOp("all_gather", "output_lists", "input_list"),
+    "c10d::_allgather_base_": _CollectiveOp("all_gather", "output_tensor", "input_tensor"),
+    "c10d::allgather_into_tensor_coalesced_": _CollectiveOp("all_gather", "outputs", "inputs"),
+    "c10d::reduce_scatter_": _CollectiveOp("reduce_scatter", "input_tensors", "output_tensors"),
+    "c10d::_reduce_scatter_base_": _CollectiveOp("reduce_scatter", "input_tensor", "output_tensor"),
+    "c10d::reduce_scatter_tensor_coalesced_": _CollectiveOp("reduce_scatter", "inputs", "outputs"),
+    "c10d::alltoall_": _CollectiveOp("all_to_all", "output_tensors"),
+    "c10d::alltoall_base_": _CollectiveOp("all_to_all", "output"),
+    "c10d::broadcast_": _CollectiveOp("broadcast", "tensors"),
+    "c10d::reduce_": _CollectiveOp("reduce", "tensors"),
+    "c10d::gather_": _CollectiveOp("gather", mine="input_tensors"),
+    "c10d::scatter_": _CollectiveOp("scatter", mine="output_tensors"),
+    "c10d::send": _CollectiveOp("send", "tensors"),
+    "c10d::recv_": _CollectiveOp("recv", "tensors"),
+    "c10d::recv_any_source_": _CollectiveOp("recv_any_source", "tensors"),
+    "c10d::barrier": _CollectiveOp("barrier"),
+    "c10d::monitored_barrier_": _CollectiveOp("barrier"),
+    "_c10d_functional::all_reduce": _CollectiveOp("all_reduce", "input"),
+    "_c10d_functional::all_reduce_": _CollectiveOp("all_reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced": _CollectiveOp("all_reduce", "inputs"),
+    "_c10d_functional::all_reduce_coalesced_": _CollectiveOp("all_reduce", "inputs"),
+    "_c10d_functional::all_gather_into_tensor": _CollectiveOp("all_gather", "result", "input"),
+    "_c10d_functional::all_gather_into_tensor_out": _CollectiveOp("all_gather", "result", "input"),
+    "_c10d_functional::all_gather_into_tensor_coalesced": _CollectiveOp("all_gather", "result", "inputs"),
+    "_c10d_functional::reduce_scatter_tensor": _CollectiveOp("reduce_scatter", "input", "result"),
+    "_c10d_functional::reduce_scatter_tensor_out": _CollectiveOp("reduce_scatter", "input", "result"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": _CollectiveOp("reduce_scatter", "inputs", "result"),
+    "_c10d_functional::all_to_all_single": _CollectiveOp("all_to_all", "result"),
+    "_c10d_functional::broadcast": _CollectiveOp("broadcast", "input"),
+    "_c10d_functional::broadcast_": _CollectiveOp("broadcast", "input"),
+    "_c10d_functional::isend": _CollectiveOp("send", "tensor"),
+    "_c10d_functional::irecv": _CollectiveOp("recv", "tensor"),
+    "_dtensor::shard_dim_alltoall": _CollectiveOp("all_to_all", "result"),
+    "fourfold::collective": _CollectiveOp("kind", "whole", "mine"),  # its kind is an argument
 }
 
 

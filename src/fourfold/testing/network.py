@@ -54,7 +54,7 @@ import torch.distributed as dist
 from fourfold.errors import NetworkError
 from fourfold.testing.ranks import run_ranks
 
-__all__ = ["Measured", "Network", "Traffic", "measure", "missing", "parse_rate", "traffic"]
+__all__ = ["ByteCounts", "Measured", "Network", "measure", "missing", "parse_rate", "traffic"]
 
 _PREFIX = "fflab"
 _INTERFACE = "eth0"
@@ -92,7 +92,7 @@ def _lacking() -> str | None:
     return None
 
 
-class Traffic(NamedTuple):
+class ByteCounts(NamedTuple):
     """Bytes through a host's interface, headers included."""
 
     received: int
@@ -174,11 +174,11 @@ class Network:
             agents.append(self.popen(host, [*start, *here, *flags, *command], env, **options))
         return agents
 
-    def traffic(self, host: int) -> Traffic:
+    def traffic(self, host: int) -> ByteCounts:
         """Bytes through the host's interface since the network was made; inside a rank, `network.traffic()`."""
         answer = json.loads(_run("ip", "-n", self._host(host), "-s", "-j", "link", "show", _INTERFACE))
         stats = answer[0]["stats64"]
-        return Traffic(stats["rx"]["bytes"], stats["tx"]["bytes"])
+        return ByteCounts(stats["rx"]["bytes"], stats["tx"]["bytes"])
 
     # ---- up and down ----
 
@@ -283,14 +283,14 @@ def measure(work: Callable[[], Any]) -> Measured:
     return Measured(seconds, int(received_r.max()), int(sent_r.max()), float(busy_r.max()))
 
 
-def traffic() -> Traffic:
+def traffic() -> ByteCounts:
     """Bytes through the interface of the host this rank is in."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == _INTERFACE:
             fields = counts.split()
-            return Traffic(int(fields[0]), int(fields[8]))
-    return Traffic(0, 0)
+            return ByteCounts(int(fields[0]), int(fields[8]))
+    return ByteCounts(0, 0)
 
 
 def _processor_time() -> tuple[int, int]:

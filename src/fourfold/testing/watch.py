@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from fourfold.testing._torch import DispatchMode, FakeTensor
 
-__all__ = ["Watch"]
+__all__ = ["OpWatch"]
 
 
-class Watch:
+class OpWatch:
     """Sees the ops of the threads that entered it: override `op`, which must call it and return its result."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Watch:
 
 
 class _Mode(DispatchMode):
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: OpWatch):
         super().__init__()
         self.watch = watch
 

@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from fourfold import schema
 from fourfold.errors import CheckpointError
 from fourfold.piece import Box, Piece, parts_of_range, shape_of, whole
-from fourfold.shard.layout import Layout, Slot
+from fourfold.shard.layout import FlatLayout, Slot
 
 __all__ = ["Checkpointer", "Holding", "holding_of", "load", "newest", "read_state", "tensor_types"]
 
@@ -73,7 +73,7 @@ class Holding:
     prefix: str
     flat: Tensor
     start: int
-    layout: Layout
+    layout: FlatLayout
     pieces: Mapping[str, tuple[Piece, ...]]
     place: tuple[Mapping[str, int], Mapping[str, int]] | None = None
 
@@ -85,7 +85,7 @@ class Holding:
 def holding_of(name: str, tensor: Tensor) -> Holding:
     """A whole serial tensor, held by itself."""
     shape = tuple(tensor.shape)
-    layout = Layout((Slot(name, shape, 0, tensor.numel()),), tensor.numel(), 1)
+    layout = FlatLayout((Slot(name, shape, 0, tensor.numel()),), tensor.numel(), 1)
     return Holding("", tensor.detach().view(-1), 0, layout, {name: (whole(name, shape),)})
 
 

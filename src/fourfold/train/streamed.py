@@ -19,9 +19,9 @@ from torch import Tensor
 from fourfold.config import Config, OptimConfig
 from fourfold.offload.activations import ActivationOffload
 from fourfold.offload.adamw import room_on_device
-from fourfold.offload.buckets import Block
+from fourfold.offload.buckets import WeightBlock
 from fourfold.offload.host import available_bytes
-from fourfold.offload.lanes import Lanes
+from fourfold.offload.queues import DeviceQueues
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
 from fourfold.plan import Memory, Plan
@@ -70,7 +70,7 @@ class StreamedUnits:
         *,
         early: bool,
         ranks_here: int = 1,
-        lanes: Lanes | None = None,
+        lanes: DeviceQueues | None = None,
     ):
         self.units, self.config, self.memory, self.early = list(units), config, memory, early
         self._ranks_here, self._bucket, self._lanes = ranks_here, BUCKET, lanes
@@ -83,12 +83,12 @@ class StreamedUnits:
         self._streamer: Streamer | None = None
         self._ran = False
 
-    def _block(self, unit: Unit) -> Block:
+    def _block(self, unit: Unit) -> WeightBlock:
         parts = [
             (start, stop, self._matrices if len(s.shape) > 1 else self._vectors) for s, start, stop in unit.slots()
         ]
         value = unit.shard.detach()
-        return Block(value, parts, torch.zeros((), dtype=torch.float32, device=value.device))
+        return WeightBlock(value, parts, torch.zeros((), dtype=torch.float32, device=value.device))
 
     @property
     def streamer(self) -> Streamer:

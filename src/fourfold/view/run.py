@@ -33,7 +33,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TracedStep:
     """One line of a rank's trace, ops whole."""
 
     step: int
@@ -67,7 +67,7 @@ def look_at(run: RunDir, step: int | None = None) -> Look:
     return Look(chosen, Schedule.of((row.ops for row in rows), "measured"), measured, simulated)
 
 
-def _times(rows: list[_Step]) -> list[list[tuple[float, float]]]:
+def _times(rows: list[_TracedStep]) -> list[list[tuple[float, float]]]:
     """By row, start and end of its ops, from the first start on."""
     late = [row.origin - rows[0].origin for row in rows]  # beside the time of day itself, microseconds would be rounded
     begin = min(x + start for x, row in zip(late, rows, strict=True) for start, _ in row.ops.values())
@@ -81,23 +81,23 @@ def _ranks(run: RunDir, stride: int, pipe: int) -> list[int]:
     return [p * stride for p in range(pipe)]
 
 
-def _read(run: RunDir, rank: int) -> list[_Step]:
+def _read(run: RunDir, rank: int) -> list[_TracedStep]:
     path = run.path / "trace" / f"rank{rank}.jsonl"
     if not path.is_file():
         raise RunDirError(f"{run.path}: the trace of rank {rank} is missing")
     return [_step(json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def _step(line: dict[str, Any]) -> _Step:
+def _step(line: dict[str, Any]) -> _TracedStep:
     """Parts of an op (`3F0 blocks.1.mlp`) are put together; what lies between them is the op's."""
     ops: dict[Op, tuple[float, float]] = {}
     for what, start, end, _ in line["spans"]:
         op = Op.parse(what.split()[0])
         ops[op] = (ops[op][0] if op in ops else start, end)
-    return _Step(line["step"], line["origin"], ops)
+    return _TracedStep(line["step"], line["origin"], ops)
 
 
-def _costs(schedule: Schedule, steps: Iterable[_Step]) -> Costs:
+def _costs(schedule: Schedule, steps: Iterable[_TracedStep]) -> Costs:
     """Median time of every stage's ops, by kind."""
     times: dict[tuple[int, str], list[float]] = {}
     for step in steps:

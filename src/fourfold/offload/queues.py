@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Lane", "Lanes", "make_lanes"]
+__all__ = ["DeviceQueue", "DeviceQueues", "make_queues"]
 
 
-class Lane(Protocol):
+class DeviceQueue(Protocol):
     """One queue of work."""
 
     def do(self, work: Callable[[], object]) -> None: ...
@@ -30,13 +30,13 @@ class Lane(Protocol):
 
 
 @dataclass(frozen=True)
-class Lanes:
+class DeviceQueues:
     """`here` is where the caller computes; the others copy in, update and copy out."""
 
-    here: Lane
-    incoming: Lane
-    updating: Lane
-    outgoing: Lane
+    here: DeviceQueue
+    incoming: DeviceQueue
+    updating: DeviceQueue
+    outgoing: DeviceQueue
 
     def finish(self) -> None:
         """Wait, on the host, until the three are done."""
@@ -99,8 +99,8 @@ class _Current:
         torch.cuda.current_stream(self.device).synchronize()
 
 
-def make_lanes(device: torch.device) -> Lanes:
+def make_queues(device: torch.device) -> DeviceQueues:
     """The lanes of a device. Updates have priority over the model's kernels: layers wait for them."""
     if device.type == "cpu":
-        return Lanes(_Inline(), _Inline(), _Inline(), _Inline())
-    return Lanes(_Current(device), _Stream(device), _Stream(device, priority=-1), _Stream(device))
+        return DeviceQueues(_Inline(), _Inline(), _Inline(), _Inline())
+    return DeviceQueues(_Current(device), _Stream(device), _Stream(device, priority=-1), _Stream(device))
