@@ -26,6 +26,7 @@ WITHOUT_TORCH = (
     "cli",
     "model.spec",
     "model.hf",
+    "model.families",
     "model.operators",
     "presets",
     "commands.plan",

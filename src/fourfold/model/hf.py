@@ -1,9 +1,8 @@
-"""Hugging Face files: `config.json` to our model fields. No torch, no transformers, no network.
+"""Hugging Face `config.json` to the fields of ModelConfig, by the table of families. No torch, no transformers, no network.
 
-Architectures: GPT-2, BERT, Llama, Mistral, Qwen 2, Qwen 3, as language models. What a file asks for that our models do not do
-(experts, sliding windows, quantization, other activations, heads for other tasks, dropouts that differ) is refused by name rather
-than read wrongly; so are sizes that no model has, and files without the main ones. What else a file leaves out is what Hugging
-Face takes it to be.
+A file that asks for something our models do not compute (experts, sliding windows, quantization, other activations, heads for
+other tasks, dropouts that differ) is refused by name. So are sizes out of range and files without the main keys. Other keys
+that a file leaves out have the value that transformers gives them.
 """
 
 from __future__ import annotations
@@ -13,32 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import schema
-from fourfold.config import MOST_LAYERS, RopeScaling, nearest_divisor
+from fourfold.config import RopeScaling, nearest_divisor
 from fourfold.errors import ConfigError
+from fourfold.model.families import FAMILIES, REQUIRED, Family, Key, Rope
 
 __all__ = ["hf_file", "read_config"]
 
-FAMILIES = {
-    "gpt2": "gpt",
-    "bert": "bert",
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "llama",
-    "qwen3": "llama",
-}
-TASKS = {"gpt2": ("LMHeadModel", "ForCausalLM"), "bert": ("ForMaskedLM",)}
-"""How names in `architectures` end that our models are; those of other families end with ForCausalLM."""
-DROPOUTS = {
-    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-}
-"""What a family drops out, and how much where the file does not say; others drop out attention weights alone."""
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-}
-"""What a file that does not say it means, where that is not the same in all families; null means something else."""
 EXPERTS = "a mixture of experts is not supported"
 OTHERS = {
     "mixtral": ("Mixtral", EXPERTS),
@@ -52,7 +31,7 @@ OTHERS = {
     "gemma3": ("Gemma 3", "sliding-window attention is not supported"),
     "gemma3_text": ("Gemma 3", "sliding-window attention is not supported"),
 }
-"""Architectures that are asked for and not done: name, why."""
+"""Well-known architectures that are not supported: name, reason."""
 REFUSED = {
     "num_local_experts": EXPERTS,
     "num_experts": EXPERTS,
@@ -66,12 +45,13 @@ REFUSED = {
     "attn_logit_softcapping": "soft-capping of logits is not supported",
     "final_logit_softcapping": "soft-capping of logits is not supported",
 }
+"""Keys that no file may set, unless its family has them among its keys."""
 LONGEST = 4096
-"""Tokens of a sequence where none are asked for."""
+"""Tokens of a sequence where the caller gives none."""
 
 
 def hf_file(path: str | Path) -> Path | None:
-    """The Hugging Face file that a path names: one with a model_type, or its folder; None where it is something else."""
+    """The Hugging Face config that a path names: a JSON file with a model_type, or its folder; None for anything else."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json":
@@ -83,31 +63,32 @@ def hf_file(path: str | Path) -> Path | None:
 def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None) -> dict[str, Any]:
     """Fields of ModelConfig from a Hugging Face config.json (a file, or the folder that holds it).
 
-    `seq_len`: tokens of a sequence, if known: a window that is not shorter than it changes nothing. `dropout`: what is asked for
-    in place of the file's.
+    `seq_len`: tokens of a sequence, if known: a window that is not shorter than it changes nothing. `dropout`: replaces the
+    file's.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     c = schema.read(path)
-    kind = c.get("model_type")
-    _refuse(c, kind, path)
-    c = LEFT_OUT.get(str(kind), {}) | c
+    family = _family(c, path)
     try:
-        read = _gpt2(c, path) if kind == "gpt2" else _bert(c, path) if kind == "bert" else _llama(c, str(kind), path)
+        read = _fields(c, family, path)
     except KeyError as e:
-        raise ConfigError(f"{path}: {e.args[0]} is missing for model_type {kind!r}") from None
-    _refuse_window(c, str(kind), seq_len or min(LONGEST, read["positions"]), path)
+        raise ConfigError(f"{path}: {e.args[0]} is missing for model_type {family.model_type!r}") from None
+    _refuse_window(c, family, seq_len or min(LONGEST, read["positions"]), path)
     _refuse_layers(c, read["layers"], path)
-    return read | {"dropout": _dropout(c, str(kind), path) if dropout is None else dropout}
+    return read | {"dropout": _dropout(c, family, path) if dropout is None else dropout}
 
 
-def _refuse(c: dict[str, Any], kind: Any, path: Path) -> None:
-    """What our models do not do."""
-    if isinstance(kind, str) and kind in OTHERS:
+def _family(c: dict[str, Any], path: Path) -> Family:
+    """The family of a file, once nothing in it is refused."""
+    kind = c.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None and isinstance(kind, str) and kind in OTHERS:
         name, why = OTHERS[kind]
         raise ConfigError(f"{path}: {name} (model_type {kind!r}): {why}; known: {', '.join(FAMILIES)}")
-    for key, why in REFUSED.items():
-        if c.get(key):
+    known = {name for key in family.keys for name in (key.name, *key.others)} if family else set()
+    for key, why in (REFUSED | dict(family.refused if family else {})).items():
+        if key not in known and c.get(key):
             raise ConfigError(f"{path}: {key} = {c[key]!r}: {why}")
     for key in ("quantization_config", "compression_config"):
         if c.get(key):
@@ -118,34 +99,83 @@ def _refuse(c: dict[str, Any], kind: Any, path: Path) -> None:
     for key in ("torch_dtype", "dtype"):
         if "float8" in str(c.get(key)):
             raise ConfigError(f"{path}: {key} = {c[key]!r}: FP8 weights are not supported; use bfloat16 or float32")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if family is None:
         found = f"model_type {kind!r} is not supported" if kind is not None else "model_type is missing"
         raise ConfigError(f"{path}: {found}; known: {', '.join(FAMILIES)}")
-    _refuse_task(c, kind, path)
+    _refuse_task(c, family, path)
+    return family
 
 
-def _refuse_task(c: dict[str, Any], kind: str, path: Path) -> None:
+def _refuse_task(c: dict[str, Any], family: Family, path: Path) -> None:
     """Heads that are not a language model's."""
     names = c.get("architectures") or []
-    ends, names = TASKS.get(kind, ("ForCausalLM",)), names if isinstance(names, list) else [names]
-    if names and not any(str(name).lower().endswith(tuple(end.lower() for end in ends)) for name in names):
-        good = {"gpt2": "GPT2", "bert": "Bert"}.get(kind, kind.capitalize()) + ends[0]
+    names = names if isinstance(names, list) else [names]
+    ends = tuple(end.lower() for end in family.tasks)
+    if names and not any(str(name).lower().endswith(ends) for name in names):
         raise ConfigError(
-            f"{path}: architectures = {', '.join(map(str, names))}: {kind} is trained as a language model here, {good}, and no "
-            f'other head is supported; to train that, write "architectures": ["{good}"]'
+            f"{path}: architectures = {', '.join(map(str, names))}: {family.model_type} is trained as a language model here, "
+            f"{family.architecture}, and no other head is supported; to train that, write "
+            f'"architectures": ["{family.architecture}"]'
         )
 
 
-def _dropout(c: dict[str, Any], kind: str, path: Path) -> float:
+def _fields(c: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
+    """Fields by the family's keys; raises KeyError for a key that must be there."""
+    fields: dict[str, Any] = {"family": family.ours}
+    names = {key.field: _present(c, key) for key in family.keys}
+    for key in family.keys:
+        value = _value(c, key, names[key.field] if key.field else key.name, path)
+        if key.field and (value != 0 or key.kind == "flag" or key.least == 0):
+            fields[key.field] = value
+    heads, hidden = fields["heads"], fields["hidden"]
+    if "head_dim" not in fields and hidden % heads:
+        raise ConfigError(
+            f"{path}: {names['heads']} = {heads} does not divide {names['hidden']} = {hidden}; the nearest that does is "
+            f"{nearest_divisor(hidden, heads)}"
+        )
+    if heads % fields.get("kv_heads", heads):
+        raise ConfigError(
+            f"{path}: {names['kv_heads']} = {fields['kv_heads']} does not divide {names['heads']} = {heads}; "
+            f"the nearest that does is {nearest_divisor(heads, fields['kv_heads'])}"
+        )
+    rope = _rope(c, family.rope, path) if family.rope else {}
+    return fields | rope | dict(family.fixed)
+
+
+def _present(c: dict[str, Any], key: Key) -> str:
+    """The name under which a file has a key."""
+    return next((name for name in (key.name, *key.others) if name in c), key.name)
+
+
+def _value(c: dict[str, Any], key: Key, name: str, path: Path) -> Any:
+    if name not in c and key.default is REQUIRED:
+        raise KeyError(name)
+    if name not in c:
+        return key.values.get(key.default) if key.kind == "choice" else key.default
+    if c[name] is None and key.default is not REQUIRED:
+        return key.null if key.null is not None else _value({}, key, name, path)
+    match key.kind:
+        case "size":
+            return _size(c, name, path, least=key.least, most=key.most)
+        case "number":
+            return _number(c, name, path) ** key.power
+        case "flag":
+            return _flag(c, name, path, False)
+    if not isinstance(c[name], str) or c[name] not in key.values:
+        good = next(iter(key.values))
+        raise ConfigError(f"{path}: {name} = {c[name]!r} is not supported; this family computes {good!r}")
+    return key.values[c[name]]
+
+
+def _dropout(c: dict[str, Any], family: Family, path: Path) -> float:
     """Our models have one dropout: after the embedding, after every part and on attention weights."""
-    named = DROPOUTS.get(kind, {"attention_dropout": 0.0})
-    found = {key: default if c.get(key) is None else c[key] for key, default in named.items()}
+    found = {key: default if c.get(key) is None else c[key] for key, default in family.dropouts.items()}
     for key, value in found.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
             raise ConfigError(f"{path}: {key} = {value!r} must be at least 0 and below 1")
-    if len(set(found.values()) | (set() if kind in DROPOUTS else {0})) > 1:
+    if len(set(found.values()) | (set() if family.one_dropout else {0})) > 1:
         told = ", ".join(f"{key} = {value}" for key, value in found.items())
-        others = "" if kind in DROPOUTS else " and no other dropout"
+        others = "" if family.one_dropout else " and no other dropout"
         raise ConfigError(
             f"{path}: {told}{others}: one dropout for embedding, parts and attention weights is supported; beside model.hf, "
             f"give model.dropout = {max(found.values())}, say"
@@ -153,14 +183,14 @@ def _dropout(c: dict[str, Any], kind: str, path: Path) -> float:
     return float(next(iter(found.values())))
 
 
-def _refuse_window(c: dict[str, Any], kind: str, seq_len: int, path: Path) -> None:
+def _refuse_window(c: dict[str, Any], family: Family, seq_len: int, path: Path) -> None:
     """Attention over less than the sequence."""
     types = c.get("layer_types") or []
     for found in types if isinstance(types, list) else [types]:
         if found not in ("full_attention", "sliding_attention"):
             raise ConfigError(f"{path}: layer_types has {found!r}, which is not supported; known: full_attention")
-    window = _size(c, "sliding_window", path, 0, least=0)
-    uses = _flag(c, "use_sliding_window", path, kind not in ("qwen2", "qwen3")) and window > 0
+    window = _size({"sliding_window": family.window.default} | c, "sliding_window", path, 0, least=0)
+    uses = _flag(c, "use_sliding_window", path, family.window.always) and window > 0
     if "sliding_attention" in types and not window:
         raise ConfigError(f"{path}: layer_types has 'sliding_attention': sliding-window attention is not supported")
     if (uses or "sliding_attention" in types) and window < seq_len:
@@ -210,101 +240,27 @@ def _flag(c: dict[str, Any], key: str, path: Path, default: bool) -> bool:
     return value
 
 
-def _heads(c: dict[str, Any], heads: str, hidden: str, path: Path) -> int:
-    """Heads that divide the width."""
-    count, width = _size(c, heads, path, most=2**16), _size(c, hidden, path, most=2**20)
-    if width % count:
-        good = nearest_divisor(width, count)
-        raise ConfigError(
-            f"{path}: {heads} = {count} does not divide {hidden} = {width}; the nearest that does is {good}"
-        )
-    return count
+# ---- rotary embeddings ----
 
 
-def _activation(c: dict[str, Any], key: str, default: str, allowed: tuple[str, ...], path: Path) -> None:
-    found = c.get(key, default)
-    if found not in allowed:
-        raise ConfigError(f"{path}: {key} = {found!r} is not supported; this family computes {allowed[0]!r}")
-
-
-def _gpt2(c: dict[str, Any], path: Path) -> dict[str, Any]:
-    _activation(c, "activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh"), path)
-    hidden = _size(c, "n_embd", path, most=2**20)
-    return {
-        "family": "gpt",
-        "layers": _size(c, "n_layer", path, most=MOST_LAYERS),
-        "hidden": hidden,
-        "heads": _heads(c, "n_head", "n_embd", path),
-        "ffn": _size(c, "n_inner", path, 4 * hidden),
-        "vocab": _size(c, "vocab_size", path, least=2),
-        "positions": _size(c, "n_positions", path),
-        "norm_eps": _number(c, "layer_norm_epsilon", path, 1e-5),
-        "tie": _flag(c, "tie_word_embeddings", path, True),
-    }
-
-
-def _bert(c: dict[str, Any], path: Path) -> dict[str, Any]:
-    _activation(c, "hidden_act", "gelu", ("gelu",), path)
-    if c.get("is_decoder"):
-        raise ConfigError(
-            f"{path}: is_decoder = {c['is_decoder']!r}: a BERT that sees earlier tokens alone is not supported"
-        )
-    if c.get("position_embedding_type", "absolute") != "absolute":
-        raise ConfigError(f"{path}: position_embedding_type = {c['position_embedding_type']!r} is not supported")
-    return {
-        "family": "bert",
-        "layers": _size(c, "num_hidden_layers", path, most=MOST_LAYERS),
-        "hidden": _size(c, "hidden_size", path, most=2**20),
-        "heads": _heads(c, "num_attention_heads", "hidden_size", path),
-        "ffn": _size(c, "intermediate_size", path),
-        "vocab": _size(c, "vocab_size", path, least=2),
-        "positions": _size(c, "max_position_embeddings", path),
-        "token_types": _size(c, "type_vocab_size", path, 2, least=0),
-        "norm_eps": _number(c, "layer_norm_eps", path, 1e-12),
-        "tie": _flag(c, "tie_word_embeddings", path, True),
-    }
-
-
-def _llama(c: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
-    _activation(c, "hidden_act", "silu", ("silu",), path)
-    if _flag(c, "attention_bias", path, False) and kind != "qwen2":
-        raise ConfigError(f"{path}: attention_bias = true puts a bias on the output projection: not supported")
-    rope = _table(c, "rope_parameters", path) or {}
-    for table in (c, rope):
+def _rope(c: dict[str, Any], rope: Rope, path: Path) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, from the keys of transformers 4 (at the top) or 5 (in rope_parameters)."""
+    old, new = _table(c, "rope_scaling", path) or {}, _table(c, "rope_parameters", path) or {}
+    for table in (c, old, new):
         if _number(table, "partial_rotary_factor", path, 1.0) != 1:
             raise ConfigError(
                 f"{path}: partial_rotary_factor = {table['partial_rotary_factor']!r}: rotary positions on a part of each head "
                 "are not supported"
             )
-    scaling = _table(c, "rope_scaling", path) or (rope if rope.get("rope_type", "default") != "default" else None)
-    hidden = _size(c, "hidden_size", path, most=2**20)
-    if c.get("head_dim") is None:
-        heads = _heads(c, "num_attention_heads", "hidden_size", path)
-    else:
-        heads = _size(c, "num_attention_heads", path, most=2**16)
-    kv_heads = _size(c, "num_key_value_heads", path, heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"{path}: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}; "
-            f"the nearest that does is {nearest_divisor(heads, kv_heads)}"
-        )
-    return {
-        "family": "llama",
-        "layers": _size(c, "num_hidden_layers", path, most=MOST_LAYERS),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": _size(c, "head_dim", path, hidden // heads, most=2**16),
-        "ffn": _size(c, "intermediate_size", path),
-        "vocab": _size(c, "vocab_size", path, least=2),
-        "positions": _size(c, "max_position_embeddings", path),
-        "rope_theta": _number(c, "rope_theta", path, _number(rope, "rope_theta", path, 10000.0)),
-        "rope_scaling": _scaling(scaling, c, path),
-        "qkv_bias": kind == "qwen2",
-        "qk_norm": kind == "qwen3",
-        "tie": _flag(c, "tie_word_embeddings", path, False),
-        "norm_eps": _number(c, "rms_norm_eps", path, 1e-6),
+    given = {
+        _number(table, key, path)
+        for table, key in ((c, rope.theta_key), (old, "rope_theta"), (new, "rope_theta"))
+        if table.get(key) is not None
     }
+    if len(given) > 1:
+        found = " and ".join(f"{theta:g}" for theta in sorted(given))
+        raise ConfigError(f"{path}: rope_theta is given several times, as {found}; leave one of them")
+    return {"rope_theta": next(iter(given), rope.theta), "rope_scaling": _scaling(old or new, c, path)}
 
 
 def _table(c: dict[str, Any], key: str, path: Path) -> dict[str, Any] | None:
@@ -316,14 +272,12 @@ def _table(c: dict[str, Any], key: str, path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _scaling(s: dict[str, Any] | None, c: dict[str, Any], path: Path) -> RopeScaling | None:
-    if not s:
+def _scaling(s: dict[str, Any], c: dict[str, Any], path: Path) -> RopeScaling | None:
+    kind = s.get("rope_type") or s.get("type") or "default"
+    if kind == "default":
         return None
-    kind = s.get("rope_type") or s.get("type")
     original = _size(s, "original_max_position_embeddings", path, _size(c, "max_position_embeddings", path))
     match kind:
-        case "default":
-            return None
         case "linear":
             return RopeScaling(kind="linear", factor=_number(s, "factor", path))
         case "llama3":
@@ -335,6 +289,11 @@ def _scaling(s: dict[str, Any] | None, c: dict[str, Any], path: Path) -> RopeSca
                 high_freq_factor=_number(s, "high_freq_factor", path),
             )
         case "yarn":
+            for key in ("attention_factor", "mscale", "mscale_all_dim"):
+                if s.get(key) is not None:
+                    raise ConfigError(f"{path}: rope_scaling of type 'yarn' with {key} = {s[key]!r} is not supported")
+            if s.get("truncate") is False:
+                raise ConfigError(f"{path}: rope_scaling of type 'yarn' with truncate = false is not supported")
             return RopeScaling(
                 kind="yarn",
                 factor=_number(s, "factor", path),
