@@ -16,10 +16,11 @@ To add a family, add an entry to FAMILIES; docs/models.md shows how.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fourfold.config import MOST_LAYERS, ModelConfig
@@ -64,7 +65,7 @@ class Key:
     least: int = 1
     most: int = 10**8
     power: float = 1.0
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     others: tuple[str, ...] = ()
 
 
@@ -117,20 +118,20 @@ class Family:
     """`family` of ModelConfig."""
     keys: tuple[Key, ...]
     tensors: tuple[Rule, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ModelConfig that all models of the family have."""
     rope: Rope | None = Rope()
     """None: no rotary embedding."""
     window: Window = Window()
-    dropouts: Mapping[str, float] = field(default_factory=lambda: {"attention_dropout": 0.0})
+    dropouts: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"attention_dropout": 0.0})
     """Keys of dropouts, with their values where the file does not give them."""
     one_dropout: bool = False
     """All places of our one dropout have a key."""
     tasks: tuple[str, ...] = ("ForCausalLM",)
     """Ends of the architectures that are this model with a language model's head."""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Keys that must be absent, null, false or 0, with the reason."""
-    constant: Mapping[str, Any] = field(default_factory=dict)
+    constant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further keys that are written into config.json."""
     renames: tuple[tuple[str, str], ...] = ()
     """Regular expressions and replacements: names of older files."""
