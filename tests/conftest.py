@@ -6,6 +6,9 @@ With `FOURFOLD_TEST_DEVICE=cuda` the tests of GPUs run (`make test-gpu`); withou
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Iterator
 
 if os.environ.get("FOURFOLD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # backward passes would start a thread per GPU, and forked ranks lack it
@@ -14,6 +17,24 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+IDLE = ("MainThread", "asyncio_")
+"""Threads that pytest itself has; execnet's, which receives orders in a worker of xdist, is none of Python's `threading`."""
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """A later test forks this process: whatever lock another thread holds then stays locked in the ranks for ever."""
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"the test leaves threads behind: {left}"
+
+
+def _threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.name.startswith(IDLE)]
+
 
 LONG = ("test_readme", "test_hosts", "test_faults", "test_checkpoint")
 

@@ -21,8 +21,8 @@ from fourfold.errors import ConfigError, RankFailure, TrainingError
 from fourfold.launch.place import Place, agree, first_host, place_from_environment
 from fourfold.plan import Plan
 from fourfold.shard.unit import Unit
-from fourfold.testing.faults import Fault, parse
 from fourfold.testing.ranks import run_ranks
+from fourfold.train.faults import Fault, parse
 from fourfold.train.guard import Guard
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import make_config

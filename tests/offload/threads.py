@@ -6,12 +6,16 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
+
+OPEN: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+"""Lanes whose threads may be running; conftest.py closes them after each test."""
 
 
 class ThreadLane:
@@ -21,11 +25,13 @@ class ThreadLane:
         self.random, self.delay, self.careless = random.Random(seed), delay, careless
         self.error: BaseException | None = None
         self.queue: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+        self.closed = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+        OPEN.add(self)
 
     def _run(self) -> None:
-        while (work := self.queue.get()) is not None:
+        while (work := self.queue.get()) is not None and not self.closed.is_set():
             try:
                 work()
             except BaseException as e:
@@ -45,7 +51,12 @@ class ThreadLane:
 
     def wait(self, mark: threading.Event) -> None:
         if not self.careless:
-            self.queue.put(lambda: mark.wait(30))
+            self.queue.put(lambda: self._await(mark))
+
+    def _await(self, mark: threading.Event) -> None:
+        deadline = time.monotonic() + 30
+        while not mark.wait(0.05) and not self.closed.is_set() and time.monotonic() < deadline:
+            pass
 
     def finish(self) -> None:
         assert self.mark().wait(30)
@@ -53,6 +64,8 @@ class ThreadLane:
             raise self.error
 
     def close(self) -> None:
+        """End the thread; work that is still queued is dropped."""
+        self.closed.set()
         self.queue.put(None)
         self.thread.join()
 

@@ -14,7 +14,7 @@ from fourfold.testing.ranks import run_ranks
 
 def worst(names: tuple[str, ...]) -> dict[str, float]:
     entries = [e for e in entries_of(8) if e.name.startswith(names)]
-    found = run_ranks(differences, 8, Shape(32, 16), entries, timeout=180.0)
+    found = run_ranks(differences, 8, Shape(32, 16), entries, timeout=100.0)
     return {entry.name: max(gaps) for entry, *gaps in zip(entries, *found, strict=True)}
 
 

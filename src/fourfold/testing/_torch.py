@@ -7,6 +7,7 @@ as an opaque object in the first and by name (or, from 2.13, as itself) in the s
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "named_arguments",
     "plain_tensors",
     "process_group",
+    "set_default_timeout",
 ]
 
 
@@ -62,6 +65,11 @@ def backward_node() -> str | None:
     """The autograd node that is being differentiated by this thread, as `MmBackward0`; None outside a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node.name()
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """The timeout of the groups that this process makes from now on without naming one."""
+    distributed_c10d.default_pg_timeout = timeout
 
 
 def fake_store() -> Any:

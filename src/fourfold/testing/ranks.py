@@ -7,13 +7,26 @@
 
     assert run_ranks(check, 4) == [18.0] * 4
 
-Forking takes about 0.1 s for four ranks, against seconds for fresh interpreters. It is safe as long as the parent has
-never run a multi-threaded torch kernel: `run_ranks` sets one thread, so call it (or `torch.set_num_threads(1)`) first.
+Forking takes about 0.1 s for four ranks, against seconds for fresh interpreters, and ranks see what the test has patched.
+
+[Note: forking from a process that runs tests]
+The parent has imported torch and has run other tests. Four things keep its forks sound:
+
+1. Only the thread that forks exists in a rank; a lock that another thread held stays locked there for ever. So the parent
+   has no other thread that computes: torch runs on one thread (`torch.set_num_threads(1)` before any kernel), and tests end
+   the threads they start (tests/conftest.py checks it after every test).
+2. A rank's garbage collector leaves what the parent made alone (`gc.freeze`). It would write to every object it visits, and
+   so copy the parent's memory into each rank (507 MB of the 1.2 GB of a pytest worker after 1,000 tests, eight times over),
+   and it could run finalizers of objects whose threads do not exist in the rank.
+3. Every group that a rank makes has `group_timeout`, also those made without one: torch's default is 30 minutes, and a rank
+   that stops would be waited for until the test runner ends the test without a word about which rank it was.
+4. `timeout` is below the test runner's own limit, so that a rank that hangs is reported with the stacks of all its threads.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -32,6 +45,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.errors import RankFailure
+from fourfold.testing._torch import set_default_timeout
 
 __all__ = ["run_ranks"]
 
@@ -48,20 +62,25 @@ def run_ranks(
     """Call `fn(rank, ranks, *args, **kwargs)` in `ranks` processes that share a gloo group; returns their results.
 
     The first rank to fail ends the others, and RankFailure carries its traceback. `timeout` bounds the whole call,
-    `group_timeout` every collective, both in seconds. `prepare(rank)` is called in each rank before it joins the group.
+    `group_timeout` every collective of every group, both in seconds. `prepare(rank)` is called in each rank before it joins
+    the group.
     """
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fourfold-ranks-") as folder:
         processes, pipes = [], []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, prepare, theirs)
-            process = context.Process(target=_rank, args=job, daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+        gc.freeze()
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, prepare, theirs)
+                process = context.Process(target=_rank, args=job, daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+        finally:
+            gc.unfreeze()
         try:
             return _collect(processes, pipes, time.monotonic() + timeout, timeout, folder)
         finally:
@@ -94,6 +113,7 @@ def _rank(
             prepare(rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        set_default_timeout(timedelta(seconds=group_timeout))
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, ranks),

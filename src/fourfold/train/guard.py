@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from fourfold.errors import TrainingError
-from fourfold.testing.faults import Faults
+from fourfold.train.faults import Faults
 
 __all__ = ["Guard"]
 

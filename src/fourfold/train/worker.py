@@ -29,10 +29,10 @@ from fourfold.model.spec import parameter_count
 from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.runtime.executor import Executor
-from fourfold.testing.faults import Faults
 from fourfold.train import checkpoint
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.data import open_samples
+from fourfold.train.faults import Faults
 from fourfold.train.guard import Guard
 from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
