@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from fourfold.errors import PlanError
 from fourfold.plan import Plan
 from fourfold.program import Op, Schedule
 from fourfold.program.stages import lay_out_pipeline
-from fourfold.runtime.executor import Span
-from fourfold.train.trace import TraceFile
 from tests.helpers import MODELS, make_config, run_training, series
 
 MODEL = {
@@ -230,18 +227,6 @@ def test_traces_tell_what_ran_and_can_be_replayed(tmp_path: Path) -> None:
     }
     found = run_training(make_config(tmp_path / "again", MODEL["gpt"]), replay, 2)
     assert series(found, "loss") == series(reference, "loss")
-
-
-def test_a_trace_begins_when_its_step_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late it is written: the rows of a view are as far apart as the ranks were."""
-    clock = iter((7.0, 8.0, 9.0))
-    monkeypatch.setattr("fourfold.train.trace.time", SimpleNamespace(time=lambda: 1007.0, perf_counter=clock.__next__))
-    trace = TraceFile(tmp_path, 0, 0, 1, 0)
-    trace.hold(1, [Span("0F0", 2.0, 3.0, 4.0)])
-    trace.close()
-    line = json.loads((tmp_path / "rank0.jsonl").read_text())
-    assert line["origin"] == 1002.0
-    assert line["spans"] == [["0F0", 1.0, 2.0, 1.0]]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,10 @@ class Callback:
         """After every step, with the line that went to metrics.jsonl."""
 
     def on_eval(self, run: RunInfo, metrics: Metrics) -> None:
-        """After an evaluation: `step`, `eval_loss`, `eval_tokens`."""
+        """After an evaluation: `step`, `eval_loss`, `eval_tokens`, `eval_seconds`."""
+
+    def on_saving(self, run: RunInfo, metrics: Metrics) -> None:
+        """When training goes on after a save (an asynchronous one may still be writing): `step`, `save_seconds` it waited."""
 
     def on_save(self, run: RunInfo, step: int, path: Path) -> None:
         """After a checkpoint is complete."""
@@ -70,7 +73,7 @@ class TensorBoard(Callback):
                 if name != "step" and isinstance(value, int | float):
                     self.writer.add_scalar(name, value, metrics["step"])
 
-    on_eval = on_step
+    on_eval = on_saving = on_step
 
     def on_end(self, run: RunInfo, step: int) -> None:
         if run.rank == 0:
@@ -91,7 +94,7 @@ class WeightsAndBiases(Callback):
         if run.rank == 0:
             self.run.log({k: v for k, v in metrics.items() if k != "step"}, step=metrics["step"])
 
-    on_eval = on_step
+    on_eval = on_saving = on_step
 
     def on_end(self, run: RunInfo, step: int) -> None:
         if run.rank == 0:

@@ -2,7 +2,7 @@
 
 A step: count the tokens to predict; run this rank's program, which has every micro-batch's forward and backward in it and starts
 each unit's reduction when its last contribution is in; exchange one small vector between all ranks; clip, update; say how
-it went. Nothing in a step waits for the GPU: losses and norms stay there, and are read one step later.
+it went. Nothing in a step waits for the GPU: losses, norms and traces stay there, and are read `clock.ahead` steps later.
 
 What a step depends on: weights, step number, seed. What it does not: number of ranks, order of micro-batches, time.
 """
@@ -10,8 +10,10 @@ What a step depends on: weights, step number, seed. What it does not: number of 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Unit
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.checkpoint import Checkpointer, Holding
+from fourfold.train.clock import Clock
 from fourfold.train.data import IGNORE, Samples
 from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
@@ -41,17 +44,16 @@ __all__ = ["Loop"]
 class _Result:
     """What a step left: `values` are the count of tokens and, [ranks, 4], (loss sum, square sum, peak bytes, stop) of every rank.
 
-    On their way to the host until `ready`, so that reading them waits for that step and not for what was launched since.
+    On their way to the host until the device has reached `ready`, the end of the step: reading them waits for that step and
+    not for what was issued since.
     """
 
     step: int
     values: Tensor
-    ready: torch.cuda.Event | None
+    ready: Any
     lr: float
 
     def read(self) -> tuple[float, Tensor]:
-        if self.ready is not None:
-            self.ready.synchronize()
         return float(self.values[0]), self.values[1:].view(-1, 4)
 
 
@@ -77,6 +79,7 @@ class Loop:
         callbacks: Sequence[Callback],
         peak_rate: float,
         guard: Guard,
+        clock: Clock,
     ):
         self.info, self.config, self.plan = info, info.config, info.plan
         self.mesh, self.world, self.device = mesh, world, device
@@ -84,43 +87,34 @@ class Loop:
         self.units, self.optimizer = list(units), optimizer
         self.train_samples, self.eval_samples = train_samples, eval_samples
         self.checkpointer, self.callbacks, self.peak_rate = checkpointer, list(callbacks), peak_rate
-        self.guard = guard
+        self.guard, self.clock = guard, clock
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
         self.counts_loss = mesh.coordinates["col"] == 0  # the ranks of a column have the same
         self.saved_step = -1
-        self._clock = time.perf_counter()
+        self._since: Any = None  # mark from which the next step's seconds count
 
     def run(self, done: int) -> int:
         """Train from `done` steps on until the config's last step, or until asked to stop; returns the steps done."""
         steps = self.config.train.steps
         self._call(lambda c: c.on_start(self.info, done))
-        self._clock = time.perf_counter()
-        pending: _Result | None = None
-        while done < steps:
+        self._since = self.clock.mark()
+        pending: deque[_Result] = deque()  # steps issued and not yet reported
+        stop = False
+        while done < steps and not stop:
             try:
-                result = self.step(done)
+                pending.append(self.step(done))
             except CommunicationError as e:
                 raise CommunicationError(f"step {done + 1}: {e}") from e
             done += 1
-            stop = False
-            if pending is not None:
-                stop |= self._report(pending)
-            pending = result
+            while len(pending) > (0 if stop or done == steps or self._pause_at(done) else self.clock.ahead):
+                stop |= self._report(pending.popleft())
             self._tell_saved()
-            if self.device.type == "cpu" or done == steps or self._pause_at(done):
-                stop |= self._report(pending)
-                pending = None
             if self._every(self.config.train.eval_every, done):
                 self.evaluate(done)
-            if self._every(self.config.checkpoint.every, done) or stop:
-                self.save(done)
-                self._clock = time.perf_counter()
-            if stop:
-                break
-        if done == steps:
-            self.save(done)
+            if self._every(self.config.checkpoint.every, done) or stop or done == steps:
+                self.save(done, last=stop or done == steps)
         self.checkpointer.wait()
         for tie in self.ties:
             tie.flush()
@@ -159,11 +153,10 @@ class Loop:
         return self._result(index + 1, torch.cat((count.view(1), gathered.view(-1))), lr)
 
     def _result(self, step: int, values: Tensor, lr: float) -> _Result:
-        if self.device.type != "cuda":
-            return _Result(step, values, None, lr)
-        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        there.copy_(values, non_blocking=True)
-        return _Result(step, there, torch.cuda.current_stream(self.device).record_event(), lr)
+        if self.device.type == "cuda":
+            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = there.copy_(values, non_blocking=True)
+        return _Result(step, values, self.clock.mark(), lr)
 
     def _micro_batches(self, samples: Samples, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step."""
@@ -231,12 +224,12 @@ class Loop:
     # ---- around the steps ----
 
     def _report(self, result: _Result) -> bool:
-        """Read a step's results, tell the callbacks; True when some rank asked to stop."""
+        """Wait for a step's results and report them to the callbacks; True when some rank asked to stop."""
+        self.clock.wait(result.ready)
         if self.trace is not None:
-            self.trace.write()
+            self.trace.write(result.step)
         count, gathered = result.read()
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds, self._since = self.clock.seconds(self._since, result.ready), result.ready
         tokens = self.config.train.global_batch * self.config.model.seq_len
         rate = tokens / seconds
         loss, norm = float(gathered[:, 0].sum()) / count, float(gathered[:, 1].sum().sqrt())
@@ -259,6 +252,7 @@ class Loop:
     def evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the evaluation split, the same at every call."""
         assert self.eval_samples is not None
+        begin = time.perf_counter()
         self.guard.rest()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index in range(self.config.train.eval_batches):
@@ -270,16 +264,18 @@ class Loop:
         if self.world is not None:
             all_reduce(total, self.world, "the evaluation's loss").wait()
         mean = float(total[0] / total[1].clamp(min=1))
-        metrics = {"step": step, "eval_loss": mean, "eval_tokens": int(total[1])}
+        seconds = time.perf_counter() - begin
+        metrics = {"step": step, "eval_loss": mean, "eval_tokens": int(total[1]), "eval_seconds": seconds}
         self._call(lambda c: c.on_eval(self.info, metrics))
-        self._clock = time.perf_counter()
+        self._since = self.clock.mark()
         return mean
 
-    def save(self, step: int) -> None:
-        """Save a checkpoint of `step` steps done, unless there is one."""
+    def save(self, step: int, *, last: bool = False) -> None:
+        """Save a checkpoint of `step` steps done, unless there is one; `last`: no step follows."""
         if step == self.saved_step:
             return
         self.saved_step = step
+        begin = time.perf_counter()
         self.guard.rest()
         state = {
             "version": 1,
@@ -288,7 +284,10 @@ class Loop:
             "skipped": self.guard.skipped,
             "data": self.train_samples.state(step * self.config.train.global_batch),
         }
-        self.checkpointer.save(step, self.holdings(), state, last=step == self.config.train.steps)
+        self.checkpointer.save(step, self.holdings(), state, last=last)
+        metrics = {"step": step, "save_seconds": time.perf_counter() - begin}
+        self._call(lambda c: c.on_saving(self.info, metrics))
+        self._since = self.clock.mark()
 
     def _tell_saved(self) -> None:
         for path in self.checkpointer.finished():

@@ -3,80 +3,73 @@
     {"step": 20, "rank": 1, "pipe": 1, "origin": 1763199131.2, "spans": [["1F0", 0.0012, 0.0031, 0.0004], ...]}
 
 A span is an op (`1F0`: stage 1, forward, micro-batch 0; with a unit's name when the op was cut), its start and end in
-seconds after `origin` (wall-clock time of the step's begin on that rank), and how long the rank waited before it for what the
-op needed. On CUDA the times are the device's, from events.
+seconds after `origin` (Unix time at which the rank began the step), and how long the rank waited before it for what the op
+needed. On CUDA the times are the device's, from events; a step's line is written when the device has finished the step.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from fourfold.runtime.executor import Span
+from fourfold.train.clock import Clock
 
-__all__ = ["TraceFile", "device_mark"]
-
-
-def device_mark(device: torch.device) -> Callable[[], Any]:
-    """What an executor calls to mark a moment: the host's clock, or an event in the GPU's stream."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    return mark
+__all__ = ["TraceFile"]
 
 
 class TraceFile:
-    """Appends the spans of every `every`-th step; lines of steps that a resumed run does again are dropped first."""
+    """Appends the spans of step 1 and of every `every`-th step; on resume, lines of steps after `done` are dropped first.
 
-    def __init__(self, folder: Path, rank: int, pipe: int, every: int, done: int):
-        self.rank, self.pipe, self.every = rank, pipe, every
-        self._held: tuple[int, float, Sequence[Span]] | None = None
+    `hold` takes the spans of a step whose work has been issued, `write` reads and writes them once that work is complete.
+    Several steps may be held at a time.
+    """
+
+    def __init__(self, folder: Path, rank: int, pipe: int, every: int, done: int, clock: Clock):
+        self.rank, self.pipe, self.every, self.clock = rank, pipe, every, clock
+        self._held: dict[int, Sequence[Span]] = {}
         path = folder / f"rank{rank}.jsonl"
         folder.mkdir(exist_ok=True)
-        kept = (
-            [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= done]
-            if path.exists()
-            else []
-        )
-        path.write_text("".join(f"{line}\n" for line in kept))
-        self._file = path.open("a", buffering=1)
+        kept = [line for line, at in _lines(path) if at <= done]
+        partial = folder / f".rank{rank}.jsonl.partial"
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def hold(self, step: int, spans: Sequence[Span]) -> None:
-        """Remember a step's spans if it is to be traced."""
-        if self.every and (step % self.every == 0 or step == 1):
-            self._held = step, _began(spans[0].asked), spans
+        """Keep the spans of a step that is to be traced."""
+        if spans and self.every and (step % self.every == 0 or step == 1):
+            self._held[step] = spans
 
-    def write(self) -> None:
-        """Write what is held; called when the device has done it."""
-        if self._held is not None:
-            step, origin, spans = self._held
-            self._held = None
-            first = spans[0].asked
-            rows = [[s.what, *(round(_between(first, t), 7) for t in (s.start, s.end))] for s in spans]
-            waits = [round(_between(s.asked, s.start), 7) for s in spans]
-            line = {"step": step, "rank": self.rank, "pipe": self.pipe, "origin": origin}
-            self._file.write(json.dumps(line | {"spans": [[*r, w] for r, w in zip(rows, waits, strict=True)]}) + "\n")
+    def write(self, step: int) -> None:
+        """Write the line of a step whose work is complete; nothing if the step is not traced."""
+        spans = self._held.pop(step, None)
+        if spans is None:
+            return
+        seconds, first = self.clock.seconds, spans[0].asked
+        rows = [
+            [
+                s.what,
+                round(seconds(first, s.start), 7),
+                round(seconds(first, s.end), 7),
+                round(seconds(s.asked, s.start), 7),
+            ]
+            for s in spans
+        ]
+        line = {"step": step, "rank": self.rank, "pipe": self.pipe, "origin": self.clock.time_of_day(first)}
+        self._file.write(json.dumps(line | {"spans": rows}) + "\n")
 
     def close(self) -> None:
-        self.write()
         self._file.close()
 
 
-def _began(first: Any) -> float:
-    """The time of day of a mark on the host's clock; of a device's, about when it was asked for."""
-    return time.time() - (time.perf_counter() - first if isinstance(first, float) else 0.0)
-
-
-def _between(a: Any, b: Any) -> float:
-    """Seconds from one mark to another."""
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
+def _lines(path: Path) -> list[tuple[str, int]]:
+    """The lines of a trace with their steps; lines that a crash or a full disk cut short are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            found.append((line, int(json.loads(line)["step"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found

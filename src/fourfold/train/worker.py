@@ -31,6 +31,7 @@ from fourfold.program.stages import lay_out_pipeline
 from fourfold.runtime.executor import Executor
 from fourfold.train import checkpoint
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
+from fourfold.train.clock import make_clock
 from fourfold.train.data import open_samples
 from fourfold.train.faults import Faults
 from fourfold.train.guard import Guard
@@ -40,8 +41,8 @@ from fourfold.train.metrics import MetricsFile, peak_flops
 from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
 from fourfold.train.rundir import RunDir
 from fourfold.train.streamed import StreamedUnits, make_keeper, make_optimizer, streams_early
-from fourfold.train.trace import TraceFile, device_mark
-from fourfold.view.console import Progress
+from fourfold.train.trace import TraceFile
+from fourfold.view.console import Progress, short_duration
 
 __all__ = ["DTYPES", "Outcome", "fit", "work"]
 
@@ -177,6 +178,7 @@ def assemble(
         faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
     )
 
+    clock = make_clock(device)
     early = streams_early(config, plan)
     layout = lay_out_pipeline(config.model, plan, config.train.global_batch, early=early)
     model = build_model(config.model)
@@ -198,7 +200,7 @@ def assemble(
         make_transport(config, plan, mesh, layout, device, timeout),
         buckets=held.buckets,
         watch=guard.instruction,
-        mark=device_mark(device),
+        mark=clock.mark,
     )
     runner = make_runner(executor, plan, mesh, layout)
     train_samples, eval_samples = open_samples(config)
@@ -228,10 +230,11 @@ def assemble(
         callbacks=mine,
         peak_rate=peak_rate,
         guard=guard,
+        clock=clock,
     )
     done = resume(loop, run, saving)
     if config.log.trace:
-        loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done)
+        loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done, clock)
     if place.rank == 0:
         schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
@@ -291,6 +294,7 @@ class Recorder(Callback):
         self.file = MetricsFile(run, done)
         memory = "tensors" if device.type == "cuda" else "process"
         self.progress = Progress(config.train.steps, config.log.every, console, memory)
+        self.waited: dict[int, float] = {}  # by step, how long training waited for its save
 
     def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
@@ -298,10 +302,16 @@ class Recorder(Callback):
 
     def on_eval(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
-        self.progress.note(f"  evaluation at step {metrics['step']}: loss {metrics['eval_loss']:.4f}")
+        took = short_duration(metrics["eval_seconds"])
+        self.progress.note(f"  evaluation at step {metrics['step']}: loss {metrics['eval_loss']:.4f}  [dim]({took})[/]")
+
+    def on_saving(self, run: RunInfo, metrics: dict[str, Any]) -> None:
+        self.file.write(metrics)
+        self.waited[metrics["step"]] = metrics["save_seconds"]
 
     def on_save(self, run: RunInfo, step: int, path: Path) -> None:
-        self.progress.note(f"  [dim]saved {path}[/]")
+        waited = short_duration(self.waited.pop(step, 0.0))
+        self.progress.note(f"  [dim]saved {path} (training waited {waited})[/]")
 
     def on_end(self, run: RunInfo, step: int) -> None:
         self.file.close()

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fourfold import schema
 
-__all__ = ["Progress", "facts", "number"]
+__all__ = ["Progress", "duration", "facts", "number", "short_duration"]
 
 
 def number(value: float) -> str:
@@ -29,6 +29,13 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
     return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+
+
+def short_duration(seconds: float) -> str:
+    """Seconds for people, of something that should be short: 12 ms, 1.4 s, 3 min 20 s."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
 
 
 def facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
