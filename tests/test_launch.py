@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fourfold.cli import main
 from fourfold.errors import ConfigError, RankFailure, RunDirError
 from fourfold.launch.local import launch_local
 from fourfold.launch.place import Place, join
@@ -183,12 +185,100 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     RunDir.reopen(tmp_path / "run").unlock()  # and so has the lock
 
 
-def test_sigterm_saves_and_exits_with_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("request_to_stop", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_exits_with_0(tmp_path: Path, request_to_stop: signal.Signals) -> None:
     process = start_training(tmp_path)
     wait_for_steps(tmp_path / "run", 2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(request_to_stop)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
     saved = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
     last = [m["step"] for m in read_metrics(RunDir(tmp_path / "run"))][-1]
     assert saved == [f"step-{last:06d}"]
+    assert f"the newest checkpoint is of step {last} of 100000" in out
+    assert f"fourfold train --resume {tmp_path / 'run'}" in out
+
+
+def signal_when(ready: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
+    """A thread that sends this process signals, 0.3 s apart, once `ready`."""
+
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def write_config(tmp_path: Path, **train: Any) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(make_config(tmp_path / "run", train=train).to_dict()))
+    return str(tmp_path / "config.json")
+
+
+def test_two_interrupts_end_a_run_that_may_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOURFOLD_FAULTS", "delay rank=1 step=3 seconds=50")
+    config = write_config(tmp_path, steps=100)
+    thread = signal_when(lambda: (tmp_path / "run" / "faults" / "0").exists(), signal.SIGINT, signal.SIGINT)
+    assert main(["train", config, "--nproc", "2", "--max-restarts", "3"]) == 130
+    thread.join()
+    said = capfd.readouterr()
+    assert "restarting" not in said.out
+    assert "out of memory" not in said.err
+    assert "killed at the second request to stop; no checkpoint was saved yet" in " ".join(said.err.split())
+    assert f"fourfold train --resume {tmp_path / 'run'}" in said.err
+
+
+def test_a_stop_while_the_final_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from fourfold.train import export
+
+    write, marker = export.write_final, tmp_path / "writing"
+
+    def slow(*args: Any) -> None:
+        marker.touch()
+        time.sleep(1)
+        write(*args)
+
+    monkeypatch.setattr(export, "write_final", slow)
+    thread = signal_when(marker.exists, signal.SIGTERM)
+    assert main(["train", write_config(tmp_path, steps=2), "--nproc", "2"]) == 0
+    thread.join()
+    assert "done: " in capfd.readouterr().out
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_refused_resume_changes_nothing_and_a_good_one_says_where_it_begins(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", write_config(tmp_path, steps=2), "--nproc", "1"]) == 0
+    run = tmp_path / "run"
+    before = {name: (run / name).read_bytes() for name in ("config.json", "plan.json", "metrics.jsonl")}
+    resume = ["train", "--resume", str(run), "--train.steps", "3"]
+    assert main([*resume, "--train.global-batch", "6"]) == 2
+    assert "is not the batch this run was started with" in capfd.readouterr().err
+    assert before == {name: (run / name).read_bytes() for name in before}
+    assert main(resume) == 0
+    assert "from the checkpoint of step 2" in capfd.readouterr().out
+    assert json.loads((run / "config.json").read_text())["train"]["steps"] == 3
+
+
+def test_ranks_die_with_the_agent_of_torchrun(tmp_path: Path) -> None:
+    """torchrun starts a rank as its child, with this environment, and does not see to it."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    command = f"{sys.executable} -m fourfold train {write_config(tmp_path, steps=100000)} & wait"
+    agent = subprocess.Popen(["bash", "-c", command], env=os.environ | place, stdout=subprocess.DEVNULL)
+    wait_for_steps(tmp_path / "run", 2)
+    ranks = psutil.Process(agent.pid).children()
+    assert len(ranks) == 1
+    agent.kill()
+    agent.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive

@@ -14,6 +14,7 @@ __all__ = [
     "DataError",
     "FourfoldError",
     "HostMemoryError",
+    "Interrupted",
     "NetworkError",
     "OverBudget",
     "PlanError",
@@ -83,8 +84,17 @@ class ReleasedError(FourfoldError, RuntimeError):
     """A sharded parameter was used while its memory was given back."""
 
 
+class Interrupted(FourfoldError):
+    """The user ended the ranks by a second Ctrl-C or SIGTERM."""
+
+    exit_code = 130
+
+
 class RankFailure(FourfoldError):
     """A rank died, raised or hung; says which one was first."""
+
+    after_stop = False
+    """Whether the user had already asked the ranks to stop."""
 
 
 class OverBudget(FourfoldError, MemoryError):

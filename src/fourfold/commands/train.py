@@ -22,7 +22,7 @@ from fourfold.config import (
     OptimConfig,
     TrainConfig,
 )
-from fourfold.errors import ConfigError, RankFailure
+from fourfold.errors import ConfigError, Interrupted, RankFailure
 from fourfold.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class TrainArgs:
     plan: str | None = None
     """Plan file: how to train it. Without one, the planner makes one for the ranks there are."""
     resume: str | None = None
-    """Run directory to go on with, instead of a config."""
+    """Run directory of an earlier run to continue, instead of a config."""
     nproc: int | None = None
     """Ranks to start on this machine; default: what the plan's mesh says, else one per GPU, else one."""
     max_restarts: int = 0
-    """Start the ranks again, from the newest checkpoint, up to so many times when one fails."""
+    """How many times to restart all ranks from the newest checkpoint after one of them fails."""
     dry_run: bool = False
     """Check everything, show what would run, start nothing and write nothing."""
     debug: bool = False
@@ -73,36 +73,62 @@ def train(args: TrainArgs) -> int:
 
     run = RunDir.reopen(args.resume) if args.resume else RunDir.create(config.train.run_dir, config, plan)
     try:
-        if args.resume:
-            run.write(config, plan)
         _describe(console, args, config, plan)
         console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
-        finished = _start(console, config, plan, run, args.max_restarts)
+        begun = _start(console, config, plan, run, args.max_restarts)
+    except Interrupted as e:
+        raise Interrupted(f"{e}; {_how_to_continue(run.path, config)}") from None
     finally:
         run.unlock()
-    if not finished:
-        console.print(
-            f"stopped before a step was done: {run.path}  (go on with it: fourfold train --resume {run.path})"
-        )
+    if not begun:
+        console.print(f"stopped before training began; {_how_to_continue(run.path, config)}", soft_wrap=True)
         return 130
-    console.print(f"[green]done[/]: {run.path}  (sample from it: fourfold sample {run.path})")
+    _say_end(console, run.path, config)
     return 0
+
+
+def _say_end(console: Console, path: Path, config: Config) -> None:
+    """The last line of a run that ended in order: finished, or stopped by request."""
+    if _saved_step(path) < config.train.steps:
+        console.print(f"stopped as requested; {_how_to_continue(path, config)}", soft_wrap=True)
+    else:
+        console.print(f"[green]done[/]: {path}  (sample from it: fourfold sample {path})", soft_wrap=True)
+
+
+def _how_to_continue(path: Path, config: Config) -> str:
+    step = _saved_step(path)
+    saved = (
+        f"the newest checkpoint is of step {step} of {config.train.steps}" if step else "no checkpoint was saved yet"
+    )
+    return escape(f"{saved}. Continue with: fourfold train --resume {path}")
+
+
+def _saved_step(path: Path) -> int:
+    """Steps done in the newest complete checkpoint of a run; 0 when there is none."""
+    from fourfold.train.checkpoint import newest, read_state
+
+    found = newest(path / "checkpoints")
+    return int(read_state(found)["step"]) if found else 0
 
 
 def _be_a_rank(args: TrainArgs, config: Config, plan: Plan) -> int:
     """Started by torchrun or srun: this process is one rank; rank 0 prints."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from fourfold.launch.local import die_with
     from fourfold.launch.place import current_place
     from fourfold.train.worker import fit
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # torchrun's agent; torch would let its ranks train on
     place = current_place()
     console = Console(highlight=False, quiet=place.rank > 0)
     plan.check(config, place.ranks)
     _describe(console, args, config, plan)
     run = record(fit)(config, plan, resume=args.resume is not None)
     assert run is not None  # the wrapper re-raises
-    console.print(f"[green]done[/]: {run.run_dir}  (sample from it: fourfold sample {run.run_dir})")
+    if place.rank == 0:
+        _say_end(console, run.run_dir, config)
     return 0
 
 
@@ -170,7 +196,7 @@ def _gpus(config: Config) -> int:
 
 
 def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restarts: int) -> bool:
-    """Start the ranks on this machine, again after a failure as often as allowed. False: stopped before they could save."""
+    """Start the ranks on this machine, again after a failure as often as allowed. False: stopped before training began."""
     from fourfold.launch.local import launch_local
     from fourfold.train.checkpoint import newest
     from fourfold.train.worker import work
@@ -183,11 +209,13 @@ def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restar
                 run.logs,
             )
         except RankFailure as e:
-            if attempt == max_restarts or e.exit_code == 2:
+            if attempt == max_restarts or e.exit_code == 2 or e.after_stop:
                 raise
             last = newest(run.checkpoints)
             console.print(f"[red]{escape(str(e).splitlines()[0])}[/]")
-            console.print(f"starting again from {last or 'the beginning'} ({attempt + 1} of {max_restarts})")
+            console.print(
+                f"restarting from {last or 'the beginning'} ({attempt + 1} of {max_restarts})", soft_wrap=True
+            )
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -226,6 +254,7 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan) -> 
             *([("grid", _grid(config, plan))] if plan.mesh.row * plan.mesh.col > 1 else []),
             *([("predicted", _predicted(plan))] if plan.predicted and not other else []),
             ("steps", _steps(args, config)),
+            *([("resumes", _resumes(Path(args.resume), config))] if args.resume else []),
             ("run", config.train.run_dir),
         ],
         console,
@@ -236,6 +265,13 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan) -> 
             "`fourfold plan` with --judge predicts it anew",
             soft_wrap=True,
         )
+
+
+def _resumes(path: Path, config: Config) -> str:
+    step = _saved_step(path)
+    if step >= config.train.steps:
+        return f"at step {step}: all steps are done; --train.steps trains further"
+    return f"from the checkpoint of step {step}" if step else "from the beginning: no checkpoint was saved yet"
 
 
 def _steps(args: TrainArgs, config: Config) -> str:
@@ -287,7 +323,7 @@ def loaded_defaults(args: list[str]) -> TrainArgs:
         assert path is not None
         if Path(path).is_dir():
             raise ConfigError(
-                f"{path} is a folder; name a config file, for example configs/gpt-tiny.toml, or go on with a run: "
+                f"{path} is a folder; name a config file, for example configs/gpt-tiny.toml, or continue a run: "
                 f"fourfold train --resume {path}"
             )
         config = Config.load(path)

@@ -4,7 +4,8 @@ The launcher imports torch once and forks the ranks, so four of them start in a 
 log file; rank 0 also gets the console. Ranks talk over the loopback interface alone and find each other through a file.
 They die with their launcher (the kernel sees to it), and one rank's failure ends the others.
 
-Ctrl-C or SIGTERM asks the ranks to stop (of training: after the step in progress); a second one kills them.
+Ctrl-C, SIGTERM or SIGUSR1 asks the ranks to stop (of training: after the step in progress, with a checkpoint); a second Ctrl-C or
+SIGTERM kills them.
 
 When a rank fails, the others get a few seconds to end by themselves. One that does not is what they were waiting for: it hangs,
 or is stopped. The launcher asks every rank that is left for its stack (SIGUSR2; it goes to the rank's log) before ending it.
@@ -34,18 +35,18 @@ from typing import IO
 import psutil
 import torch.distributed as dist
 
-from fourfold.errors import CommunicationError, FourfoldError, RankFailure
+from fourfold.errors import CommunicationError, FourfoldError, Interrupted, RankFailure
 from fourfold.launch.place import Place
 
-__all__ = ["Job", "launch_local"]
+__all__ = ["Job", "die_with", "launch_local"]
 
 Job = Callable[[Place, dist.Store, IO[str] | None], object]
 """What a rank does: (place, store, console of rank 0)."""
 
 GRACE = 3.0
 """Seconds the other ranks get to end by themselves after the first failure."""
-STOPS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that ask for an end."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask the ranks to stop. SIGUSR1, which Slurm can send before a job's time is up, never kills them."""
 
 
 def launch_local(
@@ -53,7 +54,8 @@ def launch_local(
 ) -> bool:
     """Run `job` in `ranks` forked processes; raises RankFailure about the one that failed first.
 
-    False: asked to stop, which `stopping` answers, ranks ended before their job did.
+    False: ranks that were asked to stop (the console then shows `stopping`) ended before they had begun their job. Raises
+    Interrupted when a second request killed them.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console:
@@ -66,9 +68,13 @@ def launch_local(
                     process.start()
                     processes.append(process)
             end = _watch(processes)
-        stopped = asked() and set(end.failed.values()) <= {-signal.SIGTERM}
-        if end.failed and not stopped:
-            raise _blame(end, Path(folder), logs)
+        codes = set(end.failed.values())
+        if asked.killed and -signal.SIGKILL in codes:
+            raise Interrupted("the ranks were killed at the second request to stop")
+        if end.failed and not (asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}):
+            failure = _blame(end, Path(folder), logs)
+            failure.after_stop = asked.stopped
+            raise failure
         return not end.failed
 
 
@@ -94,21 +100,33 @@ def _held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
+@dataclass
+class _Asked:
+    """What the user has asked of the ranks."""
+
+    stopped: bool = False
+    killed: bool = False
+
+
 @contextlib.contextmanager
-def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[Callable[[], bool]]:
-    """Pass SIGINT and SIGTERM on to the ranks as SIGTERM, then as SIGKILL."""
-    times = 0
+def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[_Asked]:
+    """Pass the first request to stop on to the ranks as SIGTERM; a second SIGINT or SIGTERM as SIGKILL."""
+    asked, times = _Asked(), 0
 
     def forward(number: int, frame: object) -> None:
         nonlocal times
-        times += 1
-        if times == 1:
+        times += number != signal.SIGUSR1
+        asked.killed = times > 1
+        if not asked.stopped:
+            asked.stopped = True
             print(f"\n{stopping}", file=sys.stderr, flush=True)
-        _signal(processes, signal.SIGTERM if times == 1 else signal.SIGKILL)
+            _signal(processes, signal.SIGTERM)
+        elif asked.killed:
+            _signal(processes, signal.SIGKILL)
 
     before = {number: signal.signal(number, forward) for number in STOPS}
     try:
-        yield lambda: times > 0
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -201,9 +219,10 @@ def _innermost(log: Path) -> str:
 
 
 def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, console: int) -> None:
-    _die_with(launcher)
+    die_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -235,10 +254,10 @@ def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, conso
     os._exit(code)  # no interpreter clean-up: other ranks may be gone, and threads of a broken group may hang
 
 
-def _die_with(launcher: int) -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends (Linux; elsewhere the group's timeout ends it)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != launcher:  # it ended before the call
+        if os.getppid() != parent:  # it ended before the call
             os._exit(1)

@@ -102,7 +102,6 @@ def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
         try:
             if resume or again:
                 run = RunDir.reopen(run.path)
-                run.write(config, plan)
             else:
                 run = RunDir.create(run.path, config, plan)
         except RunDirError as e:
@@ -141,12 +140,12 @@ def work(
         loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console)
         with loop.guard.on_watch():
             steps = loop.run(done)
-        if place.rank == 0 and steps == config.train.steps:
-            from fourfold.train.export import write_final
+            if place.rank == 0 and steps == config.train.steps:
+                from fourfold.train.export import write_final
 
-            del loop  # what the rank holds goes before weights are read whole
-            gc.collect()
-            write_final(run, config)
+                del loop  # what the rank holds goes before weights are read whole
+                gc.collect()
+                write_final(run, config)  # a request to stop does not cut it short
         return Outcome(steps, run.path)
     finally:
         if joins:
@@ -236,6 +235,7 @@ def assemble(
     if config.log.trace:
         loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done, clock)
     if place.rank == 0:
+        run.write(config, plan)  # of a resumed run, what it goes on with: only now is it known to open the checkpoint
         schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
