@@ -12,6 +12,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "DataError",
+    "DeviceError",
     "FourfoldError",
     "HostMemoryError",
     "Interrupted",
@@ -74,6 +75,10 @@ class CheckpointError(FourfoldError):
 
 class CommunicationError(FourfoldError):
     """A rank waited in vain for another one; says for what."""
+
+
+class DeviceError(FourfoldError):
+    """CUDA or NCCL cannot serve this rank: driver, memory, network; says what to change."""
 
 
 class TrainingError(FourfoldError):

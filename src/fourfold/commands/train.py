@@ -26,6 +26,7 @@ from fourfold.errors import ConfigError, Interrupted, RankFailure
 from fourfold.plan import Plan
 
 if TYPE_CHECKING:
+    from fourfold.launch.place import Backend
     from fourfold.train.rundir import RunDir
 
 __all__ = ["TrainArgs", "loaded_defaults", "train"]
@@ -158,6 +159,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
     plan.check(config, ranks)
     if config.train.device == "cuda" and not _gpus(config):
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
+    _backend(config, plan)
     from fourfold.train.callbacks import extra_callbacks
     from fourfold.train.data import open_samples
 
@@ -193,6 +195,15 @@ def _gpus(config: Config) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def _backend(config: Config, plan: Plan) -> Backend:
+    """What the ranks will talk over; raises ConfigError where that is not possible here."""
+    from fourfold.launch.place import choose_backend, place_from_environment
+
+    gpus, place = _gpus(config), place_from_environment(os.environ)
+    local = place.local_ranks if place else plan.mesh.ranks
+    return choose_backend(config.train.backend, "cuda" if gpus else "cpu", local, gpus)
 
 
 def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restarts: int) -> bool:
@@ -253,6 +264,7 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan) -> 
             ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
             *([("grid", _grid(config, plan))] if plan.mesh.row * plan.mesh.col > 1 else []),
             *([("predicted", _predicted(plan))] if plan.predicted and not other else []),
+            *([("backend", note)] if ranks > 1 and (note := _backend(config, plan).note) else []),
             ("steps", _steps(args, config)),
             *([("resumes", _resumes(Path(args.resume), config))] if args.resume else []),
             ("run", config.train.run_dir),

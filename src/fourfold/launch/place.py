@@ -35,16 +35,21 @@ import torch.distributed as dist
 
 from fourfold.cluster import Cluster
 from fourfold.errors import ConfigError, RankFailure
+from fourfold.launch.gpu_errors import translated
 
 __all__ = [
+    "Backend",
     "Place",
     "agree",
+    "check_joined",
+    "choose_backend",
     "choose_device",
     "current_place",
     "gpu_cluster",
     "join",
     "leave",
     "open_store",
+    "own_host_settings",
     "place_from_environment",
 ]
 
@@ -227,24 +232,91 @@ def _preset(name: str, memory: int) -> str:
     return "a100-40g" if found == "a100-80g" and memory and memory < 60 << 30 else found
 
 
-def join(place: Place, store: dist.Store | None, device: torch.device, timeout: float) -> None:
-    """Join the process group of the job; without a store, the launcher's. GPUs that ranks share talk over gloo: NCCL refuses."""
+@dataclass(frozen=True)
+class Backend:
+    """What carries the collectives and messages of a job."""
+
+    name: str
+    """As `init_process_group` takes it."""
+    own_hosts: bool = False
+    """Ranks share a GPU over NCCL: each must look like a host of its own."""
+    note: str = ""
+    """What the user should know about the choice."""
+
+
+def choose_backend(choice: str, device: str, local_ranks: int, gpus: int) -> Backend:
+    """The backend of `train.backend` for ranks on `device`, of which a machine has `local_ranks`, on so many GPUs."""
+    if device != "cuda":
+        if choice == "nccl":
+            raise ConfigError("train.backend = 'nccl' needs a GPU, and the ranks run on the CPU; use 'auto' or 'gloo'")
+        return Backend("gloo")
+    if choice == "gloo":
+        return Backend("gloo", note="gloo: everything that ranks send goes through host memory")
+    if not dist.is_nccl_available():
+        if choice == "nccl":
+            raise ConfigError("train.backend = 'nccl', but this torch is built without NCCL; use 'auto' or 'gloo'")
+        return Backend(
+            "gloo", note="this torch is built without NCCL: everything that ranks send goes through host memory"
+        )
+    if local_ranks <= gpus:
+        return Backend("cpu:gloo,cuda:nccl")
+    sharing = f"{local_ranks} ranks share {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+    if choice == "nccl":
+        note = f"{sharing} over NCCL, each rank as a host of its own: for tests, not for speed"
+        return Backend("cpu:gloo,cuda:nccl", own_hosts=True, note=note)
+    return Backend(
+        "gloo", note=f"{sharing}: what they send goes through host memory (gloo); one rank per GPU is faster"
+    )
+
+
+def own_host_settings(rank: int, one_machine: bool) -> dict[str, str]:
+    """NCCL's settings under which ranks may share a GPU: it compares (host, GPU), and takes every rank for another host.
+
+    They hold for a process, from its first communicator on: NCCL reads each of them once.
+    """
+    settings = {
+        "NCCL_HOSTID": f"fourfold-rank-{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": "4",  # the ranks' kernels wait for each other on one GPU: none may fill it
+        "NCCL_RAS_ENABLE": "0",  # its port is one per host
+    }
+    if one_machine:
+        settings |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+    return settings
+
+
+def join(place: Place, store: dist.Store | None, device: torch.device, timeout: float, backend: str = "auto") -> None:
+    """Join the process group of the job; without a store, the launcher's. `backend` is `train.backend`."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    chosen = choose_backend(backend, device.type, place.local_ranks, gpus)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        shared = place.local_ranks > torch.cuda.device_count()
-        backend = "gloo" if shared else "cpu:gloo,cuda:nccl"
+        with translated():
+            torch.cuda.set_device(device)
+        if chosen.own_hosts:
+            os.environ.update(own_host_settings(place.rank, place.local_ranks == place.ranks))
     else:
         cores = max(1, (os.cpu_count() or 1) // place.local_ranks)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or cores))
-        os.environ.setdefault(
-            "TORCH_FR_BUFFER_SIZE", "0"
-        )  # torch's record of past collectives: 100 MB for small models
-        backend = "gloo"
+        # torch's record of past collectives takes 100 MB for small models
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if store is None:
         store = agree(open_store(os.environ, place, timeout), place.rank, place.ranks, timeout)
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout)
+        chosen.name, store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout)
     )
+
+
+def check_joined(choice: str) -> None:
+    """Refuse a process group that the caller made with another backend than `train.backend` asks for."""
+    found = str(dist.get_backend_config())
+    if choice != "auto" and choice not in found:
+        raise ConfigError(
+            f"train.backend = '{choice}', but the process group that is there has '{found}'; use 'auto' or make the group "
+            f"with init_process_group('{'cpu:gloo,cuda:nccl' if choice == 'nccl' else 'gloo'}')"
+        )
 
 
 def leave() -> None:

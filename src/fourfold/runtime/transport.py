@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CommunicationError
+from fourfold.program.groups import edge_rounds
 from fourfold.runtime.sizes import HEADER_BYTES, INLINE, light_sends, room_for
 from fourfold.runtime.wire import (
     Headers,
@@ -101,14 +102,15 @@ class Transport:
         self.inbox = _Inbox()
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
-        for source, target in sorted(set(edges)):
-            # One order on all ranks: making a group is a meeting. torch names a group by its members and by how many groups
-            # its process has made, so a rank that is not in it makes one of its own, to count alike.
-            group = new_group([source, target] if rank in (source, target) else [rank])
-            if rank == source:
-                self._out[target] = _Sender(self, target, group)
-            elif rank == target:
-                self._in[source] = _Receiver(self, source, group)
+        for together in edge_rounds(edges):
+            edge = next((edge for edge in together if rank in edge), None)
+            group = new_group(
+                list(edge or (rank,))
+            )  # a placeholder where it is in none: [Note: rounds] in program/groups.py
+            if edge is not None and rank == edge[0]:
+                self._out[edge[1]] = _Sender(self, edge[1], group)
+            elif edge is not None:
+                self._in[edge[0]] = _Receiver(self, edge[0], group)
 
     def send(self, target: int, name: Name, value: Any) -> None:
         """Send a tree of tensors; returns at once. The tensors must not be changed afterwards."""

@@ -1,75 +1,95 @@
 """The mesh of ranks: coordinates by axis, and the process groups along axes.
 
 Rank numbers run fastest along `col`, slowest along `pipe`, so that the axes with the most traffic join neighbours.
-Groups are made by all their members together: every rank must ask for the same groups in the same order. torch names a group
-by its members and by how many groups its process has made before, so all ranks must have made as many: one that is not in a
-group makes one of its own instead.
+Groups are made by all their members together, so every rank must ask for the same groups in the same order, before the first
+step; `connect` then makes their communicators. A group that was asked for before, with the same members and the same use, is
+used again. `fourfold.program.groups` says which groups a plan comes to.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from fourfold.plan import AXES
 from fourfold.plan import Mesh as Degrees
+from fourfold.program.groups import Group, coordinates_of, members_of, shard_groups
+from fourfold.train.connect import connect
 
-__all__ = ["RankMesh"]
+__all__ = ["MadeGroup", "RankMesh"]
+
+
+@dataclass(frozen=True)
+class MadeGroup:
+    """A process group that this rank has made, and what it is for."""
+
+    spec: Group
+    group: dist.ProcessGroup
 
 
 class RankMesh:
-    """Where this rank stands in the mesh."""
+    """Where this rank stands in the mesh, and its process groups."""
 
     def __init__(self, degrees: Degrees, rank: int, timeout: timedelta | None = None):
         self.degrees, self.rank, self._timeout = degrees.degrees, rank, timeout
-        self.coordinates = self._coordinates(rank)
-
-    def _coordinates(self, rank: int) -> dict[str, int]:
-        found = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, self.degrees[axis])
-        return {axis: found[axis] for axis in AXES}
+        self.coordinates = coordinates_of(self.degrees, rank)
+        self.made: list[MadeGroup] = []
+        """In the order in which they were made."""
 
     def size(self, *axes: str) -> int:
         return math.prod(self.degrees[axis] for axis in axes)
 
     def members(self, *axes: str) -> list[int]:
         """Ranks that differ from this one along `axes` only, in order."""
-        mine = self.coordinates
-        return [
-            rank
-            for rank in range(math.prod(self.degrees.values()))
-            if all(c == mine[axis] for axis, c in self._coordinates(rank).items() if axis not in axes)
-        ]
+        return members_of(self.degrees, self.rank, *axes)
 
     def index(self, *axes: str) -> int:
         """Place of this rank among `members(*axes)`."""
         return self.members(*axes).index(self.rank)
 
-    def group(self, *axes: str, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A new process group along `axes`; None when it would hold this rank alone."""
-        members = self.members(*axes)
-        if len(members) == 1:
-            return None
-        return dist.new_group(members, timeout=self._timeout, backend=backend, use_local_synchronization=True)
+    def group(self, *axes: str, use: str = "grid", gloo: bool = False) -> dist.ProcessGroup | None:
+        """The process group along `axes` for one use; None when it would hold this rank alone."""
+        return self.group_of(self.members(*axes), use=use, gloo=gloo)
+
+    def group_of(self, members: list[int], *, use: str, gloo: bool = False) -> dist.ProcessGroup | None:
+        """The process group of these ranks, this one among them; None when that is this rank alone.
+
+        `gloo`: for CPU tensors alone.
+        """
+        spec = Group(use, tuple(members), gloo)
+        known = next((made.group for made in self.made if made.spec == spec), None)
+        return known if known is not None or len(members) == 1 else self.new_group(spec)
+
+    def new_group(self, spec: Group, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """Make a group; its members make it together. Also a placeholder ([Note: rounds] in program/groups.py)."""
+        group = dist.new_group(
+            list(spec.members),
+            timeout=timeout or self._timeout,
+            backend="gloo" if spec.gloo and dist.get_backend() != "fake" else None,
+            use_local_synchronization=True,
+            group_desc=spec.use,
+        )
+        assert group is not None
+        self.made.append(MadeGroup(spec, group))
+        return group
 
     def divided(self, size: int, *axes: str) -> tuple[list[int], list[int]]:
         """`members(*axes)` in runs of `size`: those in this rank's run, and those at its place in every run."""
-        line, at = self.members(*axes), self.index(*axes)
-        first = at // size * size
-        return line[first : first + size], line[at % size :: size]
+        return shard_groups(self.members(*axes), self.rank, size)
 
-    def group_of(self, members: list[int]) -> dist.ProcessGroup | None:
-        """A new process group of these ranks, this one among them; None when that is this rank alone."""
-        if len(members) == 1:
-            return None
-        return dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
-
-    def pair(self, axis: str, first: int, second: int) -> dist.ProcessGroup | None:
+    def pair(self, axis: str, first: int, second: int, *, use: str) -> dist.ProcessGroup | None:
         """A new group of the two ranks at these coordinates of an axis; None on other ranks, which must ask for it too."""
         line, mine = self.members(axis), self.coordinates[axis] in (first, second)
-        members = [line[first], line[second]] if mine else [self.rank]
-        made = dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+        members = (line[first], line[second]) if mine else (self.rank,)
+        made = self.new_group(Group(use, members, gloo=not mine))
         return made if mine else None
+
+    def connect(self, device: torch.device) -> None:
+        """Make the communicators of all groups, in the order of the groups; call it once, before the first step."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            assert dist.group.WORLD is not None
+            world = Group("world", tuple(range(dist.get_world_size())))
+            connect([(world, dist.group.WORLD), *((made.spec, made.group) for made in self.made)], self.rank, device)

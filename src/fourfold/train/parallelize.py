@@ -61,7 +61,7 @@ class Parallel:
         self.module, self.plan, self.mesh = module, plan, mesh
         self.micro_batches = plan.batch.micro_batches or 1
         self.replicas = mesh.size("data", "depth")
-        self.world = mesh.group("data", "depth")
+        self.world = mesh.group("data", "depth", use="gradients")
         split = _split_names(module, plan)
         names = _unit_names(module, plan, split)
         shards = {n: _shards(plan, n, self.replicas) for n in [*names, *split]}

@@ -17,6 +17,7 @@ from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
 from fourfold.program.choices import UnitChoice
+from fourfold.program.groups import Group
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor, StreamVerbs, Verbs
 from fourfold.runtime.message_driven import drive
@@ -141,7 +142,7 @@ def make_units(
     first, last = layout.choices["embed"].names[0], layout.choices["head"].names[0]
     tied = bool(tied_parameters(config.model))
     apart = tied and place[first] != place[last]
-    pair = mesh.pair("pipe", place[first], place[last]) if apart else None
+    pair = mesh.pair("pipe", place[first], place[last], use="tied") if apart else None
     for of, module in model.units().items():
         names = layout.choices[of].names
         if place[names[0]] != here:
@@ -180,7 +181,7 @@ def _sums_may_wait(choice: UnitChoice) -> bool:
 
 
 def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
-    """The replica group cut into runs of `shards` ranks, with new process groups; all ranks call it alike."""
+    """The replica group cut into runs of `shards` ranks, with their process groups; all ranks call it alike."""
     run, across = mesh.divided(shards, "data", "depth")
     at = mesh.index("data", "depth")
     return Sharing(
@@ -188,9 +189,9 @@ def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
         at % shards,
         len(across),
         at // shards,
-        mesh.group_of(run),
-        mesh.group_of(run),
-        mesh.group_of(across),
+        mesh.group_of(run, use="parameters"),
+        mesh.group_of(run, use="gradients"),
+        mesh.group_of(across, use="gradients"),
     )
 
 
@@ -296,13 +297,12 @@ def make_transport(
         return None
     tokens = plan.micro_batch_size(config.train.global_batch) * config.model.seq_len
     width = {"fp64": 8, "fp32": 4}.get(plan.precision.compute, 2)
-    members = mesh.members("pipe")
+    members, alone = mesh.members("pipe"), Group("edge", (mesh.rank,), gloo=True)
 
     def new_group(ranks: list[int]) -> dist.ProcessGroup:
+        spec = Group(f"edge {ranks[0]} to {ranks[1]}", tuple(members[r] for r in ranks)) if len(ranks) == 2 else alone
         # a receive may be posted long before its message: waits have their own timeout
-        made = dist.new_group([members[r] for r in ranks], timeout=timedelta(days=30), use_local_synchronization=True)
-        assert made is not None
-        return made
+        return mesh.new_group(spec, timedelta(days=30))
 
     port: Port = HostPort(device)
     if device.type == "cuda":

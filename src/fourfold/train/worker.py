@@ -23,7 +23,8 @@ import fourfold
 from fourfold import schema
 from fourfold.config import Config
 from fourfold.errors import ConfigError, RunDirError
-from fourfold.launch.place import Place, choose_device, current_place, join, leave
+from fourfold.launch.gpu_errors import translated
+from fourfold.launch.place import Place, check_joined, choose_device, current_place, join, leave
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.spec import parameter_count
 from fourfold.plan import AXES, Mesh, Plan
@@ -77,7 +78,7 @@ def fit(
     device, timeout = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
-        join(place, None, device, timeout)
+        join(place, None, device, timeout, config.train.backend)
     try:
         run = claim(place, config, plan, resume)
         try:
@@ -134,18 +135,21 @@ def work(
     """Be one rank of a run whose directory is claimed, config resolved and plan checked."""
     device, timeout = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
+    if dist.is_initialized():
+        check_joined(config.train.backend)
     if joins:
-        join(place, store, device, timeout)
+        join(place, store, device, timeout, config.train.backend)
     try:
-        loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console)
-        with loop.guard.on_watch():
-            steps = loop.run(done)
-            if place.rank == 0 and steps == config.train.steps:
-                from fourfold.train.export import write_final
+        with translated():
+            loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console)
+            with loop.guard.on_watch():
+                steps = loop.run(done)
+                if place.rank == 0 and steps == config.train.steps:
+                    from fourfold.train.export import write_final
 
-                del loop  # what the rank holds goes before weights are read whole
-                gc.collect()
-                write_final(run, config)  # a request to stop does not cut it short
+                    del loop  # what the rank holds goes before weights are read whole
+                    gc.collect()
+                    write_final(run, config)  # a request to stop does not cut it short
         return Outcome(steps, run.path)
     finally:
         if joins:
@@ -165,8 +169,8 @@ def assemble(
     """The loop of one rank, and how many steps were done before."""
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=timeout))
     world = dist.group.WORLD if place.ranks > 1 else None
-    batch_group = mesh.group("data", "depth", "row")
-    saving = mesh.group(*AXES, backend="gloo")
+    batch_group = mesh.group("data", "depth", "row", use="gradients")
+    saving = mesh.group(*AXES, use="save", gloo=True)
     compute = DTYPES[plan.precision.compute]
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
     peak_rate = peak_flops(device, compute)  # measured, it takes memory: before the rank has much
@@ -202,6 +206,7 @@ def assemble(
         mark=clock.mark,
     )
     runner = make_runner(executor, plan, mesh, layout)
+    mesh.connect(device)
     train_samples, eval_samples = open_samples(config)
 
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameter_count(config.model))

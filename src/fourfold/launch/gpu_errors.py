@@ -1,0 +1,139 @@
+"""Errors of CUDA and NCCL as sentences: what is wrong, and the way out.
+
+`explain` looks at the text of an exception, because torch raises most of these as plain RuntimeError. A text that it does not
+know stays as it is: a wrong explanation is worse than none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fourfold.errors import DeviceError
+
+__all__ = ["explain", "translated"]
+
+Match = re.Match[str]
+
+
+def _version(number: str) -> str:
+    """CUDA's 12040 as 12.4."""
+    return f"{int(number) // 1000}.{int(number) % 1000 // 10}"
+
+
+def _too_old(found: Match) -> str:
+    return (
+        f"the NVIDIA driver of this machine is too old for this torch: it supports CUDA {_version(found[1])}; "
+        "update the driver, or install a torch built for that CUDA"
+    )
+
+
+def _full(found: Match) -> str:
+    others = re.findall(r"Process (\d+) has ([\d.]+ \w+) memory in use", found.string)
+    who = "; ".join(f"process {pid} holds {size}" for pid, size in others)
+    taken = f", and other processes use it: {who}" if who else ""
+    return f"GPU {found[2]} is out of memory: {found[1]} were asked for, {found[4]} of {found[3]} are free{taken}; " + (
+        "end them or choose another GPU (CUDA_VISIBLE_DEVICES)" if who else "a plan that fits: fourfold plan"
+    )
+
+
+def _interface(found: Match) -> str:
+    name = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    why = f" that NCCL_SOCKET_IFNAME = '{name}' allows" if name else ""
+    return (
+        f"NCCL finds no network interface{why}; set NCCL_SOCKET_IFNAME to one that `ip -brief address` lists as UP "
+        "(lo for ranks of one machine), or use --train.backend gloo"
+    )
+
+
+def _nccl_version(found: Match) -> str:
+    return (
+        f"the ranks have different versions of NCCL: rank {found[1]} has {found[2]}, rank {found[3]} has {found[4]}; "
+        "install the same torch on all machines"
+    )
+
+
+def _unreachable(found: Match) -> str:
+    where = found[1] if found.re.groups and found[1] else "another rank"
+    return (
+        f"NCCL cannot reach {where}; the machines need open ports between them, on the interface that NCCL_SOCKET_IFNAME "
+        "names (NCCL_DEBUG=INFO shows which one it chose); or that rank has failed: see its log"
+    )
+
+
+EXPLANATIONS: tuple[tuple[str, str | Callable[[Match], str]], ...] = (
+    (r"driver on your system is too old \(found version (\d+)\)", _too_old),
+    (
+        r"CUDA driver version is insufficient for CUDA runtime version",
+        "the NVIDIA driver of this machine is too old for this torch (nvidia-smi shows the CUDA it supports); "
+        "update the driver, or install a torch built for that CUDA",
+    ),
+    (
+        r"Found no NVIDIA driver on your system",
+        "this machine has no NVIDIA driver; install one, or use --train.device cpu",
+    ),
+    (
+        r"no kernel image is available for execution on the device",
+        "this torch has no kernels for this GPU (too old or too new for the build); install a torch built for it",
+    ),
+    (
+        r"CUDA-capable device\(s\) is/are busy or unavailable",
+        "the GPU is in use by another process in exclusive mode; end that process, choose another GPU "
+        "(CUDA_VISIBLE_DEVICES), or allow sharing: nvidia-smi -c DEFAULT",
+    ),
+    (
+        r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\. GPU (\d+) has a total capacity of ([\d.]+ \w+) of which "
+        r"([\d.]+ \w+) is free",
+        _full,
+    ),
+    (
+        r"CUDA error: out of memory|Cuda failure 2? ?'out of memory'",
+        "the GPU has no memory left, not even for a start: other processes hold it (nvidia-smi lists them); end them or "
+        "choose another GPU (CUDA_VISIBLE_DEVICES)",
+    ),
+    (
+        r"Duplicate GPU detected : rank (\d+) and rank (\d+)",
+        lambda found: (
+            f"ranks {found[2]} and {found[1]} share a GPU, which NCCL refuses; start one rank per GPU, or use "
+            "--train.backend gloo (for tests also nccl, with a host name of its own for every rank: NCCL_HOSTID)"
+        ),
+    ),
+    (r"Mismatched NCCL version detected : rank (\d+) version (\d+) rank (\d+) version (\d+)", _nccl_version),
+    (r"no socket interface found", _interface),
+    (
+        r"shared memory segment /dev/shm/\S+ .*|failed to extend /dev/shm/\S+ .*",
+        "NCCL has too little shared memory in /dev/shm; in a container start it with more (docker run --shm-size=8g), "
+        "or set NCCL_SHM_DISABLE=1, which is slower",
+    ),
+    (
+        r"Too many open files",
+        "this process may open no more files or connections (ulimit -n); raise the limit, for instance: ulimit -n 65536",
+    ),
+    (r"Connect to (\S+?)(?:<\d+>)? failed|ncclRemoteError", _unreachable),
+)
+"""Patterns, the most telling first, and what they mean."""
+
+
+def explain(error: BaseException) -> str | None:
+    """What an error of CUDA or NCCL means, in a sentence with the way out; None: not one of those known."""
+    text = str(error)
+    for pattern, sentence in EXPLANATIONS:
+        found = re.search(pattern, text)
+        if found is not None:
+            return sentence if isinstance(sentence, str) else sentence(found)
+    return None
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Errors of CUDA and NCCL raised inside become DeviceError, with their sentence; others pass."""
+    try:
+        yield
+    except RuntimeError as e:
+        sentence = explain(e)
+        if sentence is None:
+            raise
+        where = "".join(f" ({note})" for note in getattr(e, "__notes__", ()))
+        raise DeviceError(sentence + where) from e

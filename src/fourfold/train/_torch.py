@@ -1,0 +1,34 @@
+"""The private torch names that this package uses, in one place: the communicator of a process group on NCCL.
+
+`_get_backend`, `eager_connect_single_device` and `_comm_ptr` exist in 2.11, 2.12 and 2.13; the list of process groups is the
+one that `torch.distributed` itself looks groups up in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["communicator", "make_communicator", "process_groups"]
+
+
+def make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make a group's communicator now; all members call it. Messages of the group use it, too, from then on."""
+    backend: Any = group._get_backend(device)
+    backend.eager_connect_single_device(device)
+
+
+def communicator(group: dist.ProcessGroup, device: torch.device) -> int | None:
+    """The address of a group's communicator: 0 where it has not been made, None where NCCL does not serve the group."""
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:  # no backend for this device
+        return None
+    return int(backend._comm_ptr()) if hasattr(backend, "_comm_ptr") else None
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every process group that this process has made, in order."""
+    return list(dist.distributed_c10d._world.pg_map)

@@ -1,0 +1,90 @@
+"""Make every communicator, and every connection in it, before the first step.
+
+NCCL makes a communicator at the first collective or message of a group, connects two ranks at the first use of an algorithm
+between them, and blocks the host until the other side comes. Inside a step that is a deadlock: a rank that sends the gradient
+of a tied weight would wait for a rank that waits for a message which the first one has yet to send. So, on all ranks in one
+order (that of the groups):
+
+1. the communicator of each group (`eager_connect_single_device`; `device_id` in `init_process_group` would split the world's
+   instead, which needs all ranks, and groups are made by their members alone);
+2. every kind of collective that runs on the group, with little data and with much (NCCL chooses other algorithms); on an
+   edge one message, on a pair one in each direction;
+3. the device is waited for, then all ranks for each other.
+
+Groups of a plan are asked for in an order in which each meeting waits for earlier ones alone, so this cannot lock up. On gloo
+connections are made with the group, or by its own threads, without the peer's call: `connect` does nothing there, but
+`warm_up` runs on it as well, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold import collectives
+from fourfold.launch.gpu_errors import translated
+from fourfold.program.groups import Group
+from fourfold.train._torch import make_communicator
+
+__all__ = ["connect", "warm_up"]
+
+SIZES = (256, 1 << 20)
+"""Elements per rank of the collectives that are tried: latency-bound and bandwidth-bound algorithms."""
+
+Collective = Callable[[Tensor, dist.ProcessGroup, str], object]
+
+COLLECTIVES: dict[str, Collective] = {
+    "all_reduce": lambda x, group, what: collectives.summed(x, group, what),
+    "max": lambda x, group, what: collectives.summed(x, group, what, "max"),
+    "all_gather": lambda x, group, what: collectives.gathered(x, group, what),
+    "reduce_scatter": lambda x, group, what: collectives.scattered(x, group, what),
+    "broadcast": lambda x, group, what: collectives.broadcasted(x, 0, group, what),
+    "reduce": lambda x, group, what: collectives.reduced(x, 0, group, what),
+    "all_to_all": lambda x, group, what: collectives.exchanged(x, group, what),
+}
+USES: dict[str, tuple[str, ...]] = {
+    "world": ("all_reduce", "all_gather"),
+    "gradients": ("all_reduce", "reduce_scatter"),
+    "parameters": ("all_gather",),
+    "grid": tuple(COLLECTIVES),
+}
+"""The collectives of each use; every other use has messages alone."""
+
+
+def connect(groups: Sequence[tuple[Group, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
+    """Make the communicators of this rank's groups and connect them; nothing where NCCL does not serve the device."""
+    if device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
+        return
+    groups = [(spec, group) for spec, group in groups if not spec.gloo and not spec.placeholder]
+    with translated():
+        for _, group in groups:
+            make_communicator(group, device)
+        warm_up(groups, rank, device)
+        torch.cuda.synchronize(device)
+    dist.all_reduce(torch.zeros(1))  # over gloo: no rank starts while another is still connecting
+
+
+def warm_up(groups: Sequence[tuple[Group, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
+    """Run each kind of collective and message once on every group, in the order of the groups."""
+    for spec, group in groups:
+        kinds = USES.get(spec.use)
+        if kinds is None:
+            _messages(spec, group, rank, device)
+            continue
+        for size in SIZES:
+            x = torch.zeros(size * len(spec.members), device=device)
+            for kind in kinds:
+                COLLECTIVES[kind](x, group, f"the first {kind} of {spec.use}")
+
+
+def _messages(spec: Group, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+    """One message from the first member to the second; of a tied weight's pair also one back."""
+    mine = spec.members.index(rank)
+    peer = dist.get_group_rank(group, spec.members[1 - mine])
+    for sender in (0, 1) if spec.use == "tied" else (0,):
+        x = torch.zeros(1, device=device)
+        work = group.send([x], peer, 0) if mine == sender else group.recv([x], peer, 0)
+        work.wait()
