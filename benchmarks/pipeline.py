@@ -226,6 +226,9 @@ class ChunkUnit:
     def lends_grads(self) -> bool:
         return False
 
+    def accumulates(self) -> bool:
+        return True
+
     def gather(self) -> None: ...
     def release(self) -> None: ...
     def reduce(self) -> None: ...

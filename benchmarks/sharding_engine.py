@@ -27,13 +27,13 @@ from fourfold.model.build import serial_model
 from fourfold.model.layers import MLP
 from fourfold.piece import whole
 from fourfold.plan import Plan
-from fourfold.program import UnitSpec as ProgramUnit
+from fourfold.program import Unit as ProgramUnit
 from fourfold.program import build, lower
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.stage import Link, Stage
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import Slice, slices_of
-from fourfold.shard.unit import UnitSpec
+from fourfold.shard.unit import Unit
 from fourfold.testing.budget import Budget
 from fourfold.testing.one_rank import OneRank, one_of_many
 from fourfold.testing.ranks import run_ranks
@@ -182,7 +182,7 @@ class MlpRank:
         sharing, reductions = Sharing(64, 0, 1, 0, group, group), Reductions(min(prefetch, 1))
         units, links = {}, []
         for i, part in enumerate(parts):
-            unit = UnitSpec.of(
+            unit = Unit.of(
                 f"mlp/{i}",
                 part.module,
                 pieces=part.pieces,

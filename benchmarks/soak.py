@@ -29,7 +29,7 @@ from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
 from fourfold.runtime.transport import Transport
-from fourfold.shard.unit import UnitSpec as RealUnit
+from fourfold.shard.unit import Unit as RealUnit
 from fourfold.testing.ranks import run_ranks
 
 WIDTH = 8

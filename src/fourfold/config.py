@@ -257,7 +257,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA when there is a GPU."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """What ranks talk over. auto: NCCL where every rank has a GPU of its own, else gloo; nccl: also where ranks share a GPU, for tests."""
+    """auto: NCCL where every rank has a GPU of its own, else gloo; nccl: also where ranks share a GPU, for tests."""
     timeout: float = 0.0
     """Seconds a rank waits for another before it gives up; 0: 60 on CPU, 600 on CUDA."""
     max_skipped: int = 10

@@ -13,7 +13,7 @@ from fourfold.program import Programs, Schedule, UnitSpec, lower
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
-from fourfold.shard.unit import UnitSpec as RealUnit
+from fourfold.shard.unit import Unit as RealUnit
 
 WIDTH = 6
 
