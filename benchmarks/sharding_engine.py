@@ -177,7 +177,7 @@ class MlpRank:
         apart = recompute == "none"
         parts = [Slice(mlp, {n: (whole(n, s),) for n, s in shapes.items()})]
         if split > 1:
-            parts = slices_of("mlp", mlp, split, apart=apart)
+            parts = slices_of("mlp", mlp, split, per_matrix=apart)
         group = dist.group.WORLD
         sharing, reductions = Sharing(64, 0, 1, 0, group, group), Reductions(min(prefetch, 1))
         units, links = {}, []

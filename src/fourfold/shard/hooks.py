@@ -1,17 +1,17 @@
-"""Units driven by module hooks: for any nn.Module outside of our executor, which has no program.
+"""Units driven by module hooks, for any nn.Module that runs outside the executor and so has no program.
 
-The verbs are the same, and so are the modes; what a program would say, hooks find out:
+The unit methods and the modes are the same as in a program; hooks decide when to call them:
 
-    before a unit's forward     gather, need, and gather the units that came next last time (`prefetch` of them)
-    after it                    zero3: release
-    gradient of its output      gather, need, and gather the units before it; autograd adds to its accumulators, where it can
+    before a unit's forward     gather, need, and prefetch: gather the `prefetch` units that followed in the last forward
+    after its forward           zero3: release
+    gradient of its output      gather, need, and prefetch the units before it; lend the accumulators to autograd if possible
     gradients of its inputs     its backward is complete: release, reduce
 
 A unit whose inputs need no gradient (an embedding) is completed by `close`, after the backward. Every rank of a replica group
 must call the units in the same order.
 
-A micro-batch in which nothing is to be done (all units are there and stay, nothing is reduced) is *quiet*: autograd adds to all
-accumulators, and no hook does anything. They are there from its start then; as they are when the next one starts.
+A micro-batch that needs no communication (all units stay gathered, nothing is reduced) is *quiet*: autograd adds to the lent
+accumulators of all units, and the hooks return at once. So these accumulators exist from the start of such a micro-batch.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = ["HookDriver", "Hooked"]
 
 @dataclass
 class Hooked:
-    """A unit, the module whose calls use it, and its choices."""
+    """A unit, the module whose forward uses it, and its sharding options."""
 
     unit: Unit
     module: nn.Module
     mode: Literal["replicate", "zero2", "zero3", "keep"]
     reduce: Literal["step", "micro-batch"]
     waiting: int = 0
-    """Forwards whose backward is not complete."""
+    """Number of forwards whose backward is not complete."""
     reduced: bool = False
-    """Whether it took part in a reduction of this step."""
+    """Whether it was reduced in this step."""
 
 
 class HookDriver:
-    """Drives units through forward and backward of one micro-batch after the other."""
+    """Calls the units' methods from hooks, during the forward and backward of each micro-batch."""
 
     def __init__(self, parts: Sequence[Hooked], prefetch: int = 1):
         self.parts, self.prefetch = list(parts), prefetch
         self.last = True  # whether this is the step's last micro-batch
         self.quiet = False
-        self._order: list[Hooked] = []  # as the forward used them last
-        self._seen: list[Hooked] = []
+        self._order: list[Hooked] = []  # the units in the order of the last forward
+        self._seen: list[Hooked] = []  # the units that this forward has used so far
         for part in self.parts:
             part.module.register_forward_pre_hook(self._before(part), with_kwargs=True)
             part.module.register_forward_hook(self._after(part))
@@ -59,7 +59,7 @@ class HookDriver:
                     parameter.register_post_accumulate_grad_hook(_mover(part.unit, name))
 
     def open(self, *, last: bool) -> None:
-        """A micro-batch begins; `last`: of its step."""
+        """Begin a micro-batch; `last`: it is the last of its step."""
         self.last, self._seen = last, []
         self.quiet = not last and all(_idle(part) for part in self.parts)
         if self.quiet:
@@ -67,7 +67,7 @@ class HookDriver:
                 part.unit.lend_grads()
 
     def close(self) -> None:
-        """After the backward: complete what hooks could not, and release what was gathered in vain."""
+        """End a micro-batch: complete units whose inputs needed no gradient, and release unused prefetches."""
         for part in reversed(self.parts):
             part.unit.take_grads_back()
             if part.waiting or (part.unit.grad is not None and self._reduces(part)):
@@ -80,7 +80,7 @@ class HookDriver:
         self.quiet = False
 
     def finish(self) -> None:
-        """The step is over: all gradients are reduced, those of units that were not used as zeros."""
+        """End a step: reduce the remaining units (unused ones contribute zeros) and wait for all reductions."""
         for part in self.parts:
             if not part.reduced:
                 part.unit.reduce()
@@ -89,7 +89,7 @@ class HookDriver:
             part.unit.finish()
 
     def made(self, part: Hooked) -> None:
-        """A backward outside of the hooks has made all of a unit's gradient for this micro-batch."""
+        """Called by a backward outside the hooks when a unit's gradient of this micro-batch is complete."""
         if part.mode != "keep":
             part.unit.release()
         self._complete(part)
@@ -107,10 +107,10 @@ class HookDriver:
                 return None
             part.waiting += 1
             given = [*args, *kwargs.values()]
-            at = [i for i, a in enumerate(given) if isinstance(a, Tensor) and a.requires_grad]
-            if at:
-                passed = _Boundary.apply(lambda: self._done(part), *(given[i] for i in at))
-                for i, value in zip(at, passed, strict=True):
+            with_grad = [i for i, a in enumerate(given) if isinstance(a, Tensor) and a.requires_grad]
+            if with_grad:
+                passed = _Boundary.apply(lambda: self._done(part), *(given[i] for i in with_grad))
+                for i, value in zip(with_grad, passed, strict=True):
                     given[i] = value
             return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
@@ -128,7 +128,7 @@ class HookDriver:
 
         def back() -> None:
             self._use(part, -1)
-            if lends and not torch.is_grad_enabled():  # with a graph of the backward, autograd would not add in place
+            if lends and not torch.is_grad_enabled():  # with create_graph=True, autograd would not add in place
                 part.unit.lend_grads()
 
         lends = part.unit.lends_grads()
@@ -138,13 +138,13 @@ class HookDriver:
         part.unit.gather()
         if part in self._order:
             at = self._order.index(part)
-            for step in range(1, self.prefetch + 1):
-                if 0 <= at + direction * step < len(self._order):
-                    self._order[at + direction * step].unit.gather()
+            for ahead in range(1, self.prefetch + 1):
+                if 0 <= at + direction * ahead < len(self._order):
+                    self._order[at + direction * ahead].unit.gather()
         part.unit.need()
 
     def _done(self, part: Hooked) -> None:
-        """One call's backward is complete."""
+        """Called when the backward of one forward call is complete."""
         part.waiting -= 1
         if not part.waiting:
             part.unit.take_grads_back()
@@ -163,13 +163,13 @@ class HookDriver:
 
 
 def _idle(part: Hooked) -> bool:
-    """Whether nothing is to be done for a unit in a micro-batch that is not the last."""
-    there = part.mode == "replicate" or (part.mode == "keep" and part.unit.ready())
-    return there and part.reduce == "step" and part.unit.lends_grads()
+    """Whether a unit needs no communication in a micro-batch that is not the last."""
+    stays_gathered = part.mode == "replicate" or (part.mode == "keep" and part.unit.ready())
+    return stays_gathered and part.reduce == "step" and part.unit.lends_grads()
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward runs when the unit's own is complete."""
+    """Identity on a unit's inputs; its backward runs when the unit's backward is complete."""
 
     @staticmethod
     def forward(ctx: Any, done: Any, *values: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +183,7 @@ class _Boundary(torch.autograd.Function):
 
 
 def _mover(unit: Unit, name: str) -> Any:
-    """Moves what autograd made of a parameter's gradient to the unit's accumulator, where it is not there by itself."""
+    """A hook that moves a parameter's `.grad` into the unit's accumulator, unless the accumulator is lent to autograd."""
 
     def move(parameter: Tensor) -> None:
         if not unit.lent and parameter.grad is not None:

@@ -1,8 +1,8 @@
-"""Units whose gradients are summed together: one all-reduce in place of many small ones, each of which takes its messages.
+"""Gradient bucketing of unsharded units: one all-reduce of a shared buffer instead of many small ones.
 
-A unit in one shard keeps its whole gradient until the update, so gradients of several can lie in one buffer (`layout.joined`
-says of which), taken when the first of them is made. The sum starts when the last of them was told to reduce, whichever that
-is, and ends for all at once. Gradients that are reduced once a step alone are joined.
+An unsharded unit keeps its full gradient until the update, so the gradients of several units can share one buffer
+(`layout.joined` forms the groups), allocated when the first of them is needed. The all-reduce starts when the last unit of
+the group calls `reduce`. Only units that are reduced once per step are joined.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Joined", "join"]
 
 
 def join(units: Sequence[Unit]) -> None:
-    """Join units in one shard, given in the order of the backward."""
+    """Join unsharded units, given in backward order, into groups that share one all-reduce."""
     units = [u for u in units if u.layout.total and u.sharing.copies > 1]
     for group in joined([u.layout.total * u.reduce_dtype.itemsize for u in units]):
         if len(group) > 1:
@@ -28,27 +28,27 @@ def join(units: Sequence[Unit]) -> None:
 
 
 class Joined:
-    """Units with one buffer for their gradients."""
+    """Units that share one gradient buffer."""
 
     def __init__(self, units: Sequence[Unit]):
         self.units = list(units)
         self._sizes = [u.layout.total for u in self.units]
         self._flat: Tensor | None = None
-        self._parts: dict[str, Tensor] = {}  # of the buffer, by unit
+        self._parts: dict[str, Tensor] = {}  # views of the buffer, by unit name
         self._complete: set[str] = set()
         for unit in self.units:
             assert unit.sharing.shards == 1, f"{unit.name} is sharded"
             unit.joined = self
 
     def part(self, unit: Unit) -> Tensor:
-        """A unit's part of the buffer, not initialised."""
+        """A unit's part of the buffer, uninitialised."""
         if self._flat is None:
             self._flat = torch.empty(sum(self._sizes), dtype=unit.reduce_dtype, device=unit.full.device)
             self._parts = {u.name: part for u, part in zip(self.units, self._flat.split(self._sizes), strict=True)}
         return self._parts.pop(unit.name)
 
     def reduce(self, unit: Unit) -> None:
-        """A unit's gradient is complete; the sum starts with the last one."""
+        """Mark a unit's gradient as complete; when it is the last of the group, start the all-reduce."""
         self._complete.add(unit.name)
         if len(self._complete) < len(self.units):
             return
@@ -63,6 +63,6 @@ class Joined:
         for unit, part in zip(self.units, flat.split(self._sizes), strict=True):
             unit.reduced(part)
 
-    def forget(self) -> None:
-        """The gradients are not wanted."""
+    def discard(self) -> None:
+        """Drop the buffer and its gradients."""
         self._flat, self._parts, self._complete = None, {}, set()

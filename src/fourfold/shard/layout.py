@@ -1,4 +1,4 @@
-"""Where each parameter of a unit lies in the unit's flat buffer. Pure arithmetic, shared by engine and planner; no torch."""
+"""Offsets of a unit's parameters in its flat buffer. Pure arithmetic, shared by the runtime and the planner; no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 __all__ = ["ALIGN", "JOIN", "FlatLayout", "Slot", "joined", "lay_out"]
 
 ALIGN = 64
-"""Elements. A parameter starts on a multiple of this, and so does every rank's shard: vectorised kernels then see the same
-main loop and tail wherever a parameter lies, so an update has the same bits under every plan, and matrix operands are
-aligned."""
+"""Elements. Parameters and shards start at multiples of this, so that vectorised kernels split them into the same main loop
+and tail at any offset: updates are bit-identical under every plan, and matmul operands are aligned."""
 JOIN = 1 << 20
-"""Bytes. Whole gradients are summed together until they are as much: smaller sums take longer than their bytes do."""
+"""Bytes. Size of a group of joined gradients: latency dominates smaller all-reduces."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots in order, and the length of the buffer: a multiple of ALIGN times the number of shards."""
+    """Slots in order, and the buffer's length `total`, a multiple of ALIGN · shards."""
 
     slots: tuple[Slot, ...]
     total: int
     shards: int
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Elements that belong to no slot."""
+        """Ranges of elements that belong to no slot (padding)."""
         ends = [0, *(slot.stop for slot in self.slots)]
         starts = [*(slot.start for slot in self.slots), self.total]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
@@ -47,7 +46,7 @@ class FlatLayout:
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], shards: int = 1) -> FlatLayout:
-    """Parameters one after another in the given order."""
+    """Lay out parameters one after another, in the given order."""
     slots, at = [], 0
     for name, shape in shapes.items():
         slot = Slot(name, tuple(shape), at, at + math.prod(shape))
@@ -57,15 +56,16 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], shards: int = 1) -> FlatLayou
 
 
 def joined(sizes: Sequence[float]) -> list[list[int]]:
-    """Which of some gradients, in the order in which they are made, are summed together; by their bytes.
+    """Group gradients that share one all-reduce: indices into `sizes` (bytes, in the order of the backward).
 
-    The first ones, before which nothing is under way, wait for half as many; the last few go with those before them.
+    Groups have about JOIN bytes. The first group has half of it, so that communication starts early; a remainder of less
+    than half is added to the last group.
     """
     groups: list[list[int]] = []
-    few, room, left = JOIN / 2, 0.0, sum(sizes)
+    half, room, left = JOIN / 2, 0.0, sum(sizes)
     for i, size in enumerate(sizes):
-        if not groups or (room <= 0 and left >= few):
-            room = JOIN if groups else few
+        if not groups or (room <= 0 and left >= half):
+            room = JOIN if groups else half
             groups.append([])
         groups[-1].append(i)
         room, left = room - size, left - size

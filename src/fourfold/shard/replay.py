@@ -1,15 +1,12 @@
-"""What a program's verbs will communicate and what its rank will hold, without running it. Pure arithmetic; no torch.
+"""Predicts a program's collectives and memory without running it. Pure arithmetic; no torch.
 
-    collectives   every collective the verbs issue, in order: (kind, unit, payload bytes), as the ledger counts payloads
+    collectives   every collective that the units issue, in order: (kind, unit, payload bytes), counted as in the ledger
     held          bytes of gathered parameters and of gradients after every instruction
-    peak          the most of them at any moment; with `activations`, together with what computations hold
+    peak          maximum of these bytes at any moment; with `activations`, activations included
 
-`resident` (shards and optimizer state) comes on top. What a computation holds is said by `Activations`, unit by unit:
-
-    forward    over what was there before it                            then it leaves `kept` (its output among it)
-    backward   until the unit's gradient is taken, and from then on     then it leaves `left` (its input's gradient among it)
-
-Both include what the micro-batch holds of the units before, so that what two units share counts once.
+Shards and optimizer state are not counted. `Activations` gives the bytes of one micro-batch at each unit: peak during the
+forward, bytes kept after it, peak during the backward before and after the unit's gradient is allocated, bytes left after it.
+Each figure includes what the same micro-batch keeps from earlier units, so that a tensor used by two units counts once.
 """
 
 from __future__ import annotations
@@ -25,35 +22,35 @@ __all__ = ["Activations", "Collective", "Footprint", "Replay", "replay"]
 
 @dataclass(frozen=True)
 class Footprint:
-    """A unit as its buffers see it: the flat length (padding included), and how it is shared."""
+    """A unit's buffer sizes: its flat length in elements (padding included), and how it is sharded."""
 
     elements: int
     shards: int = 1
     copies: int = 1
     lender: str | None = None
-    """The unit whose parameter it borrows."""
+    """The unit whose parameter it borrows (tied weights)."""
     borrowed: int = 0
-    """Elements that it borrows: it accumulates their gradient until the lender's is reduced."""
+    """Number of borrowed elements; it accumulates their gradient until the lender is reduced."""
     sliced: bool = False
-    """Whether its gradient is made when no reduction is under way."""
+    """Whether it is a slice: its gradient is allocated only when no reduction is in flight."""
     joined: tuple[str, ...] = ()
-    """Units, itself among them, whose gradients lie in one buffer and are summed together."""
+    """Units, itself included, that share one gradient buffer and one all-reduce."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch holds on the way through a unit, parameters and accumulated gradients not counted."""
+    """Activation bytes of one micro-batch while it passes through a unit, without parameters and accumulated gradients."""
 
     forward: int
-    """Most during its forward."""
+    """Peak during the forward."""
     kept: int
-    """After it."""
+    """After the forward, output included."""
     before: int
-    """Most during its backward, before gradients are added up."""
+    """Peak during the backward, before the unit's gradient is allocated."""
     after: int
-    """Most from then on."""
+    """Peak during the backward, after the unit's gradient was allocated."""
     left: int
-    """After its backward."""
+    """After the backward, gradient of the input included."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +62,20 @@ class Collective:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step does on one rank."""
+    """The collectives and memory of one step on one rank."""
 
     collectives: tuple[Collective, ...]
     held: tuple[int, ...]
-    """Bytes of parameters and gradients after every instruction."""
+    """Bytes of gathered parameters and gradients after every instruction."""
     peak: int
-    """Most bytes at any moment, activations included where they are known."""
+    """Peak bytes, activations included where given."""
 
     def bytes(self, kind: str) -> int:
-        """Payload of all collectives of a kind."""
+        """Total payload of the collectives of one kind."""
         return sum(c.bytes for c in self.collectives if c.kind == kind)
 
     def calls(self, kind: str) -> int:
+        """Number of collectives of one kind."""
         return sum(c.kind == kind for c in self.collectives)
 
 
@@ -91,7 +89,7 @@ def replay(
     units_of_op: Mapping[int, tuple[str, ...]] | None = None,
     activations: Mapping[str, Activations] | None = None,
 ) -> Replay:
-    """Replay a program. `units_of_op[stage]` names the units of ops that stand whole in it."""
+    """Replay a program. `units_of_op[stage]` names the units of ops that the program does not split by unit."""
     walk = _ReplayState(units, compute_bytes, reduce_bytes, in_flight, activations or {})
     held = []
     for instruction in program.instructions:
@@ -113,23 +111,23 @@ class _ReplayState:
         self.units, self.compute, self.reduce, self.in_flight = units, compute, reduce, in_flight
         self.activations = activations
         self.now = self.peak = 0
-        self.live: dict[int, int] = {}  # activations by micro-batch
+        self.live: dict[int, int] = {}  # activation bytes by micro-batch
         self.collectives: list[Collective] = []
         self.holders: dict[str, set[str]] = {}
-        self.grads: set[str] = set()  # whole gradients that accumulate
-        self.borrowed: dict[str, int] = {}  # bytes of accumulators of what each unit borrows
-        self.sums: set[str] = set()  # reduced gradients
-        self.under_way: deque[str] = deque()
-        self.whole: set[str] = set()  # reduced, and as large as before
+        self.grads: set[str] = set()  # units with a full gradient that accumulates
+        self.borrowed: dict[str, int] = {}  # by borrower: bytes of its accumulator for the borrowed parameter
+        self.sums: set[str] = set()  # units with a reduced gradient
+        self.in_flight_names: deque[str] = deque()
+        self.whole: set[str] = set()  # reduced but unsharded, so the gradient keeps its size
 
     def do(self, instruction: Instruction, units_of_op: Mapping[int, tuple[str, ...]]) -> None:
         match instruction:
             case Gather(unit):
                 for name in self._with_lender(unit):
-                    self._hold(name, unit)
+                    self._gather(name, unit)
             case Release(unit):
                 for name in self._with_lender(unit):
-                    self._let_go(name, unit)
+                    self._release(name, unit)
             case Op(stage, kind, micro_batch):
                 names = units_of_op.get(stage, ())
                 for name in names if kind == "F" else names[::-1]:
@@ -141,7 +139,7 @@ class _ReplayState:
         self._mark()
 
     def _mark(self, micro_batch: int = -1, now: int = 0) -> None:
-        """Something was taken; of `micro_batch`, `now` bytes are there for the moment."""
+        """Update the peak; `micro_batch` momentarily holds `now` bytes instead of its live ones."""
         others = sum(live for m, live in self.live.items() if m != micro_batch)
         self.peak = max(self.peak, self.now + others + now)
 
@@ -168,16 +166,16 @@ class _ReplayState:
         lender = self.units[unit].lender
         return [unit] if lender is None else [unit, lender]
 
-    def _hold(self, name: str, who: str) -> None:
+    def _gather(self, name: str, user: str) -> None:
         unit, holders = self.units[name], self.holders.setdefault(name, set())
         if not holders and unit.shards > 1 and unit.elements:
             self.collectives.append(Collective("all_gather", name, unit.elements * self.compute))
             self.now += unit.elements * self.compute
-        holders.add(who)
+        holders.add(user)
 
-    def _let_go(self, name: str, who: str) -> None:
+    def _release(self, name: str, user: str) -> None:
         unit, holders = self.units[name], self.holders[name]
-        holders.discard(who)
+        holders.discard(user)
         if not holders and unit.shards > 1:
             self.now -= unit.elements * self.compute
 
@@ -189,23 +187,23 @@ class _ReplayState:
             self.borrowed[name] = unit.borrowed * self.reduce
             self.now += self.borrowed[name]
         if name not in self.grads and unit.elements:
-            self._take(name)
+            self._allocate_grad(name)
 
-    def _take(self, name: str) -> None:
-        """A whole gradient; a slice's waits for all reductions, one that stays whole for its own."""
+    def _allocate_grad(self, name: str) -> None:
+        """Allocate a full gradient. A slice first waits for all reductions, an unsharded unit for its own."""
         unit = self.units[name]
         if unit.sliced:
             self.finish()
         if name in self.whole:
             self.whole.remove(name)
             self._sum(name, unit.elements * self.reduce)
-        there = any(other in self.grads or other in self.whole for other in unit.joined)
+        allocated = any(other in self.grads or other in self.whole for other in unit.joined)
         self.grads.add(name)
-        if not there:
+        if not allocated:
             self.now += sum(self.units[other].elements for other in unit.joined or (name,)) * self.reduce
 
     def _sum(self, name: str, size: int) -> None:
-        """A sum is there: the unit's gradient, or added to what was there."""
+        """Account for a finished reduction: it becomes the unit's reduced gradient, or is added to the existing one."""
         if name in self.sums:
             self.now -= size
         self.sums.add(name)
@@ -215,7 +213,7 @@ class _ReplayState:
         payload = unit.elements * self.reduce
         if not payload:
             return
-        self._take_over(name)
+        self._collect(name)
         self.grads.remove(name)
         if unit.shards == 1:
             self.whole.add(name)
@@ -226,15 +224,15 @@ class _ReplayState:
             return
         self.collectives.append(Collective("reduce_scatter", name, payload))
         self.now += payload // unit.shards
-        self.under_way.append(name)
+        self.in_flight_names.append(name)
         self._mark()
-        while len(self.under_way) > self.in_flight:
-            self._complete(self.under_way.popleft())
+        while len(self.in_flight_names) > self.in_flight:
+            self._complete(self.in_flight_names.popleft())
 
-    def _take_over(self, name: str) -> None:
-        """A unit has a gradient when it is reduced, and that of what was borrowed from it goes there."""
+    def _collect(self, name: str) -> None:
+        """Allocate the gradient if needed, add the borrowers' gradients to it and free theirs."""
         if name not in self.grads:
-            self._take(name)
+            self._allocate_grad(name)
         self._mark()
         for borrower in [b for b in self.borrowed if self.units[b].lender == name]:
             self.now -= self.borrowed.pop(borrower)
@@ -249,5 +247,5 @@ class _ReplayState:
 
     def finish(self) -> None:
         """Wait for all reductions."""
-        while self.under_way:
-            self._complete(self.under_way.popleft())
+        while self.in_flight_names:
+            self._complete(self.in_flight_names.popleft())

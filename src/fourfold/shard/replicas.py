@@ -1,4 +1,4 @@
-"""Are these replicas equal? A question about pieces: all ranks that hold the same part of a serial parameter hold its bits."""
+"""Replica check: ranks that hold the same part of a serial parameter must hold the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["unequal_replicas"]
 
 
 def unequal_replicas(units: Iterable[Unit], group: dist.ProcessGroup | None) -> list[str]:
-    """Parts that are not the same on all ranks of `group` that hold them, each with the ranks that differ from the first."""
+    """Describe every part that differs between the ranks of `group` that hold it; [] if all replicas are equal."""
     mine = {(name, box): hashlib.blake2b(_bytes(part)).hexdigest() for u in units for name, box, part in _parts(u)}
     if group is None:
         return []
@@ -32,7 +32,7 @@ def unequal_replicas(units: Iterable[Unit], group: dist.ProcessGroup | None) -> 
 
 
 def _parts(unit: Unit) -> Iterator[tuple[str, Box, Tensor]]:
-    """What this rank's shard holds: serial name, place in the serial parameter, values."""
+    """The contents of this rank's shard: (serial name, box in the serial parameter, values)."""
     low, _ = unit.shard_range
     for slot, start, stop in unit.slots():
         shift = low - slot.start

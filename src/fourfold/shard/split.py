@@ -1,25 +1,26 @@
-"""Operator splitting: a layer too large to be gathered whole, as a chain of slices, each a unit of its own.
+"""Operator splitting (OSDP): a layer too large to gather at once is split into a chain of slices, each a unit of its own.
 
     MLP          along the hidden size: slice j holds rows j of `up` (and gate), columns j of `down`
-    head, loss   along the vocabulary: slice j holds rows j of the projection, and never more than its logits exist
-    linear       along its inputs (OSDP's way)
+    head, loss   along the vocabulary: slice j holds rows j of the projection; only one slice's logits exist at a time
+    linear       along its inputs, as in the OSDP paper
 
-A slice is gathered, computed with, computed again and freed on its own, so parameters, gradients and activations of one slice
-exist at a time. Where an MLP's slices are not computed again, nothing joins their two matrices, and each is a unit. Slices
-are pieces of the serial parameters: one bias, the serial initial values, the serial checkpoint.
+Slices are gathered, computed, recomputed and released one after another, so the parameters, gradients and activations of one
+slice exist at a time. Without recomputation, the two matrices of an MLP slice are separate units. Slices are pieces of the
+serial parameters: initial values and checkpoints are those of the unsplit layer, and the bias exists once.
 
 Values between units (B sequences, T tokens, D hidden):
 
-    MLP      x → (h, acc) → … → (h, acc) → y        h [B, T, D] feeds every slice; acc starts as the residual and collects
-             x → (h, acc, a) → (h, acc) → (h, acc, a) → … → y       with a unit for each matrix; a: the slice's activation
+    MLP      x → (h, acc) → … → (h, acc) → y        h [B, T, D] feeds every slice; acc starts as the residual and accumulates
+             x → (h, acc, a) → (h, acc) → (h, acc, a) → … → y       with one unit per matrix; a: the slice's activation
     linear   x → (x, acc) → … → y
-    head     x → (h, lse, picked) → … → loss        lse [B·T]: log of the sum of exponentials so far; picked: the target's logit
+    head     x → (h, lse, picked) → … → loss        lse [B·T]: running logsumexp; picked: the target's logit
 
-On a tensor grid every column cuts its block of the hidden size or of the vocabulary: a `Cutter` (tensor/slices.py) makes the
-linears.
+On a tensor grid every column splits its own block of the hidden size or of the vocabulary: a `Cutter` (tensor/slices.py) makes
+the linear layers.
 
-What is only added to acc, or laid beside it, does not touch acc: no unit keeps it, and its gradient passes unchanged
-(`Link.adds`). Dropout draws the same mask in every slice of a unit (they share its random numbers), so it is dropout of the sum.
+A slice whose output is only added to acc, or passed alongside it, does not use acc itself: no unit saves it, and its gradient
+passes through unchanged (`Link.adds`). All slices of a unit share its random number stream and draw the same dropout mask,
+which is dropout of the sum.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ Total = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Slice:
-    """One slice: its module (on the meta device), what its parameters are, and how it is chained to the next."""
+    """One slice: its module (on the meta device), the pieces of its parameters, and how it connects to the next slice."""
 
     module: nn.Module
     pieces: Pieces
     adds: Adds = "no"
-    """no: its output is the next one's input; beside: it is laid beside h and acc; more, last: it is added to acc."""
+    """What happens to its output. no: it is the next slice's input; beside: it is passed on with h and acc; more, last: it is
+    added to acc (last: of the final slice)."""
     takes_extra: bool = False
-    """Whether it is given the targets."""
+    """Whether it takes the targets as an extra input."""
     tied_rows: Mapping[str, Rows] = field(default_factory=dict)
-    """Parameters that are rows of a tied weight, where the weight is."""
+    """Parameters that are rows of a tied weight: their row range."""
 
 
 class Cutter(Protocol):
-    """Makes the linears of slice `index` of `count`, and says what their parameters are; `name` is the serial linear's."""
+    """Makes the linear layers of slice `index` of `count`, with the pieces of their parameters; `name`: the serial layer's."""
 
     def up(self, mlp: MLP, name: str, index: int, count: int, /) -> tuple[nn.Module, Pieces]: ...
     def down(self, mlp: MLP, name: str, index: int, count: int, /) -> tuple[nn.Module, Pieces]: ...
@@ -69,13 +71,13 @@ class Cutter(Protocol):
 
 
 def slices_of(
-    name: str, module: nn.Module, count: int, *, apart: bool = False, cutter: Cutter | None = None
+    name: str, module: nn.Module, count: int, *, per_matrix: bool = False, cutter: Cutter | None = None
 ) -> list[Slice]:
-    """Cut the unit `name` into `count` slices, as even as they can be; `apart`: the matrices of an MLP's slices, too."""
+    """Split the unit `name` into `count` nearly equal slices; `per_matrix`: one slice for each matrix of an MLP slice."""
     cutter = cutter or Serial()
     match module:
         case MLP():
-            halves = (("up",), ("down",)) if apart else (("up", "down"),)
+            halves = (("up",), ("down",)) if per_matrix else (("up", "down"),)
             return [_mlp(name, module, cutter, j, count, half) for j in range(count) for half in halves]
         case Head():
             return [_head(name, module, cutter, j, count) for j in range(count)]
@@ -83,11 +85,11 @@ def slices_of(
             return [_linear(name, _plain(module), j, count) for j in range(count)]
 
 
-# ---- linears of the serial model ----
+# ---- linear layers of the serial model ----
 
 
 class Serial:
-    """Cuts plain linears. `copies_over`: the axes along which all ranks hold what this one does."""
+    """Splits nn.Linear layers. `copies_over`: the mesh axes along which ranks hold identical copies."""
 
     def __init__(self, copies_over: tuple[str, ...] = ()):
         self.copies_over = copies_over
@@ -106,7 +108,7 @@ class Serial:
         return self.inputs(_plain(mlp.down), name, index, count)
 
     def inputs(self, linear: nn.Linear, name: str, index: int, count: int) -> tuple[nn.Linear, Pieces]:
-        """Some input features of a linear; the first slice has the bias."""
+        """A range of input features of a linear layer; the first slice has the bias."""
         columns, bias = _cut(linear.in_features, index, count), index == 0 and linear.bias is not None
         made = _linear_like(linear, columns[1] - columns[0], linear.out_features, bias)
         pieces: Pieces = {"weight": (self._piece(f"{name}.weight", linear.weight, 1, columns),)}
@@ -134,7 +136,7 @@ class Serial:
         return lambda lse, picked, valid: (lse - picked).where(valid, 0.0).sum()
 
     def _piece(self, name: str, serial: Tensor, dim: int, rows: Rows, at: int = 0) -> Piece:
-        """Elements `rows` along `dim` of a serial parameter, lying from `at` on in the local one."""
+        """The piece with elements `rows` along `dim` of a serial parameter, at offset `at` of the local one."""
         shape = tuple(serial.shape)
         box = tuple((0, n) for n in shape)
         part, local = list(box), list(box)
@@ -147,7 +149,7 @@ def _cut(width: int, index: int, count: int) -> Rows:
 
 
 def _plain(module: nn.Module) -> nn.Linear:
-    assert type(module) is nn.Linear, f"a {type(module).__name__} cannot be cut into slices"
+    assert type(module) is nn.Linear, f"a {type(module).__name__} cannot be split into slices"
     return module
 
 
@@ -163,7 +165,10 @@ def _put(pieces: Pieces, where: str, found: Pieces) -> None:
 
 
 class MlpSlice(nn.Module):
-    """Rows of `up` (twice, with a gate), columns of `down`, or both; the first has the bias of `down`, first or last the norm."""
+    """Rows of `up` (and of the gate), columns of `down`, or both.
+
+    The first slice has the bias of `down`. The norm is in the first slice, or in the last if the model normalises after it.
+    """
 
     def __init__(self, mlp: MLP, up: nn.Module | None, down: nn.Module | None, first: bool, last: bool):
         super().__init__()
@@ -211,9 +216,9 @@ def _mlp(name: str, mlp: MLP, cutter: Cutter, index: int, count: int, parts: tup
 
 
 class HeadSlice(nn.Module):
-    """Some words of the vocabulary; the first has what comes before the projection.
+    """A range of the vocabulary; the first slice also has the layers before the projection.
 
-    `runs` (start, stop, at): words [start, stop) have their logits at places [at, …) of the projection's output.
+    `runs` (start, stop, at): the logits of tokens [start, stop) are at positions [at, …) of the projection's output.
     """
 
     def __init__(self, head: Head, proj: nn.Module, runs: tuple[tuple[int, int, int], ...], first: bool, total: Any):
@@ -239,7 +244,7 @@ class HeadSlice(nn.Module):
         if logits_nv.shape[1]:
             picked_n = logits_nv.gather(1, place[:, None])[:, 0].where(here, 0.0)
             lse_n = logits_nv.logsumexp(1)
-        else:  # all of it is padding
+        else:  # this slice is padding only
             picked_n = logits_nv.sum(1)
             lse_n = picked_n + torch.finfo(picked_n.dtype).min
         if not self.first:
@@ -249,7 +254,7 @@ class HeadSlice(nn.Module):
         return h_btd, lse_n, picked_n
 
     def _logits(self, h_btd: Tensor) -> Tensor:
-        """Without padding, at least fp32."""
+        """Logits without padding, in fp32 or fp64."""
         logits_nv = self.proj(h_btd).flatten(0, 1)
         used = [logits_nv[:, at : at + stop - start] for start, stop, at in self.runs]
         logits_nv = used[0] if len(used) == 1 else torch.cat(used, 1) if used else logits_nv[:, :0]
@@ -268,11 +273,11 @@ def _head(name: str, head: Head, cutter: Cutter, index: int, count: int) -> Slic
     return Slice(made, pieces, takes_extra=True, tied_rows={"proj.weight": cutter.tied_rows(head, index, count)})
 
 
-# ---- any linear ----
+# ---- any linear layer ----
 
 
 class LinearSlice(nn.Module):
-    """Some input features of a linear; the first has the bias."""
+    """A range of input features of a linear layer; the first slice has the bias."""
 
     def __init__(self, part: nn.Linear, columns: Rows, first: bool):
         super().__init__()

@@ -1,8 +1,8 @@
-"""One huge linear in any module, split by its inputs: y = Σ x[..., j] W[:, j]ᵀ + b, one slice of W at a time (OSDP's way).
+"""A large linear layer in any module, split along its inputs: y = Σ x[..., j] W[:, j]ᵀ + b, one slice of W at a time.
 
-It takes the place of an nn.Linear. Forward gathers slice after slice, adds its product and releases it; backward goes the other
-way round, and reduces each slice's gradient when it is made. Nothing but x is kept. Gathered at a time: 1 / slices of W
-(with prefetch, two of them).
+It replaces an nn.Linear. The forward gathers each slice, adds its matmul to y and releases it; the backward visits the slices
+in reverse and reduces each slice's gradient when it is complete. Only x is saved. Gathered at a time: 1 / slices of W, twice
+that with prefetch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ __all__ = ["SplitLinear"]
 
 
 class SplitLinear(nn.Module):
-    """A linear whose slices are units. `kept()` says whether they stay gathered, `made(i)` is told of slice i's gradient."""
+    """A linear layer whose slices are units.
+
+    `kept()` returns whether slices stay gathered; `made(i)` is called when slice i's gradient is complete.
+    """
 
     def __init__(
         self,
@@ -33,13 +36,13 @@ class SplitLinear(nn.Module):
     ):
         super().__init__()
         self.slices, self.prefetch, self.kept, self.made = list(slices), prefetch, kept, made
-        self.anchor = torch.zeros((), requires_grad=True)  # so that there is a backward, whatever the input needs
+        self.anchor = torch.zeros((), requires_grad=True)  # makes autograd call backward even if x needs no gradient
 
     def forward(self, x: Tensor) -> Tensor:
         return _SplitMatmul.apply(x, self.anchor, self)
 
     def use(self, index: int, direction: int) -> tuple[Unit, LinearSlice]:
-        """Slice `index`, gathered; those that come next are on their way."""
+        """Gather slice `index` and return it; prefetch the next ones in `direction`."""
         for ahead in range(self.prefetch + 1):
             if 0 <= index + direction * ahead < len(self.slices):
                 self.slices[index + direction * ahead][0].gather()

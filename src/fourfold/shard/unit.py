@@ -1,40 +1,41 @@
-"""A unit: the parameters of one part of the model, as views of one flat buffer, with verbs that a program calls.
+"""A unit: the parameters of one part of the model, stored as views of one flat buffer. The field's term is an FSDP unit.
 
-With N shards (`sharing.py`), all flat, in elements:
+With N shards (`sharing.py`), all buffers flat, sizes in elements:
 
-    full        [total]      compute dtype; every parameter is a view of it. Has memory only while gathered (N = 1: always)
-    shard       [total / N]  compute dtype; this rank's part: what is gathered, and what the optimizer writes (N = 1: `full`)
-    grad        [total]      reduce dtype; gradients accumulate here, in the order of the calls (the order of micro-batches)
-    shard_grad  [total / N]  reduce dtype; this rank's part of the sum over the replica group: what the optimizer reads
+    full        [total]      compute dtype; every parameter is a view of it. Allocated only while gathered (N = 1: always)
+    shard       [total / N]  compute dtype; the local shard: input of the all-gather, written by the optimizer (N = 1: `full`)
+    grad        [total]      reduce dtype; gradient accumulator, added to in micro-batch order
+    shard_grad  [total / N]  reduce dtype; this rank's shard of the gradient summed over the replica group, read by the optimizer
 
-Verbs: `gather` starts making the parameters usable, `need` waits until they are, `release` gives their memory back,
-`accumulate` and `add_weight_grad` add gradients, `reduce` starts summing them over the replica group and frees `grad`,
-`finish` waits for the sums. Which verb when is the program's business: the modes zero2, zero3 and keep differ in nothing else.
+Methods that a program calls: `gather` starts the all-gather, `need` waits for it, `release` frees the gathered parameters,
+`accumulate` and `add_weight_grad` add gradients, `reduce` starts the reduction over the replica group and frees `grad`,
+`finish` waits for the reductions. The modes zero2, zero3 and keep differ only in when the program calls them.
 
-Received elements on each of N ranks: gather and reduce (N - 1) / N · total each; a unit in one shard with N copies, 2 (N - 1) / N
-· total for its all-reduce. Collectives are issued in the order of the calls, which must be the same on all ranks that share
-them. Memory is taken and freed on the caller's stream; a wait blocks on the CPU and orders streams on CUDA.
+Received elements on each of N ranks: gather and reduce (N - 1) / N · total each; an unsharded unit with N copies, 2 (N - 1) / N
+· total for its all-reduce. Collectives are issued in the order of the calls, which must be the same on all ranks of the
+group. Memory is allocated and freed on the caller's stream. A wait blocks the host on the CPU; on CUDA it orders streams.
 
 [Note: parameters are views]
-Nothing is copied in or out, and what autograd saved of a parameter is valid again after a later gather, since the storage
-is emptied and refilled and never replaced. Parameters are views of `full.data`, which has its own version counter: a
-gather is no change in place to autograd. While they are released, stand-ins lie in the module: touching one is an error
-that names it, where touching an emptied tensor would crash.
+Parameters are never copied into or out of the buffer. A gather refills the same storage, so tensors that autograd saved are
+valid again after a later gather. Parameters are views of `full.data`, which has its own version counter, so autograd does
+not see a gather as an in-place change. While a unit is released, placeholders take the parameters' places in the module:
+using one raises an error that names the parameter, where using an emptied tensor would crash.
 
 [Note: tied weights]
-A tied head uses the embedding's parameter: the head's unit *borrows* it, or rows of it. The lender is gathered as long as
-it or a borrower is. All accumulate their own part of the gradient; the lender's `reduce` adds the borrowers' once, after
-its own. So the order of the sum does not depend on the order in which micro-batches ran.
+A tied head uses the embedding's parameter: the head's unit *borrows* it, or rows of it, from the embedding's unit (the
+lender). The lender stays gathered while it or a borrower needs it. Each unit accumulates its own gradient; the lender's
+`reduce` adds the borrowers' gradients once, after its own. So the order of the sum does not depend on the order in which
+micro-batches ran.
 
 [Note: gradients summed over more ranks]
-On a grid, norms and biases are copies over more ranks than matrices are. `sum_over` names such parameters with the group
-that holds the other copies; they are laid out last, and one small all-reduce for each group comes before the reduction. So
-layers need no collective for them. Without a reduction, nothing waits for them before the step's end.
+On a tensor grid, norms and biases are replicated over more ranks than matrices are. `sum_over` maps such parameters to the
+group that holds the other copies. They come last in the buffer, and one small all-reduce per group precedes the reduction,
+so layers need no collective for them. Without a reduction, nothing waits for these all-reduces before the end of the step.
 
 [Note: slices]
-Layers are cut into slices for the sake of memory, so a slice is frugal: its gradient is made when no other waits for its
-reduction, and a quarter of a product at a time. One slice that is gathered ahead, one that computes and one whole gradient
-are all there is of a layer.
+Operator splitting cuts layers into slices to save memory. A slice's gradient is allocated only when no other reduction is
+in flight, and its weight gradient is computed a quarter of the rows at a time. At most one prefetched slice, one computing
+slice and one full gradient of a layer exist at a time.
 """
 
 from __future__ import annotations
@@ -65,20 +66,20 @@ class Borrowed(NamedTuple):
 
 
 class Buffer(Protocol):
-    """Where the gradients of several units lie (joined.py)."""
+    """One gradient buffer shared by several units (joined.py)."""
 
     def part(self, unit: Unit) -> Tensor: ...
     def reduce(self, unit: Unit) -> None: ...
-    def forget(self) -> None: ...
+    def discard(self) -> None: ...
 
 
 class _Registration(NamedTuple):
-    """Where a parameter lies in a module."""
+    """Where a parameter is registered in a module, and the placeholder that replaces it while it is released."""
 
     registry: dict[str, Any]
     leaf: str
     parameter: nn.Parameter
-    stand_in: Tensor
+    placeholder: Tensor
 
 
 class Unit:
@@ -101,21 +102,27 @@ class Unit:
         self.name, self.layout, self.pieces, self.full = name, layout, dict(pieces), full
         self.params, self.borrowed, self.reduce_dtype = dict(params), dict(borrowed), reduce_dtype
         self.sharing, self.reductions, self.sums = sharing, reductions or Reductions(), tuple(sums)
-        self.sliced = sliced  # one of a layer's slices: [Note: slices]
+        self.sliced = sliced  # a slice of a layer: [Note: slices]
         self.shard = full if sharing.shards == 1 else full.new_empty(layout.total // sharing.shards)
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
-        self._grads: dict[str, Tensor] = {}  # accumulators: views of `grad`, and those of borrowed parameters
-        self._fresh: set[str] = set()  # those not written to yet: the first gradient is copied, not added to zeros
-        self.lent = False  # whether autograd adds to them itself
+        self._grads: dict[
+            str, Tensor
+        ] = {}  # accumulators by parameter: views of `grad`, and those of borrowed parameters
+        self._unwritten: set[str] = (
+            set()
+        )  # accumulators without a value: the first gradient is copied, not added to zeros
+        self.lent = False  # whether the accumulators are the parameters' `.grad` now
         self._gaps, self._slots = layout.gaps(), {s.name: s for s in layout.slots}
-        self._rows: dict[str, nn.Parameter] = {}  # borrowed parameters as this unit's module holds them
+        self._borrowed_params: dict[
+            str, nn.Parameter
+        ] = {}  # borrowed parameters, or rows of them, as this module uses them
         self._borrowers: list[tuple[Unit, str, Borrowed]] = []
         self._holders: set[str] = {name}  # units that have gathered this one and not released it
         self._gathering: Pending | None = None
         self._reducing: list[Reduction] = []
-        self.joined: Buffer | None = None  # its gradient is a part of this, and summed with the others
-        self._places: list[_Registration] = []
+        self.joined: Buffer | None = None  # the shared gradient buffer, if there is one
+        self._registrations: list[_Registration] = []
 
     @classmethod
     @torch.no_grad()
@@ -135,10 +142,17 @@ class Unit:
         names: Sequence[str] | None = None,
         sliced: bool = False,
     ) -> Unit:
-        """Make a unit of `module`'s parameters (their shapes: they may be on the meta device), gathered and zero.
+        """Make a unit of `module`'s parameters (only shapes are read: they may be on the meta device), gathered and zero.
 
-        They become views of its flat buffer. `pieces` says what each is. Those in `borrow` are another unit's; those in
-        `sum_over` are copies over more ranks; `names`: these alone. Fill them, then call `scatter`.
+        The module's parameters are replaced by views of the unit's flat buffer. The caller writes their values, then calls
+        `scatter`.
+
+        Args:
+            pieces: the parts of serial parameters that each parameter holds.
+            borrow: parameters that belong to another unit (tied weights).
+            sum_over: parameters replicated over more ranks than the unit, with the group of the other copies.
+            names: use only these parameters; default all.
+            sliced: whether the unit is a slice of a layer.
         """
         borrowed, also = dict(borrow or {}), dict(sum_over or {})
         found = dict(module.named_parameters())
@@ -146,7 +160,7 @@ class Unit:
         groups = list(dict.fromkeys(also.values()))
         order = sorted(
             mine, key=lambda n: 1 + groups.index(also[n]) if n in also else 0
-        )  # copies over more ranks: last
+        )  # parameters replicated over more ranks come last
         layout = lay_out({n: tuple(mine[n].shape) for n in order}, sharing.shards)
         full = torch.zeros(layout.total, dtype=compute, device=device)
         alias = full.data  # [Note: parameters are views]
@@ -170,26 +184,25 @@ class Unit:
         )
         for n, parameter in params.items():
             unit.put(module, n, parameter)
-        for theirs, borrowing in borrowed.items():
-            unit._borrow(module, theirs, borrowing)
+        for n, source in borrowed.items():
+            unit._borrow(module, n, source)
         return unit
 
     def put(self, module: nn.Module, name: str, parameter: nn.Parameter, borrower: str | None = None) -> None:
-        """Lay a parameter of this unit into a module, where it is as long as the unit is gathered."""
+        """Register a parameter of this unit in a module; a placeholder replaces it while the unit is released."""
         owner, _, leaf = name.rpartition(".")
         registry: dict[str, Any] = module.get_submodule(owner)._parameters
         registry[leaf] = parameter
-        self._places.append(
-            _Registration(registry, leaf, parameter, _stand_in(parameter, f"{borrower or self.name}.{name}", self.name))
-        )
+        placeholder = _placeholder(parameter, f"{borrower or self.name}.{name}", self.name)
+        self._registrations.append(_Registration(registry, leaf, parameter, placeholder))
 
     def _borrow(self, module: nn.Module, name: str, borrowed: Borrowed) -> None:
         lender, theirs, rows = borrowed
         parameter = lender.params[theirs]
         if rows is not None:
-            with lender._with_memory():  # torch makes no view of an empty storage
+            with lender._with_memory():  # torch cannot make a view of an empty storage
                 parameter = nn.Parameter(parameter.data[slice(*rows)], parameter.requires_grad)
-        self._rows[name] = parameter
+        self._borrowed_params[name] = parameter
         lender.put(module, name, parameter, self.name)
         lender._borrowers.append((self, name, borrowed))
 
@@ -205,7 +218,7 @@ class Unit:
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """The parameters were written: keep this rank's shard of them, and release them."""
+        """Copy this rank's shard out of the full parameters, and release them. Called after their values were written."""
         if self.sharing.shards > 1:
             self.shard.copy_(self.full[slice(*self.shard_range)])
             self.release()
@@ -216,127 +229,124 @@ class Unit:
         return self.layout.shard_range(self.sharing.index)
 
     def gather(self) -> None:
-        """Start making the parameters usable, and those that are borrowed."""
-        self._hold(self.name)
+        """Start gathering the parameters, borrowed ones included."""
+        self._gather_for(self.name)
         for lender, *_ in self.borrowed.values():
-            lender._hold(self.name)
+            lender._gather_for(self.name)
 
     def need(self) -> None:
-        """Make the parameters usable by what the caller does next; they must be gathered."""
-        self._arrive()
+        """Wait for the gather, so that the caller's next operations may use the parameters."""
+        self._wait_gathered()
         for lender, *_ in self.borrowed.values():
-            lender._arrive()
+            lender._wait_gathered()
 
     def release(self) -> None:
-        """The parameters are not needed for now."""
-        self._let_go(self.name)
+        """Free the gathered parameters, unless another unit still uses them."""
+        self._release_for(self.name)
         for lender, *_ in self.borrowed.values():
-            lender._let_go(self.name)
+            lender._release_for(self.name)
 
     @property
     def gathered(self) -> bool:
-        """Whether the parameters are here, or on their way."""
+        """Whether the parameters are gathered or being gathered."""
         return self.sharing.shards == 1 or bool(self._holders)
 
     def ready(self) -> bool:
-        """Whether the parameters can be used without waiting; a function of the verbs alone, not of time."""
+        """Whether the parameters can be used without waiting. Depends on the calls made, not on timing."""
         units = [self, *(lender for lender, *_ in self.borrowed.values())]
         return all(unit.gathered and unit._gathering is None for unit in units)
 
-    def _hold(self, who: str) -> None:
-        there = bool(self._holders)
-        self._holders.add(who)
-        if self.sharing.shards == 1 or there or not self.layout.total:
+    def _gather_for(self, user: str) -> None:
+        already_gathered = bool(self._holders)
+        self._holders.add(user)
+        if self.sharing.shards == 1 or already_gathered or not self.layout.total:
             return
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         assert self.sharing.gathers is not None
         self._gathering = all_gather(self.full, self.shard, self.sharing.gathers, f"the parameters of {self.name}")
 
-    def _arrive(self) -> None:
-        assert self.gathered, f"{self.name} is used and was not gathered"
+    def _wait_gathered(self) -> None:
+        assert self.gathered, f"{self.name} is used but was not gathered"
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            for place in self._places:
-                place.registry[place.leaf] = place.parameter
+            for r in self._registrations:
+                r.registry[r.leaf] = r.parameter
 
-    def _let_go(self, who: str) -> None:
-        self._holders.discard(who)
+    def _release_for(self, user: str) -> None:
+        self._holders.discard(user)
         if self.sharing.shards == 1 or self._holders:
             return
-        self._arrive_quietly()
-        for place in self._places:
-            place.registry[place.leaf] = place.stand_in
-        self.full.untyped_storage().resize_(0)
-
-    def _arrive_quietly(self) -> None:
-        """Nobody used what was gathered: it still must not be written to after its memory is gone."""
-        if self._gathering is not None:
+        if self._gathering is not None:  # gathered but never used: the collective must not write to freed memory
             self._gathering.wait()
             self._gathering = None
+        for r in self._registrations:
+            r.registry[r.leaf] = r.placeholder
+        self.full.untyped_storage().resize_(0)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the unit's module computes with: its own parameters, then the borrowed ones."""
-        return [*self.params.values(), *self._rows.values()]
+        """The parameters that the unit's module uses: its own, then the borrowed ones."""
+        return [*self.params.values(), *self._borrowed_params.values()]
 
     # ---- gradients ----
 
     def main_grad(self, name: str) -> Tensor:
-        """The accumulator of one parameter, of the reduce dtype and the parameter's shape."""
+        """The gradient accumulator of one parameter: its shape, the reduce dtype; zeros if nothing was added yet."""
         into = self._accumulator(name)
-        if name in self._fresh:
+        if name in self._unwritten:
             into.zero_()
-            self._fresh.remove(name)
+            self._unwritten.remove(name)
         return into
 
     def _accumulator(self, name: str) -> Tensor:
-        if name in self._rows:
+        if name in self._borrowed_params:
             if name not in self._grads:
-                self._grads[name] = torch.empty_like(self._rows[name], dtype=self.reduce_dtype)
-                self._fresh.add(name)
+                self._grads[name] = torch.empty_like(self._borrowed_params[name], dtype=self.reduce_dtype)
+                self._unwritten.add(name)
         else:
-            whole = self._whole_grad()
+            full_grad = self._full_grad()
             if name not in self._grads:
                 slot = self._slots[name]
-                self._grads[name] = whole[slot.start : slot.stop].view(slot.shape)
+                self._grads[name] = full_grad[slot.start : slot.stop].view(slot.shape)
         return self._grads[name]
 
-    def _whole_grad(self) -> Tensor:
+    def _full_grad(self) -> Tensor:
         if self.grad is None:
             if self.sliced:
-                self.reductions.settle()
-            if self.sharing.shards == 1:  # of the micro-batch before: long done
-                self._settle()
+                self.reductions.wait()
+            if self.sharing.shards == 1:  # the previous micro-batch's all-reduce, normally finished by now
+                self._wait_reductions()
             if self.joined is not None:
                 self.grad = self.joined.part(self)
             else:
                 self.grad = torch.empty(self.layout.total, dtype=self.reduce_dtype, device=self.full.device)
-            self._fresh.update(self.params)
+            self._unwritten.update(self.params)
             for start, stop in self._gaps:
                 self.grad[start:stop].zero_()
         return self.grad
 
     def lends_grads(self) -> bool:
-        """Whether autograd can add to the accumulators itself: they are its own, and of the parameters' type."""
+        """Whether autograd can write to the accumulators directly: same dtype, no slices, no borrowed parameters."""
         return self.reduce_dtype == self.full.dtype and not self.sliced and not self.borrowed
 
     def accumulates(self) -> bool:
-        """Whether the accumulators are there; who has none holds no memory for them yet."""
+        """Whether the gradient accumulators are allocated."""
         return self.grad is not None or not self.params
 
     def lend_grads(self) -> None:
-        """Until they are taken back, the accumulators are the parameters' `grad`."""
+        """Set each parameter's `.grad` to its accumulator, so that autograd adds in place, until `take_grads_back`."""
         if self.lent:
             return
         self.lent = True
-        whole, there = self._whole_grad(), self._grads
-        if self._fresh >= self.params.keys():
-            whole.zero_()
-            self._fresh -= self.params.keys()
+        full_grad, grads = self._full_grad(), self._grads
+        if self._unwritten >= self.params.keys():
+            full_grad.zero_()
+            self._unwritten -= self.params.keys()
         for name, p in self.params.items():
-            p.grad = there[name] if name in there and name not in self._fresh else self.main_grad(name)
+            p.grad = grads[name] if name in grads and name not in self._unwritten else self.main_grad(name)
 
     def take_grads_back(self) -> None:
+        """Undo `lend_grads`: set each parameter's `.grad` to None."""
         if self.lent:
             self.lent = False
             for p in self.params.values():
@@ -344,51 +354,52 @@ class Unit:
 
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's gradients, in the order of `parameters()`; None: this parameter was not used."""
+        """Add one micro-batch's gradients, in the order of `parameters()`; None for a parameter that was not used."""
         given = [g for g in grads if g is not None]
         if given and len(given) == len(self.params) == len(grads):
             if self.grad is None and not self._gaps:
                 self._accumulator(next(iter(self.params)))
                 torch.cat([g.flatten() for g in given], out=self.grad)
-                self._fresh.clear()
+                self._unwritten.clear()
                 return
-            if self.grad is not None and not self._fresh:
-                there = self._grads
-                torch._foreach_add_([there[n] if n in there else self._accumulator(n) for n in self.params], given)
+            if self.grad is not None and not self._unwritten:
+                made = self._grads
+                torch._foreach_add_([made[n] if n in made else self._accumulator(n) for n in self.params], given)
                 return
-        for name, grad in zip([*self.params, *self._rows], grads, strict=True):
+        for name, grad in zip([*self.params, *self._borrowed_params], grads, strict=True):
             if grad is not None:
                 self._add(name, grad)
 
     @torch.no_grad()
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None:
-        """Add dYᵀX, the gradient of a linear's weight [outputs, inputs]; needs no parameter.
+        """Add dYᵀX, the gradient of a linear layer's weight [outputs, inputs]. The unit need not be gathered.
 
-        The product is rounded to the compute dtype before it is added, as autograd's is; a slice's exists in parts.
+        The matmul's result is rounded to the compute dtype before it is added, as in autograd; for a slice it is computed
+        a quarter of the rows at a time.
         """
         into, dy, x = self._accumulator(name), dy.flatten(0, -2).t(), x.flatten(0, -2)
-        if name in self._fresh and into.dtype == x.dtype:
+        if name in self._unwritten and into.dtype == x.dtype:
             torch.mm(dy, x, out=into)
         else:
             rows = max(64, -(-len(into) // 4)) if self.sliced else len(into)
             for start in range(0, len(into), rows):
                 product, part = dy[start : start + rows] @ x, into[start : start + rows]
-                _ = part.copy_(product) if name in self._fresh else part.add_(product)
-        self._fresh.discard(name)
+                _ = part.copy_(product) if name in self._unwritten else part.add_(product)
+        self._unwritten.discard(name)
 
     @torch.no_grad()
     def add_grad(self, name: str, grad: Tensor) -> None:
-        """Add a gradient that was computed by itself."""
+        """Add one parameter's gradient."""
         self._add(name, grad)
 
     def _add(self, name: str, grad: Tensor) -> None:
         into = self._accumulator(name)
-        _ = into.copy_(grad) if name in self._fresh else into.add_(grad)
-        self._fresh.discard(name)
+        _ = into.copy_(grad) if name in self._unwritten else into.add_(grad)
+        self._unwritten.discard(name)
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Take over the gradients of those that borrow from this unit: [Note: tied weights]."""
+        """Add the gradients of the units that borrow from this one: [Note: tied weights]."""
         for borrower, theirs, (_, ours, rows) in self._borrowers:
             grad = borrower._grads.pop(theirs, None)
             if grad is not None:
@@ -397,14 +408,14 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Start summing what has accumulated over the replica group. A unit without a gradient takes part with zeros."""
+        """Start reducing the accumulated gradients over the replica group; a unit without gradients contributes zeros."""
         self.collect()
         if not self.layout.total:
             return
-        grad = self._whole_grad()
-        for name in self._fresh.intersection(self.params):
+        grad = self._full_grad()
+        for name in self._unwritten.intersection(self.params):
             self.main_grad(name)
-        self.grad, self._grads = None, {n: g for n, g in self._grads.items() if n in self._rows}
+        self.grad, self._grads = None, {n: g for n, g in self._grads.items() if n in self._borrowed_params}
         what = f"the sum of {self.name}'s gradients"
         sums = [all_reduce(grad[start:stop], group, f"{what} over their copies") for start, stop, group in self.sums]
         if self.sharing.copies * self.sharing.shards > 1:  # the reduction reads them
@@ -416,43 +427,43 @@ class Unit:
             self.follow(self.reductions.start(grad, self.sharing, what, self.reduced, sums))
 
     def follow(self, reduction: Reduction) -> None:
-        """A sum that this unit's gradient is in has been started."""
+        """Register a started reduction that includes this unit's gradient; `finish` waits for it."""
         self._reducing.append(reduction)
 
     @torch.no_grad()
     def reduced(self, part: Tensor) -> None:
-        """This rank's part of a sum is there."""
+        """Receive this rank's shard of a finished reduction."""
         self.shard_grad = part if self.shard_grad is None else self.shard_grad.add_(part)
 
-    def _settle(self) -> None:
+    def _wait_reductions(self) -> None:
         for reduction in self._reducing:
             reduction.complete()
         self._reducing = []
 
     def finish(self) -> None:
-        """Wait for the reductions: `shard_grad` is final."""
-        self._settle()
+        """Wait for the reductions; afterwards `shard_grad` is final."""
+        self._wait_reductions()
         for borrower, theirs, _ in self._borrowers:
-            assert theirs not in borrower._grads, f"{borrower.name} had a gradient after {self.name} was reduced"
+            assert theirs not in borrower._grads, f"{borrower.name} got a gradient after {self.name} was reduced"
 
     def reduced_grad(self, name: str) -> Tensor:
-        """The final gradient of one parameter, of its shape; where the unit is in one shard."""
+        """The final gradient of one parameter, in its shape. Unsharded units only."""
         assert self.sharing.shards == 1, f"{self.name} is sharded"
         assert self.shard_grad is not None, f"{self.name} was not reduced"
         slot = self._slots[name]
         return self.shard_grad[slot.start : slot.stop].view(slot.shape)
 
     def zero_grad(self) -> None:
-        """Forget the gradients and free their memory."""
+        """Discard the gradients and free their memory."""
         assert not self._reducing, f"{self.name} is being reduced"
-        self.grad, self.shard_grad, self._grads, self._fresh = None, None, {}, set()
+        self.grad, self.shard_grad, self._grads, self._unwritten = None, None, {}, set()
         if self.joined is not None:
-            self.joined.forget()
+            self.joined.discard()
 
-    # ---- what a shard holds ----
+    # ---- contents of a shard ----
 
     def slots(self) -> list[tuple[Slot, int, int]]:
-        """The slots of which this rank's shard holds a part, each with the part's place in the shard."""
+        """(slot, start, stop) for each slot that overlaps this rank's shard; positions are relative to the shard."""
         low, high = self.shard_range
         cut = [(s, max(s.start, low) - low, min(s.stop, high) - low) for s in self.layout.slots]
         return [(s, start, stop) for s, start, stop in cut if start < stop]
@@ -462,11 +473,11 @@ def _span(slots: Sequence[Slot], group: dist.ProcessGroup) -> tuple[int, int, di
     return slots[0].start, slots[-1].stop, group
 
 
-# ---- what lies in a module in place of a released parameter ----
+# ---- placeholders of released parameters ----
 
 
 class _Released(Tensor):
-    """Has a parameter's shape and type and no values; using it is an error that names it."""
+    """Placeholder with a parameter's shape and dtype but no values; using it raises an error that names the parameter."""
 
     title: str
     unit: str
@@ -478,14 +489,14 @@ class _Released(Tensor):
         found = next((a for a in [*args, *(kwargs or {}).values()] if isinstance(a, cls)), None)
         name, unit = (found.title, found.unit) if found is not None else ("a parameter", "its unit")
         raise ReleasedError(
-            f"{name} was used while it is released: it has no memory now. GATHER {unit} comes before its use"
+            f"{name} was used while released: it has no memory now. The program must GATHER {unit} before using it"
         )
 
 
 _HARMLESS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "requires_grad_")
 
 
-def _stand_in(parameter: nn.Parameter, title: str, unit: str) -> Tensor:
+def _placeholder(parameter: nn.Parameter, title: str, unit: str) -> Tensor:
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     made = empty.requires_grad_(parameter.requires_grad).as_subclass(_Released)
     made.title, made.unit = title, unit

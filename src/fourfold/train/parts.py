@@ -155,7 +155,7 @@ def make_units(
         parts = [Slice(module, pieces_of(module, of, grid))]
         if slices > 1:
             cutter = GridCutter(grid) if grid.row.size * grid.col.size > 1 else Serial(grid.copies())
-            parts = slices_of(of, module, slices, apart=len(names) > slices, cutter=cutter)
+            parts = slices_of(of, module, slices, per_matrix=len(names) > slices, cutter=cutter)
         for name, part in zip(names, parts, strict=True):
             rows = part.tied_rows.get("proj.weight")
             borrow = {"proj.weight": Borrowed(lender, "tokens.weight", rows)} if lender is not None else None
