@@ -192,19 +192,19 @@ def link_rates(size: int = 2 * GIB) -> dict[str, float]:
     """Bytes per second host to device, device to host, and both at once (in sum), in buckets as the optimizer's."""
     host = [host_memory(size, DEVICE) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    lanes = make_queues(DEVICE)
+    queues = make_queues(DEVICE)
 
     def copy(inward: bool, outward: bool) -> None:
-        for lane in (lanes.incoming, lanes.outgoing):
-            lane.wait(lanes.here.mark())
+        for queue in (queues.copy_in, queues.copy_out):
+            queue.wait(queues.compute.record())
         for at in range(0, size, 64 << 20):
             part = slice(at, at + (64 << 20))
             if inward:
-                lanes.incoming.do(lambda part=part: device[0][part].copy_(host[0][part], non_blocking=True))  # type: ignore[misc]
+                queues.copy_in.submit(lambda part=part: device[0][part].copy_(host[0][part], non_blocking=True))  # type: ignore[misc]
             if outward:
-                lanes.outgoing.do(lambda part=part: host[1][part].copy_(device[1][part], non_blocking=True))  # type: ignore[misc]
-        for lane in (lanes.incoming, lanes.outgoing):
-            lanes.here.wait(lane.mark())
+                queues.copy_out.submit(lambda part=part: host[1][part].copy_(device[1][part], non_blocking=True))  # type: ignore[misc]
+        for queue in (queues.copy_in, queues.copy_out):
+            queues.compute.wait(queue.record())
 
     rates = {
         "in": size / timed(lambda: copy(True, False), 3),

@@ -16,7 +16,7 @@ from fourfold.runtime.stage import Link, Stage
 from fourfold.testing.budget import Budget
 from fourfold.train import streamed
 from tests.helpers import MODELS, make_config, run_training, series
-from tests.offload.threads import slow_lanes
+from tests.offload.threads import slow_queues
 
 torch.set_num_threads(1)
 DEVICE = torch.device(os.environ.get("FOURFOLD_TEST_DEVICE", "cpu"))
@@ -54,13 +54,13 @@ def test_no_bit_changes(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_time_changes_nothing(seed: int) -> None:
-    offload = make_offload(lanes=slow_lanes(seed, DEVICE), stash=3000 * seed, late=True)
+    offload = make_offload(queues=slow_queues(seed, DEVICE), stash=3000 * seed, late=True)
     for step in range(3):
         assert all(map(torch.equal, grads(None, step), grads(offload, step)))
 
 
-def test_a_lane_that_does_not_wait_is_noticed() -> None:
-    offload = make_offload(lanes=slow_lanes(1, DEVICE, 5e-3, careless="here"))
+def test_a_queue_that_does_not_wait_is_detected() -> None:
+    offload = make_offload(queues=slow_queues(1, DEVICE, 5e-3, careless="compute"))
     assert not all(all(map(torch.equal, grads(None, s), grads(offload, s))) for s in range(3))
 
 

@@ -24,7 +24,7 @@ from fourfold.offload import host
 from fourfold.offload.queues import DeviceQueues, make_queues
 from fourfold.offload.split import join, split, square_sum
 from tests.helpers import rounded_half_up
-from tests.offload.threads import slow_lanes
+from tests.offload.threads import slow_queues
 
 torch.set_num_threads(1)
 DEVICE = torch.device(os.environ.get("FOURFOLD_TEST_DEVICE", "cpu"))
@@ -114,7 +114,7 @@ def train(
     accumulate: int = 1,
     early: bool = False,
     overlap: bool = True,
-    lanes: DeviceQueues | None = None,
+    queues: DeviceQueues | None = None,
     check: int = 5,
     **options: Any,
 ) -> tuple[Reference, StreamedAdamW]:
@@ -125,7 +125,7 @@ def train(
         lr=5e-3,
         clip=clip,
         overlap=net if overlap else None,
-        **{"bucket": 2048, "ring": 2, "lanes": lanes} | options,
+        **{"bucket": 2048, "ring": 2, "queues": queues} | options,
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     reference = Reference(net, clip)
@@ -179,16 +179,16 @@ def test_every_way_of_running_it(options: dict[str, Any], early: bool) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_time_changes_nothing(dtype: torch.dtype, clip: float, early: bool, seed: int) -> None:
-    """Each lane takes random times."""
-    train(dtype, clip, early=early, lanes=slow_lanes(seed, DEVICE), steps=8, check=8, staging=seed * 60000)
+    """Every queue has random delays."""
+    train(dtype, clip, early=early, queues=slow_queues(seed, DEVICE), steps=8, check=8, staging=seed * 60000)
 
 
-@pytest.mark.parametrize("lane", ["incoming", "updating", "outgoing", "here"])
-def test_a_lane_that_does_not_wait_is_noticed(lane: str) -> None:
-    """The test above can fail: without the waits of any one lane the bits differ."""
-    with pytest.raises((AssertionError, RuntimeError)):  # autograd, too, notices weights that change under it
+@pytest.mark.parametrize("queue", ["copy_in", "update", "copy_out", "compute"])
+def test_a_queue_that_does_not_wait_is_detected(queue: str) -> None:
+    """The test above can fail: without the waits of any one queue, results differ."""
+    with pytest.raises((AssertionError, RuntimeError)):  # autograd also detects weights that change in place
         for seed in range(5):
-            train(clip=0.05, lanes=slow_lanes(seed, DEVICE, 3e-3, careless=lane), steps=8, check=8)
+            train(clip=0.05, queues=slow_queues(seed, DEVICE, 3e-3, careless=queue), steps=8, check=8)
 
 
 def test_nothing_outlives_the_optimizer() -> None:
@@ -398,8 +398,8 @@ def test_groups_can_be_added() -> None:
 
 def test_zeroed_gradients_are_zeroed_after_the_update() -> None:
     net = make_net(torch.bfloat16)
-    lanes = slow_lanes(0, DEVICE)
-    optimizer = StreamedAdamW(groups_of(list(net.parameters())), lr=5e-3, overlap=net, bucket=2048, lanes=lanes)
+    queues = slow_queues(0, DEVICE)
+    optimizer = StreamedAdamW(groups_of(list(net.parameters())), lr=5e-3, overlap=net, bucket=2048, queues=queues)
     reference = Reference(net, 0.0)
     for ids in batches(5):
         net(ids).backward()
@@ -532,11 +532,11 @@ def test_parameters_in_another_order_of_memory() -> None:
     assert torch.equal(weight, twin)
 
 
-def test_make_lanes_on_the_cpu_run_at_once() -> None:
-    lanes, done = make_queues(torch.device("cpu")), []
-    lanes.incoming.do(lambda: done.append(1))
-    lanes.outgoing.wait(lanes.incoming.mark())
-    lanes.finish()
+def test_cpu_queues_run_work_at_once() -> None:
+    queues, done = make_queues(torch.device("cpu")), []
+    queues.copy_in.submit(lambda: done.append(1))
+    queues.copy_out.wait(queues.copy_in.record())
+    queues.synchronize()
     assert done == [1]
 
 

@@ -1,4 +1,4 @@
-"""Lanes that take random times: what does not wait for what it needs shows. On the CPU they are threads, on CUDA streams."""
+"""Device queues with random delays, which expose a missing wait. On the CPU they are threads, on CUDA streams."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
 
-OPEN: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
-"""Lanes whose threads may be running; conftest.py closes them after each test."""
+OPEN: weakref.WeakSet[ThreadQueue] = weakref.WeakSet()
+"""Queues whose threads may be running; conftest.py closes them after each test."""
 
 
-class ThreadLane:
-    """A queue of work and a thread that does it, each piece after a random delay."""
+class ThreadQueue:
+    """A queue and a thread that runs its work, each item after a random delay."""
 
     def __init__(self, seed: int, delay: float, *, careless: bool = False):
         self.random, self.delay, self.careless = random.Random(seed), delay, careless
@@ -37,29 +37,29 @@ class ThreadLane:
             except BaseException as e:
                 self.error = e
 
-    def do(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         def late() -> None:
             time.sleep(self.random.random() * self.delay)
             work()
 
         self.queue.put(late)
 
-    def mark(self) -> threading.Event:
+    def record(self) -> threading.Event:
         event = threading.Event()
         self.queue.put(event.set)
         return event
 
-    def wait(self, mark: threading.Event) -> None:
+    def wait(self, event: threading.Event) -> None:
         if not self.careless:
-            self.queue.put(lambda: self._await(mark))
+            self.queue.put(lambda: self._await(event))
 
-    def _await(self, mark: threading.Event) -> None:
+    def _await(self, event: threading.Event) -> None:
         deadline = time.monotonic() + 30
-        while not mark.wait(0.05) and not self.closed.is_set() and time.monotonic() < deadline:
+        while not event.wait(0.05) and not self.closed.is_set() and time.monotonic() < deadline:
             pass
 
-    def finish(self) -> None:
-        assert self.mark().wait(30)
+    def synchronize(self) -> None:
+        assert self.record().wait(30)
         if self.error is not None:
             raise self.error
 
@@ -70,59 +70,59 @@ class ThreadLane:
         self.thread.join()
 
 
-class Here:
-    """The thread that calls."""
+class CallerQueue:
+    """The calling thread."""
 
     def __init__(self, careless: bool = False):
         self.careless = careless
 
-    def do(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         work()
 
-    def mark(self) -> threading.Event:
+    def record(self) -> threading.Event:
         event = threading.Event()
         event.set()
         return event
 
-    def wait(self, mark: threading.Event) -> None:
+    def wait(self, event: threading.Event) -> None:
         if not self.careless:
-            assert mark.wait(30)
+            assert event.wait(30)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
-class SleepyLane:
-    """A CUDA stream that sleeps a random time before each piece of work."""
+class SleepyQueue:
+    """A CUDA stream that sleeps a random time before each item."""
 
-    def __init__(self, lane: DeviceQueue, seed: int, delay: float, careless: bool):
-        self.lane, self.random, self.delay, self.careless = lane, random.Random(seed), delay, careless
-        self.mark, self.finish = lane.mark, lane.finish
+    def __init__(self, inner: DeviceQueue, seed: int, delay: float, careless: bool):
+        self.inner, self.random, self.delay, self.careless = inner, random.Random(seed), delay, careless
+        self.record, self.synchronize = inner.record, inner.synchronize
 
-    def do(self, work: Callable[[], object]) -> None:
-        self.lane.do(lambda: torch.cuda._sleep(int(1e9 * self.random.random() * self.delay)))
-        self.lane.do(work)
+    def submit(self, work: Callable[[], object]) -> None:
+        self.inner.submit(lambda: torch.cuda._sleep(int(1e9 * self.random.random() * self.delay)))
+        self.inner.submit(work)
 
-    def wait(self, mark: Any) -> None:
+    def wait(self, event: Any) -> None:
         if not self.careless:
-            self.lane.wait(mark)
+            self.inner.wait(event)
 
 
-def slow_lanes(seed: int, device: torch.device, delay: float = 1e-3, careless: str = "") -> DeviceQueues:
-    """Lanes of a device that take random times; the one named `careless` waits for nothing."""
+def slow_queues(seed: int, device: torch.device, delay: float = 1e-3, careless: str = "") -> DeviceQueues:
+    """Queues of a device with random delays; the one named by `careless` ignores waits."""
     if device.type == "cpu":
-        return thread_lanes(seed, delay, careless)
-    lanes = make_queues(device)
+        return thread_queues(seed, delay, careless)
+    queues = make_queues(device)
     made = (
-        SleepyLane(getattr(lanes, n), seed + i, delay, careless == n)
-        for i, n in enumerate(("here", "incoming", "updating", "outgoing"))
+        SleepyQueue(getattr(queues, n), seed + i, delay, careless == n)
+        for i, n in enumerate(("compute", "copy_in", "update", "copy_out"))
     )
     return DeviceQueues(*made)
 
 
-def thread_lanes(seed: int, delay: float = 1e-3, careless: str = "") -> DeviceQueues:
-    """Lanes as threads; the one named `careless` waits for nothing."""
+def thread_queues(seed: int, delay: float = 1e-3, careless: str = "") -> DeviceQueues:
+    """Queues that are threads; the one named by `careless` ignores waits."""
     made = [
-        ThreadLane(seed + i, delay, careless=careless == n) for i, n in enumerate(("incoming", "updating", "outgoing"))
+        ThreadQueue(seed + i, delay, careless=careless == n) for i, n in enumerate(("copy_in", "update", "copy_out"))
     ]
-    return DeviceQueues(Here(careless == "here"), *made)
+    return DeviceQueues(CallerQueue(careless == "compute"), *made)

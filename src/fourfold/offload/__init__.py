@@ -1,1 +1,1 @@
-"""The streamed optimizer and activation offload: what is not needed now waits in host memory."""
+"""Host offload: the streamed optimizer, and activations saved in host memory."""

@@ -1,22 +1,22 @@
-"""Activations that wait on the host: what a forward saves streams out behind it, and back in before its backward needs it.
+"""Activation offload: tensors that the forward saves are copied to the host, and copied back before the backward needs them.
 
     offload = ActivationOffload(device, budget=32 << 30)
     with offload.saving(model.parameters()):
         loss = model(x)
     loss.backward()
 
-Tensors that autograd saves inside `saving` and that have at least `least` bytes become **parcels**: copied to host memory in a
-lane of their own, and dropped from the device once that is done. Parcels of one `saving` key form a stack: when the backward
-opens one, those below it start to come back, `ahead` bytes of them. At most `stash` bytes are on the device still (a forward that
-is faster than the link waits for it), and at most `budget` bytes are on the host; what exceeds it stays on the device. Parameters
-and other tensors that live on anyway are named, and left alone. Values are the same, bit for bit.
+Tensors of at least `least` bytes that autograd saves inside `saving` become **parcels**: they are copied to host memory in a
+separate stream and freed on the device when the copy is done. The parcels of one `saving` key form a stack: when the backward
+unpacks one, up to `ahead` bytes of the parcels below it are prefetched. At most `stash` bytes wait on the device for their copy
+(a forward faster than the link waits), and at most `budget` bytes are on the host; further tensors stay on the device. Tensors in
+`keep`, such as parameters, are not offloaded. The results are bit-identical to those without offload.
 
-What a forward saves last its backward wants first. With `late`, as much as the stash holds is not sent before more comes: as many
-bytes are expected as there were between the two backwards before, so that copies begin with the first parcel, are done with the
-forward, and none is made that nobody needs.
+The backward needs first what the forward saved last. With `late`, the last `stash` bytes of a forward are not sent at all. The
+number of bytes to come is estimated from the previous forward, so copies start with the first parcel, end with the forward, and
+none is made in vain.
 
-Host buffers are kept for the next step. Two bytes move for every byte saved, so a layer's offload is free where its compute
-takes longer than that: for a transformer at 400 TFLOP/s and 55 GB/s, from a width of about 4,000 on.
+Host buffers are reused in the next step. Each saved byte is copied twice, so the offload of a layer is fully overlapped if its
+compute takes longer than these copies: for a transformer at 400 TFLOP/s and 55 GB/s, from a width of about 4,000.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROUND = 1 << 16
 
 
 class Parcel:
-    """One saved tensor: on the device, on its way, or on the host."""
+    """One saved tensor: on the device, being copied, or on the host."""
 
     def __init__(self, offload: ActivationOffload, value: Tensor, buffer: Tensor):
         self.offload, self.value, self.buffer = offload, value, buffer
@@ -47,8 +47,8 @@ class Parcel:
         self.sent = False
         self.out: Any = None
         self.back: Any = None
-        self.leaving = True  # on the device still, only until it is out
-        self.known = True  # whether the caller's lane may use `value`
+        self.leaving = True  # still on the device, until its copy to the host is done
+        self.known = True  # whether the compute queue has waited for `value`
         self.address: Any = None
         self.below: weakref.ref[Parcel] | None = None
 
@@ -65,7 +65,7 @@ class Parcel:
 
 
 class ActivationOffload:
-    """Keeps saved tensors of one device on the host."""
+    """Offloads the saved tensors of one device to the host."""
 
     def __init__(
         self,
@@ -76,33 +76,35 @@ class ActivationOffload:
         ahead: int = 2 << 30,
         stash: int = 2 << 30,
         late: bool | None = None,
-        lanes: DeviceQueues | None = None,
+        queues: DeviceQueues | None = None,
     ):
         check_available(budget, "the budget for activations")
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())  # as tensors name theirs
+            device = torch.device("cuda", torch.cuda.current_device())  # tensors' devices always have an index
         self.device, self.budget, self.least, self.ahead, self.stash = device, budget, least, ahead, stash
-        self.late = device.type == "cuda" if late is None else late  # on a CPU copies are no lane of their own
-        self.lanes = lanes or make_queues(device)
+        self.late = device.type == "cuda" if late is None else late  # on the CPU copies do not run concurrently
+        self.queues = queues or make_queues(device)
         self.taken = 0
-        """Bytes of host memory in use or kept for use."""
+        """Bytes of host memory allocated, in use or pooled."""
         self.moved = 0
-        """Bytes sent to the host so far."""
+        """Bytes copied to the host so far."""
         self._pool: dict[int, list[tuple[Tensor, Any]]] = {}
-        self._put = self._expected = 0  # bytes since the last backward, and before it
-        self._gone_back = False
+        self._put = self._expected = 0  # bytes saved by the current forward, and by the previous one
+        self._gone_back = False  # whether a backward has begun since the last `put`
         self._waiting: deque[weakref.ref[Parcel]] = deque()
         self._waiting_bytes = 0
         self._leaving: deque[weakref.ref[Parcel]] = deque()
         self._leaving_bytes = 0
         self._top: dict[Hashable, weakref.ref[Parcel]] = {}
-        self._same: dict[Any, weakref.ref[Parcel]] = {}  # what is leaving, by address
+        self._same: dict[
+            Any, weakref.ref[Parcel]
+        ] = {}  # parcels still on the device, by address: a tensor is sent once
 
     # ---- for autograd ----
 
     @contextmanager
     def saving(self, keep: Iterable[Tensor] = (), key: Hashable = None) -> Iterator[None]:
-        """Send what autograd saves in here to the host, but for `keep`; parcels of one `key` come back as one stack."""
+        """Offload the tensors that autograd saves in this context, except `keep`; parcels of one `key` form one stack."""
         kept = {t.untyped_storage().data_ptr() for t in keep}
 
         def pack(t: Tensor) -> Tensor | Parcel:
@@ -114,7 +116,7 @@ class ActivationOffload:
             yield
 
     def put(self, t: Tensor, key: Hashable = None) -> Tensor | Parcel:
-        """Send a tensor to the host; the tensor itself where the budget is spent or it is of no plain kind."""
+        """Offload a tensor. Returns the tensor itself if the budget is used up or it is not a plain strided tensor."""
         if type(t) not in (Tensor, torch.nn.Parameter) or t.layout != torch.strided:
             return t
         address = t.data_ptr(), t.size(), t.stride(), t.dtype, t._version
@@ -139,13 +141,13 @@ class ActivationOffload:
         return parcel
 
     def get(self, packed: Tensor | Parcel) -> Tensor:
-        """The tensor again, on the device; those below it in its stack start to come back."""
+        """The tensor on the device; prefetches the parcels below it in its stack."""
         if not isinstance(packed, Parcel):
             return packed
         self._gone_back = True
         self._fetch(packed)
         if not packed.known:
-            self.lanes.here.wait(packed.back)
+            self.queues.compute.wait(packed.back)
             packed.known = True
         coming, below = 0, packed.below
         while coming < self.ahead and below is not None and (parcel := below()) is not None:
@@ -157,7 +159,7 @@ class ActivationOffload:
     # ---- between device and host ----
 
     def _make_room(self) -> None:
-        """Send what need not wait for others to come, and let go of what exceeds the stash."""
+        """Send parcels that need not be held back, and free the device memory beyond the stash."""
         for queue in (self._waiting, self._leaving):
             while queue and queue[0]() is None:
                 queue.popleft()
@@ -172,10 +174,10 @@ class ActivationOffload:
                 oldest.value = None  # type: ignore[assignment]
 
     def _send(self, parcel: Parcel) -> None:
-        lanes, host, flat = self.lanes, parcel.host, _flat(parcel.value)
-        lanes.outgoing.wait(lanes.here.mark())
-        lanes.outgoing.do(lambda: host.copy_(flat, non_blocking=True))
-        parcel.sent, parcel.out = True, lanes.outgoing.mark()
+        queues, host, flat = self.queues, parcel.host, _flat(parcel.value)
+        queues.copy_out.wait(queues.compute.record())
+        queues.copy_out.submit(lambda: host.copy_(flat, non_blocking=True))
+        parcel.sent, parcel.out = True, queues.copy_out.record()
         self.moved += parcel.bytes
         self._waiting_bytes -= parcel.bytes
         self._leaving.append(weakref.ref(parcel))
@@ -184,39 +186,39 @@ class ActivationOffload:
     def _fetch(self, parcel: Parcel) -> None:
         if parcel.value is not None:
             return
-        lanes = self.lanes
+        queues = self.queues
         parcel.value = value = torch.empty_strided(parcel.size, parcel.stride, dtype=parcel.dtype, device=self.device)
-        lanes.incoming.wait(lanes.here.mark())  # the memory was another tensor's
-        lanes.incoming.wait(parcel.out)
+        queues.copy_in.wait(queues.compute.record())  # the allocator may have reused memory of another tensor
+        queues.copy_in.wait(parcel.out)
         host, flat = parcel.host, _flat(value)
-        lanes.incoming.do(lambda: flat.copy_(host, non_blocking=True))
-        parcel.back, parcel.known = lanes.incoming.mark(), False
+        queues.copy_in.submit(lambda: flat.copy_(host, non_blocking=True))
+        parcel.back, parcel.known = queues.copy_in.record(), False
 
     def _leave(self, parcel: Parcel) -> None:
-        """A parcel's memory on the device is about to be given back: what reuses it runs after the copy."""
-        self.lanes.here.wait(parcel.out)
+        """Called before a parcel's device memory is freed: whatever reuses the memory runs after the copy."""
+        self.queues.compute.wait(parcel.out)
         self._leaving_bytes -= parcel.bytes
         self._same.pop(parcel.address, None)
         parcel.leaving = False
 
     def _take_back(self, parcel: Parcel) -> None:
-        """Nobody needs a parcel any more: its host buffer is free once the last copy from or to it is done."""
+        """Called when a parcel is deleted: return its host buffer to the pool, with the event of its last copy."""
         if not parcel.sent:
             self._waiting_bytes -= parcel.bytes
             self._same.pop(parcel.address, None)
         elif parcel.leaving:
             self._leave(parcel)
         if not parcel.known:
-            self.lanes.here.wait(parcel.back)
+            self.queues.compute.wait(parcel.back)
         self._pool.setdefault(parcel.buffer.numel(), []).append((parcel.buffer, parcel.back or parcel.out))
 
     def _buffer(self, size: int) -> Tensor | None:
-        """A host buffer, or None when the budget is spent."""
+        """A host buffer, or None when the budget is used up."""
         size = -(-size // _ROUND) * _ROUND
         if self._pool.get(size):
             buffer, free = self._pool[size].pop()
             if free is not None:
-                self.lanes.outgoing.wait(free)
+                self.queues.copy_out.wait(free)
             return buffer
         if self.taken + size > self.budget:
             return None
@@ -225,7 +227,7 @@ class ActivationOffload:
 
 
 def _dense(t: Tensor) -> Tensor:
-    """The tensor, or a copy without gaps in the same order of dims."""
+    """The tensor, or a copy without gaps and with the same order of dims."""
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     if span == t.numel() == t.untyped_storage().nbytes() // t.itemsize:
         return t

@@ -1,19 +1,19 @@
-"""StreamedAdamW: torch's AdamW, bit for bit, with its state in host memory. A `torch.optim.Optimizer` for any loop.
+"""StreamedAdamW: bit-identical to torch's AdamW, with its state in host memory. A `torch.optim.Optimizer` for any loop.
 
     optimizer = StreamedAdamW(model.parameters(), lr=3e-4, clip=1.0, overlap=model)
 
-Weights and gradients stay on the device, 4 bytes for a bf16 parameter; master weights and moments (10 bytes) live on the host
-and pass through the device in buckets (offload/streamer.py). The result is that of `torch.optim.AdamW(fused=True)` on an
-fp32 master of the weights.
+Weights and gradients stay on the device (4 bytes per bf16 parameter); master weights and moments (10 bytes) are on the host and
+are copied through the device in buckets (offload/streamer.py). The result equals that of `torch.optim.AdamW(fused=True)` on an
+fp32 master copy of the weights.
 
-Without `overlap` the current stream waits in `step()` for all updates. With `overlap=model` it does not: each layer of the
-model waits for its own weights before its next forward, so updates and copies run beside it. With clipping or the guard an
-update needs the norm of all gradients, so it starts in `step()`; without them it starts as soon as a gradient is there, in a
-backward that is run under `with optimizer.last_backward():`.
+Without `overlap`, the current stream waits in `step()` for all updates. With `overlap=model`, each layer of the model waits for
+its own weights before its next forward, so updates and copies overlap with compute. With clipping or the guard, updates need the
+norm of all gradients and start in `step()`; otherwise each starts as soon as its gradient is complete, in a backward that is run
+under `with optimizer.last_backward():`.
 
 [Note: reading weights elsewhere]
-A forward of the model, `model.state_dict()` and `optimizer.state_dict()` wait by themselves. Before anything else that reads
-weights (an exponential average, a forward of a part of the model that is called from outside it), call `optimizer.wait()`.
+The model's forward, `model.state_dict()` and `optimizer.state_dict()` wait for pending updates. Call `optimizer.wait()` before
+any other code that reads weights (a moving average of the weights, a direct forward of a submodule).
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ _TYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class StreamedAdamW(torch.optim.Optimizer):
-    """AdamW with state on the host; see the module.
+    """AdamW with its state on the host; see the module docstring.
 
-    clip          longest gradient, 2-norm over all parameters (0: no clipping); the norm stays on the device, as `norm`
-    guard         leave a step out whole where a gradient is not finite
-    moments       torch.bfloat16 stores the moments in half the bytes (no longer exact)
-    placement     "host", "device", or "auto": as much state on the device as fits in `device_bytes`, the first parameters
-                  first (default: half of what is free on the device when the optimizer is made)
-    bucket        elements updated at once
-    ring          buckets on the device at once; `staging` bytes lengthen it, for state that waits there for the norm
-    host_bytes    host memory that may be used (default: what is available)
+    clip          maximum gradient norm, over all parameters (0: no clipping); the norm is in `norm`, on the device
+    guard         skip the whole step if a gradient is not finite
+    moments       torch.bfloat16 stores the moments in half the bytes (no longer bit-identical)
+    placement     "host", "device", or "auto": as much state on the device as fits in `device_bytes`, first parameters first
+                  (default: half of the free device memory when the optimizer is created)
+    bucket        elements per bucket
+    ring          number of buckets on the device at once; `staging` bytes enlarge it, for state prefetched before the norm
+                  is known
+    host_bytes    limit on host memory (default: what is available)
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class StreamedAdamW(torch.optim.Optimizer):
         ring: int = 4,
         staging: int = 0,
         host_bytes: int | None = None,
-        lanes: DeviceQueues | None = None,
+        queues: DeviceQueues | None = None,
     ):
         if clip < 0:
             raise ConfigError(f"clip = {clip} must not be negative; 0 is no clipping")
         if moments not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"moments = {moments}: they are stored as torch.float32 or torch.bfloat16")
-        # the settings of torch's AdamW, so that its state dict and ours are exchanged as they are
+        # the same keys as torch's AdamW, so that state dicts can be exchanged
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -89,7 +90,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.clip, self.guard, self.norm = clip, guard, torch.zeros(())
         self._model, self._early, self._begun = overlap, False, False
         self._options: dict[str, Any] = {"bucket": bucket, "ring": ring, "staging": staging, "host_bytes": host_bytes}
-        self._options |= {"moments": None if moments == torch.float32 else moments, "lanes": lanes}
+        self._options |= {"moments": None if moments == torch.float32 else moments, "queues": queues}
         self._placement, self._device_bytes = placement, device_bytes
         self._blocks: dict[Tensor, WeightBlock] = {}
         self._hooks: list[Any] = []
@@ -100,7 +101,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     # ---- assembly ----
 
     def _build(self) -> None:
-        """Blocks, streamer and hooks for the groups as they are."""
+        """Create blocks, streamer and hooks for the current parameter groups."""
         settings = {p: g for g in self.param_groups for p in g["params"] if p.requires_grad}
         order = list(settings)
         if self._model is not None:
@@ -154,7 +155,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         return bool(self.clip) or self.guard
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; the state of the others is kept."""
+        """Add a parameter group; the state of the other groups is kept."""
         before = self.state_dict()["state"] if self._blocks else {}
         super().add_param_group(param_group)
         if self._blocks:
@@ -172,7 +173,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Around the last backward before `step()`: updates may start in it. Gradients must not be changed afterwards."""
+        """Context for the last backward before `step()`: updates may start in it, so gradients must not change afterwards."""
         self._early = self._model is not None and not self._waits_for_norm
         try:
             yield
@@ -190,18 +191,18 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.streamer.ready(block)
 
     def wait(self) -> None:
-        """What the current stream does next may use all weights."""
+        """Make the current stream wait for all pending updates."""
         self.streamer.wait_all()
 
-    def _settle(self) -> None:
-        """After a step: wait here for the blocks of layers that no forward will wait for."""
+    def _wait_unhooked(self) -> None:
+        """After a step, wait for the blocks that no layer's forward hook will wait for."""
         if self._model is None:
             self.wait()
             return
         for block in self._outside:
             self.streamer.wait(block)
         for layer in self._layers:
-            if layer not in self._called:  # its weights are used by a module around it: that one waits
+            if layer not in self._called:  # its weights are used by an enclosing module, whose hook waits instead
                 if layer is not self._model and self._model in self._called:
                     self._layers[self._model] += self._layers[layer]
                     self._layers[layer] = []
@@ -217,7 +218,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update from the gradients. Returns before it is done; nothing waits on the host."""
+        """Submit one update. Returns before it is done; never blocks the host."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -234,11 +235,11 @@ class StreamedAdamW(torch.optim.Optimizer):
             skip = 1 - self.norm.isfinite().float() if self.guard else None
         self.streamer.step(factor, skip)
         self._begun = False
-        self._settle()
+        self._wait_unhooked()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients (their memory is kept until the update has read them), or set them to zero after it."""
+        """Drop the gradients (kept alive until the update has read them), or zero them after the update."""
         if not set_to_none:
             self.wait()
         super().zero_grad(set_to_none)
@@ -247,7 +248,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As that of `torch.optim.AdamW`; parameters of type bf16 have their fp32 `master` beside the moments."""
+        """The state dict of `torch.optim.AdamW`; bf16 parameters also have their fp32 `master`."""
         self.streamer.finish()
         out = super().state_dict()
         params = [p for g in self.param_groups for p in g["params"]]
@@ -259,7 +260,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:
-        """A copy of what is updated for a parameter: fp32 for bf16 weights, on the host; else the weights themselves."""
+        """A copy of a parameter's master weights: fp32 for bf16 weights; otherwise a copy of the weights."""
         block = self._blocks[p]
         self.streamer.finish()
         if "low" not in block.region.kinds:
@@ -271,13 +272,13 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of this optimizer or of `torch.optim.AdamW`.
+        """Load the state of this optimizer or of `torch.optim.AdamW`.
 
-        The weights of a bf16 parameter are set from its `master`; without one, they are taken to be their own master.
+        The weights of a bf16 parameter are set from its `master`; without one, the bf16 weights become the master.
         """
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError("loaded state dict has other parameter groups than the optimizer")
+            raise ValueError("the parameter groups of the loaded state dict do not match the optimizer's")
         if any(g.get("amsgrad") for g in saved):
             raise ConfigError("the loaded state has amsgrad = True; StreamedAdamW has no amsgrad")
         self.streamer.finish()
@@ -309,14 +310,15 @@ class StreamedAdamW(torch.optim.Optimizer):
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, for a hook: autograd hides its hooks from the garbage collector, so none may keep the optimizer alive."""
+    """A weak reference to a method, callable as a hook: autograd's hooks are invisible to the garbage collector, so a strong
+    reference would keep the optimizer alive."""
     found = weakref.WeakMethod(method)
 
     @torch.compiler.disable
     def call(*args: Any) -> None:
-        there = found()
-        if there is not None:
-            there(*args)
+        target = found()
+        if target is not None:
+            target(*args)
 
     return call
 
@@ -328,7 +330,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def room_on_device(device: torch.device) -> int:
-    """Bytes for state on a device when nobody says: half of what is free; gradients and activations need the rest."""
+    """Default bytes for optimizer state on a device: half of the free memory, to leave room for gradients and activations."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     return free // 2
 
@@ -344,19 +346,19 @@ def _local(p: Tensor) -> Tensor:
 
 
 def _flat(t: Tensor, like: Tensor | None = None) -> Tensor:
-    """The elements of `t` in the order of memory of `like` (default: its own)."""
+    """The elements of `t` in the memory order of `like` (default: its own)."""
     like = t if like is None else like
     if t.stride() != like.stride():
         t = torch.empty_like(like, dtype=t.dtype, device=t.device).copy_(t)
     if t.numel() and 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) != t.numel():
         raise ConfigError(
-            "a parameter with gaps or overlaps in memory; use parameter.data = parameter.data.contiguous()"
+            "a parameter has gaps or overlaps in memory; set parameter.data = parameter.data.contiguous()"
         )
     return t.as_strided((t.numel(),), (1,))
 
 
 def _shaped(flat: Tensor, p: Tensor) -> Tensor:
-    """A flat tensor as a parameter: its shape, its strides, and its shards."""
+    """View a flat tensor with a parameter's shape, strides and DTensor placements."""
     local = _local(p)
     view = flat.as_strided(local.size(), local.stride(), flat.storage_offset())
     if not isinstance(p, DTensor):
@@ -373,7 +375,7 @@ def _flat_grad(p: Tensor) -> Tensor | None:
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    """2-norm of all gradients, summed in fp32 at least; as `clip_grad_norm_` of their fp32 copies."""
+    """2-norm of all gradients, accumulated in at least fp32: equals `clip_grad_norm_` of fp32 copies."""
     if any(isinstance(g, DTensor) for g in grads):
         total = torch.nn.utils.get_total_norm([g.float() if g.dtype == torch.bfloat16 else g for g in grads])
         return total.full_tensor() if isinstance(total, DTensor) else total
@@ -383,7 +385,7 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that wait for their weights as one: children of the model, and of lists of modules in it."""
+    """The modules whose forward hooks wait for their weights: the model's children, module lists expanded."""
     out: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):

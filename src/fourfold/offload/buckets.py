@@ -1,16 +1,16 @@
-"""What the streamed optimizer moves: blocks of weights, regions of state, and buckets that cut them.
+"""Data structures of the streamed optimizer: weight blocks, state regions, and buckets.
 
-A **block** is a flat tensor of weights with its gradient, and the **parts** of it that are parameters. The state of all
-blocks that live in one place and have one type is a **region**: one array per kind of state, a block after another, each from
-a multiple of 64 elements on.
+A **weight block** is a flat tensor of weights with its gradient; its `parts` are the ranges that are parameters. A **state
+region** holds the optimizer state of all blocks with the same weight dtype and home (device or host): one array per kind of
+state, blocks one after another, each starting at a multiple of 64 elements.
 
-    type of the weights   state per element
-    bf16                  low 16 bits of the fp32 master (offload/split.py), two moments        2 + 2 m bytes, m = 4 (fp32) or 2
-    fp32, fp64            two moments; the weight is the master                                  2 m bytes
+    weight dtype   state per element
+    bf16           low 16 bits of the fp32 master (offload/split.py), two moments        2 + 2 m bytes, m = 4 (fp32) or 2
+    fp32, fp64     two moments; the weight is the master                                  2 m bytes
 
-A **bucket** is a range of a region, so that a parameter is cut at multiples of 64 elements only, and each cut of a parameter
-is a tensor of its own in the fused kernel. (One flat tensor would do for speed, but a vector kernel treats the tail of a
-tensor apart: a moved tail changes bits.)
+A **bucket** is a range of a region that is copied and updated at once. Bucket boundaries cut parameters at multiples of 64
+elements, and each cut is passed to the fused kernel as a separate tensor. (A single flat tensor would be as fast, but
+vectorised kernels compute the tail of a tensor with other instructions, so a shifted tail would change bits.)
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ALIGN = 64
 
 @dataclass(eq=False, repr=False)
 class WeightBlock:
-    """Weights [n] that are placed together; `parts` are (start, stop, settings) of parameters in it, in order.
+    """Weights [n] with one home; `parts` are the (start, stop, settings) of its parameters, in order.
 
-    `settings` are those of a torch parameter group. `step` counts updates, on the device.
+    `settings` is a torch parameter group. `step` is the number of updates, a tensor on the device.
     """
 
     value: Tensor
     parts: list[tuple[int, int, dict[str, Any]]]
     step: Tensor
     grad: Tensor | None = None
-    """Flat gradient of the step under way; None: this block is left alone."""
+    """Flat gradient of the current step; None: this block is not updated."""
     region: StateRegion = field(init=False)
     start: int = field(init=False)
     buckets: list[Bucket] = field(init=False, default_factory=list)
@@ -50,13 +50,13 @@ class WeightBlock:
         return -(-self.value.numel() // ALIGN) * ALIGN
 
     def state(self) -> dict[str, Tensor]:
-        """Views of this block's state, where it lives. The host must have called `Streamer.finish`."""
+        """Views of this block's state in its region. Call `Streamer.finish` first."""
         return {kind: flat[self.start : self.start + self.value.numel()] for kind, flat in self.region.state.items()}
 
 
 @dataclass(eq=False, repr=False)
 class StateRegion:
-    """State of blocks with one type of weights, in one place."""
+    """Optimizer state of the blocks with one weight dtype and one home."""
 
     weights: torch.dtype
     home: Literal["device", "host"]
@@ -77,7 +77,7 @@ class StateRegion:
         return torch.float32 if self.weights == torch.bfloat16 else self.weights
 
     def arrays(self, memory: Tensor, elements: int) -> dict[str, Tensor]:
-        """The kinds of state of `elements` elements, one after another in a byte buffer."""
+        """Views of a byte buffer as the state arrays of `elements` elements, one kind after another."""
         out, at = {}, 0
         for kind, dtype in self.kinds.items():
             size = elements * dtype.itemsize
@@ -88,7 +88,7 @@ class StateRegion:
 
 @dataclass(frozen=True, repr=False)
 class Cut:
-    """Elements [start, stop) of a block, all of one parameter, at element `at` of their bucket."""
+    """Elements [start, stop) of a block, all of one parameter; they start at element `at` of the bucket."""
 
     block: WeightBlock
     settings: dict[str, Any]
@@ -99,13 +99,13 @@ class Cut:
 
 @dataclass(eq=False, repr=False)
 class Bucket:
-    """Elements [start, stop) of a region, and where they are now."""
+    """Elements [start, stop) of a region, with the events of their copies and update."""
 
     region: StateRegion
     start: int
     stop: int
     first: int
-    """Index of its first block, for the order."""
+    """Index of its first block; buckets are sorted by it."""
     cuts: list[Cut] = field(default_factory=list)
     blocks: list[WeightBlock] = field(default_factory=list)
     slot: Tensor | None = None
@@ -113,9 +113,9 @@ class Bucket:
     updated: Any = None
     written: Any = None
     pending: bool = False
-    """Updated in its lane; the caller's lane has not waited for it yet."""
+    """Whether an update was submitted that the compute queue has not waited for."""
     held: list[Tensor] = field(default_factory=list)
-    """Gradients in use until then."""
+    """Tensors that a pending update reads, kept alive until it is done."""
 
     @property
     def elements(self) -> int:
@@ -130,7 +130,7 @@ class Bucket:
 
 
 def place(blocks: Sequence[WeightBlock], moments: torch.dtype | None, room: int) -> list[StateRegion]:
-    """Give every block its place in a region: the device for the first that fit in `room` bytes, else the host."""
+    """Assign every block to a region: on the device while `room` bytes last, first blocks first, then on the host."""
     regions: dict[tuple[torch.dtype, str], StateRegion] = {}
     for block in blocks:
         dtype = block.value.dtype
@@ -148,7 +148,7 @@ def place(blocks: Sequence[WeightBlock], moments: torch.dtype | None, room: int)
 
 
 def allocate(region: StateRegion, device: torch.device) -> None:
-    """Zeroed arrays, each in memory of its own: what is registered with CUDA in one call can be copied in one."""
+    """Allocate a region's zeroed arrays. Each has its own memory: memory registered with CUDA in one call is copied in one."""
     for kind, dtype in region.kinds.items():
         size = region.elements * dtype.itemsize
         if region.home == "host":
@@ -159,7 +159,7 @@ def allocate(region: StateRegion, device: torch.device) -> None:
 
 
 def cut_region(region: StateRegion, blocks: Sequence[WeightBlock], size: int) -> list[Bucket]:
-    """A region's buckets, `size` elements each."""
+    """Cut a region into buckets of `size` elements."""
     buckets = [
         Bucket(region, start, min(start + size, region.elements), len(blocks))
         for start in range(0, region.elements, size)

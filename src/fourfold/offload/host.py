@@ -1,8 +1,7 @@
-"""Host memory that devices copy from and to at full speed.
+"""Pinned host memory, for copies between host and device at full speed.
 
-A region is mapped with huge pages where the system has them, touched by all threads, and registered with CUDA. Nothing is
-rounded up: `pin_memory=True` would take the next power of two. What is asked for is compared with what the host has left
-before anything is mapped.
+Memory is mapped with huge pages where available, touched by all threads, and registered with CUDA. Its size is not rounded up
+(`pin_memory=True` rounds up to a power of two). Requests are compared with the available host memory before anything is mapped.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["available_bytes", "check_available", "host_memory"]
 
 
 def available_bytes() -> int:
-    """Bytes that this host can still give to processes: of the machine, or of the control group where that is less."""
+    """Available host memory in bytes: of the machine, or of the cgroup if that is less."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -38,17 +37,17 @@ def available_bytes() -> int:
 
 
 def check_available(needed: int, what: str, limit: int | None = None) -> None:
-    """Raise HostMemoryError unless `needed` bytes are there; `limit` stands in for what the host says it has."""
-    there = available_bytes() if limit is None else limit
-    if needed > there:
+    """Raise HostMemoryError unless `needed` bytes are available; `limit` replaces the measured available memory."""
+    available = available_bytes() if limit is None else limit
+    if needed > available:
         raise HostMemoryError(
-            f"{what} needs {format_bytes(needed)} of host memory, but {format_bytes(there)} are available; keep at least "
-            f"{format_bytes(needed - there)} of it on the device (optimizer = 'auto'), or store moments as bf16"
+            f"{what} needs {format_bytes(needed)} of host memory, but {format_bytes(available)} are available; keep at "
+            f"least {format_bytes(needed - available)} of it on the device (optimizer = 'auto'), or store moments as bf16"
         )
 
 
 def host_memory(size: int, device: torch.device) -> Tensor:
-    """`size` bytes of zeros [size] uint8, registered for copies with `device`; given back with the tensor."""
+    """A zeroed uint8 tensor [size] in memory registered for copies with `device`; freed with the tensor."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

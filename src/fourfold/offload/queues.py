@@ -1,11 +1,11 @@
-"""Lanes: queues of device work that run beside each other, ordered by marks.
+"""Queues of device work that run concurrently, ordered by events.
 
-    do(work)     append work
-    mark()       a mark behind everything appended so far
-    wait(mark)   what is appended from now on runs after the mark
+    submit(work)    append work
+    record()        an event after everything appended so far
+    wait(event)     work appended from now on runs after the event
 
-On CUDA a lane is a stream and a mark is an event: none of these waits on the host. On the CPU work runs when it is given, so
-everything is in order by itself; tests give lanes that are threads, where a forgotten `wait` shows.
+On CUDA a queue is a stream and these calls never block the host. On the CPU work runs when it is submitted, so everything
+happens in order. Tests use queues that are threads, where a missing `wait` is found.
 """
 
 from __future__ import annotations
@@ -22,85 +22,85 @@ __all__ = ["DeviceQueue", "DeviceQueues", "make_queues"]
 class DeviceQueue(Protocol):
     """One queue of work."""
 
-    def do(self, work: Callable[[], object]) -> None: ...
-    def mark(self) -> Any: ...
-    def wait(self, mark: Any) -> None: ...
-    def finish(self) -> None:
-        """Wait, on the host, until all work is done."""
+    def submit(self, work: Callable[[], object]) -> None: ...
+    def record(self) -> Any: ...
+    def wait(self, event: Any) -> None: ...
+    def synchronize(self) -> None:
+        """Block the host until all work is done."""
 
 
 @dataclass(frozen=True)
 class DeviceQueues:
-    """`here` is where the caller computes; the others copy in, update and copy out."""
+    """The queue in which the caller computes, and one each for host-to-device copies, updates and device-to-host copies."""
 
-    here: DeviceQueue
-    incoming: DeviceQueue
-    updating: DeviceQueue
-    outgoing: DeviceQueue
+    compute: DeviceQueue
+    copy_in: DeviceQueue
+    update: DeviceQueue
+    copy_out: DeviceQueue
 
-    def finish(self) -> None:
-        """Wait, on the host, until the three are done."""
-        for lane in (self.incoming, self.updating, self.outgoing):
-            lane.finish()
+    def synchronize(self) -> None:
+        """Block the host until copies and updates are done."""
+        for queue in (self.copy_in, self.update, self.copy_out):
+            queue.synchronize()
 
 
 class _Inline:
-    """Work is done when it is given."""
+    """Runs work when it is submitted."""
 
-    def do(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         work()
 
-    def mark(self) -> None:
+    def record(self) -> None:
         return None
 
-    def wait(self, mark: None) -> None:
+    def wait(self, event: None) -> None:
         pass
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
 class _Stream:
-    """A CUDA stream of its own."""
+    """A separate CUDA stream."""
 
     def __init__(self, device: torch.device, priority: int = 0):
         self.stream = torch.cuda.Stream(device, priority=priority)
 
-    def do(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self.stream):
             work()
 
-    def mark(self) -> torch.cuda.Event:
+    def record(self) -> torch.cuda.Event:
         return self.stream.record_event()
 
-    def wait(self, mark: torch.cuda.Event) -> None:
-        self.stream.wait_event(mark)
+    def wait(self, event: torch.cuda.Event) -> None:
+        self.stream.wait_event(event)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         self.stream.synchronize()
 
 
 class _Current:
-    """Whatever CUDA stream is current."""
+    """The current CUDA stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
-    def do(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         work()
 
-    def mark(self) -> torch.cuda.Event:
+    def record(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def wait(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(mark)
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
 
 def make_queues(device: torch.device) -> DeviceQueues:
-    """The lanes of a device. Updates have priority over the model's kernels: layers wait for them."""
+    """The queues of a device. Updates have a higher stream priority than the model's kernels, since layers wait for them."""
     if device.type == "cpu":
         return DeviceQueues(_Inline(), _Inline(), _Inline(), _Inline())
     return DeviceQueues(_Current(device), _Stream(device), _Stream(device, priority=-1), _Stream(device))

@@ -1,22 +1,22 @@
 """The engine of the streamed optimizer: AdamW on the device, bucket by bucket (offload/buckets.py), with its state on the host.
 
-Buckets of the host pass through a ring of slots on the device, in three lanes:
+Buckets pass through a ring of slots on the device, in three queues:
 
-    incoming   host -> slot       when the slot's last write-back and this bucket's last write-back are done
-    updating   AdamW              when the bucket is in, its gradients are final and, if it matters, the norm is known
-    outgoing   slot -> host       when it is updated
+    copy_in    host -> slot       after the slot's and this bucket's previous write-backs
+    update     AdamW              after the copy, when the gradients are final and (with clipping or the guard) the norm is known
+    copy_out   slot -> host       after the update
 
-The next buckets come in as soon as slots are free, also for the next step: so the link is busy through forward and backward,
-and as much as the ring holds is there when the norm is known. Staging is nothing but a longer ring. Nothing in a step waits on
-the host or allocates on the device. A caller that computes with a bucket's weights calls `wait` first.
+Buckets are prefetched as soon as slots are free, also for the next step: the link is busy during forward and backward, and a
+full ring is on the device when the norm is known. `staging` just makes the ring longer. A step never blocks the host and never
+allocates on the device. Code that uses a bucket's weights calls `wait` first.
 
-Device bytes, for n elements in a bucket and r slots: r · (state of n) + scratch of n · (4 for gradients, + 4 for bf16 weights,
-+ 8 for bf16 moments); no scratch where a kernel does it all (bf16 weights on CUDA).
+Device bytes, for n elements in a bucket and r slots: r · (state of n) + workspace of n · (4 for gradients, + 4 for bf16 weights,
++ 8 for bf16 moments); no workspace where one kernel does the whole update (bf16 weights on CUDA).
 
 [Note: updates in the backward]
-Where no update waits for the norm, each starts when its gradient is there, the last layer's first. A link that is a little too
-slow for that falls behind, and ends with the first layers, which the next forward needs at once. So some of the later
-layers' buckets are put off: they are updated when the backward is over, in the order of the forward, which gets to them later.
+If no update waits for the norm, each starts when its gradient is complete, from the last layer to the first. A link slightly too
+slow for that falls behind and finishes with the first layers, which the next forward needs first. So some buckets of the later
+layers are deferred: they are updated after the backward, in forward order, since the forward reaches them later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
 class Streamer:
-    """Blocks in the order in which a forward uses them, their state, and the ring it passes through."""
+    """Updates weight blocks (given in forward order) with state that is streamed through a ring of slots."""
 
     def __init__(
         self,
@@ -54,13 +54,21 @@ class Streamer:
         device_bytes: int = 0,
         host_bytes: int | None = None,
         backwards: bool = False,
-        lanes: DeviceQueues | None = None,
+        queues: DeviceQueues | None = None,
     ):
-        """`moments`: their type (default: the master's). `bucket`: elements. `staging`: bytes that the ring may have beyond
-        `ring` slots' worth. `device_bytes`: for state that stays on the device, first blocks first. `backwards`: updates
-        are expected from the last block to the first."""
+        """Allocate the state, the ring and the workspace.
+
+        Args:
+            moments: dtype of the moments; default: the master's.
+            bucket: elements per bucket.
+            ring: slots of the ring.
+            staging: bytes of the ring, if that is more than `ring` slots.
+            device_bytes: bytes of state that stays on the device, first blocks first.
+            host_bytes: limit on host memory; default: what is available.
+            backwards: whether updates are expected from the last block to the first.
+        """
         self.device, self.blocks = blocks[0].value.device, list(blocks)
-        self.lanes = lanes or make_queues(self.device)
+        self.queues = queues or make_queues(self.device)
         self.size = max(ALIGN, bucket // ALIGN * ALIGN)
         self.regions = place(self.blocks, moments, device_bytes)
         streamed = sum(r.bytes for r in self.regions if r.home == "host")
@@ -75,10 +83,10 @@ class Streamer:
         self._make_ring(ring, staging)
         self._make_scratch()
         self._order = self.buckets[::-1] if backwards else list(self.buckets)
-        self._queue: deque[Bucket] = deque()  # to come in next
-        self._todo: deque[Bucket] = deque()  # of the step under way, in order
+        self._prefetch: deque[Bucket] = deque()  # buckets to copy in next
+        self._todo: deque[Bucket] = deque()  # buckets not yet updated in this step, in the expected order
         self._ready: set[WeightBlock] = set()
-        self._seen: dict[Bucket, None] = {}  # in the order in which they became ready
+        self._seen: dict[Bucket, None] = {}  # buckets in the order in which they became ready
         self._stepped: set[WeightBlock] = set()
         self._factor: Tensor | None = None
         self._skip: Tensor | None = None
@@ -95,7 +103,7 @@ class Streamer:
         self.ring_bytes = slots * size
 
     def _make_scratch(self) -> None:
-        """Fp32 (or wider) room for what the kernel reads and writes and is stored narrower."""
+        """Allocate fp32 (or fp64) workspace for values that are stored in a narrower type."""
         names: dict[str, int] = {}
         for region in self.regions:
             if self._in_one_pass(region.kinds):
@@ -110,12 +118,12 @@ class Streamer:
         self.scratch_bytes = sum(names.values())
 
     def _in_one_pass(self, kinds: Container[str]) -> bool:
-        """Whether a kernel makes the whole update of a bucket with these kinds of state."""
+        """Whether one kernel does the whole update of a bucket with these kinds of state."""
         return "low" in kinds and have_kernels(self.blocks[0].value)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes held on the device: state that lives there, the ring, scratch."""
+        """Bytes on the device: resident state, ring, workspace."""
         return sum(r.bytes for r in self.regions if r.home == "device") + self.ring_bytes + self.scratch_bytes
 
     @property
@@ -125,7 +133,7 @@ class Streamer:
     # ---- a step ----
 
     def begin(self) -> None:
-        """A step begins: gradients come in by `ready`, or all are there when `step` is called."""
+        """Begin a step. Gradients are reported by `ready`, or are complete when `step` is called."""
         self._todo = deque(self._order)
         self._ready.clear()
         self._seen.clear()
@@ -133,13 +141,13 @@ class Streamer:
         self._factor = self._skip = None
 
     def ready(self, block: WeightBlock, after: DeviceQueue | None = None) -> None:
-        """The block's gradient is final, and the update waits for nothing else: start what can be started.
+        """Report that a block's gradient is final, and submit the updates that can start.
 
-        Buckets are updated in the order that is expected; what is out of order waits for its turn, or for `step`, and
-        is expected where it came from then on. The gradient was written in lane `after` (default: the caller's).
+        Buckets are updated in the order of the previous step; a bucket that is ready out of order waits for its turn or
+        for `step`. `after` is the queue that wrote the gradient (default: the compute queue).
         """
         self._ready.add(block)
-        self.lanes.updating.wait((after or self.lanes.here).mark())
+        self.queues.update.wait((after or self.queues.compute).record())
         for bucket in block.buckets:
             if all(b in self._ready for b in bucket.blocks):
                 self._seen[bucket] = None
@@ -147,29 +155,29 @@ class Streamer:
             self._update(self._todo.popleft())
 
     def step(self, factor: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Update every block that has a gradient and was not updated since `begin`; then let the next step's state come in.
+        """Update every block that has a gradient and was not updated since `begin`; then prefetch for the next step.
 
-        Gradients are multiplied by `factor`, and nothing changes where `skip` is 1: both are numbers on the device.
+        Gradients are multiplied by `factor`; if `skip` is 1, nothing changes. Both are scalar tensors on the device.
         """
         self._factor, self._skip = factor, skip
-        self.lanes.updating.wait(self.lanes.here.mark())
+        self.queues.update.wait(self.queues.compute.record())
         while self._todo:
             self._update(self._todo.popleft())
         if self._seen:
-            self._order = _put_off([*self._seen, *(b for b in self._order if b not in self._seen)])
+            self._order = _defer([*self._seen, *(b for b in self._order if b not in self._seen)])
         for block in self.blocks:
             block.grad = None
-        self._queue = deque(b for b in self._order if b.streamed and b.slot is None)
+        self._prefetch = deque(b for b in self._order if b.streamed and b.slot is None)
         self._fill()
 
     def wait(self, block: WeightBlock) -> None:
-        """What the caller does next may use the block's weights, and write its gradient."""
+        """Make the compute queue wait for the block's update; then its weights may be read and its gradient written."""
         for bucket in block.buckets:
             if bucket.pending:
-                self._know(bucket)
+                self._wait_updated(bucket)
 
-    def _know(self, bucket: Bucket) -> None:
-        self.lanes.here.wait(bucket.updated)
+    def _wait_updated(self, bucket: Bucket) -> None:
+        self.queues.compute.wait(bucket.updated)
         bucket.pending = False
         bucket.held.clear()
 
@@ -178,12 +186,12 @@ class Streamer:
             self.wait(block)
 
     def finish(self) -> None:
-        """Wait, on the host, until weights and state are where they belong."""
-        self.lanes.finish()
+        """Block the host until all updates are done and all state is written back."""
+        self.queues.synchronize()
         self.wait_all()
 
     def reload(self) -> None:
-        """The state at home was changed by the caller: forget what has come in."""
+        """Discard prefetched state: the caller changed the state in its home."""
         self.finish()
         for bucket in self.buckets:
             if bucket.slot is not None:
@@ -193,32 +201,32 @@ class Streamer:
     # ---- the ring ----
 
     def _fill(self) -> None:
-        """Let the next buckets come in while there are free slots."""
-        while self._free and self._queue:
-            bucket = self._queue.popleft()
+        """Prefetch the next buckets while there are free slots."""
+        while self._free and self._prefetch:
+            bucket = self._prefetch.popleft()
             if bucket.slot is None:
                 self._load(bucket)
 
     def _load(self, bucket: Bucket) -> None:
         bucket.slot, free = self._free.popleft()
-        incoming = self.lanes.incoming
+        copy_in = self.queues.copy_in
         if free is not None:
-            incoming.wait(free)
+            copy_in.wait(free)
         if bucket.written is not None:
-            incoming.wait(bucket.written)
-        incoming.do(_Copy(bucket.region.arrays(bucket.slot, bucket.elements), bucket.at_home()))
-        bucket.loaded = incoming.mark()
+            copy_in.wait(bucket.written)
+        copy_in.submit(_Copy(bucket.region.arrays(bucket.slot, bucket.elements), bucket.at_home()))
+        bucket.loaded = copy_in.record()
 
     def _evict(self) -> None:
-        """Free the slot of the bucket that is needed last; its state at home is as good."""
+        """Free the slot of the loaded bucket that is needed last; its state in host memory is current."""
         waiting = [b for b in self._todo if b.slot is not None]
         slot, waiting[-1].slot = waiting[-1].slot, None
         assert slot is not None
-        self._queue.append(waiting[-1])
-        self._free.append((slot, None))  # whatever comes into it next comes in later, in the same lane
+        self._prefetch.append(waiting[-1])
+        self._free.append((slot, None))  # the next copy into the slot is later in the same queue
 
     def _update(self, bucket: Bucket) -> None:
-        """Append one bucket's way through the lanes."""
+        """Submit one bucket's copies and update to the queues."""
         live = [block for block in bucket.blocks if block.grad is not None]
         if not live:
             if bucket.slot is not None:
@@ -226,36 +234,36 @@ class Streamer:
                 bucket.slot = None
             return
         if bucket.pending:  # a step without a forward in between
-            self._know(bucket)
-        lanes, state = self.lanes, bucket.at_home()
+            self._wait_updated(bucket)
+        queues, state = self.queues, bucket.at_home()
         if bucket.streamed:
             if bucket.slot is None:
-                if bucket in self._queue:
-                    self._queue.remove(bucket)
+                if bucket in self._prefetch:
+                    self._prefetch.remove(bucket)
                 if not self._free:
                     self._evict()
                 self._load(bucket)
             assert bucket.slot is not None
-            lanes.updating.wait(bucket.loaded)
+            queues.update.wait(bucket.loaded)
             state = bucket.region.arrays(bucket.slot, bucket.elements)
-        fresh = [block for block in live if block not in self._stepped]
-        self._stepped.update(fresh)
+        first_cut = [block for block in live if block not in self._stepped]  # their step counts go up once
+        self._stepped.update(first_cut)
         grads = {block: block.grad for block in live if block.grad is not None}
         factor, skip = self._factor, self._skip
-        settings = {id(cut.settings): dict(cut.settings) for cut in bucket.cuts}  # as they are now
-        lanes.updating.do(lambda: self._compute(bucket, state, grads, fresh, settings, factor, skip))
-        bucket.updated, bucket.pending = lanes.updating.mark(), True
+        settings = {id(cut.settings): dict(cut.settings) for cut in bucket.cuts}  # snapshot: they may change later
+        queues.update.submit(lambda: self._compute(bucket, state, grads, first_cut, settings, factor, skip))
+        bucket.updated, bucket.pending = queues.update.record(), True
         bucket.held = [*grads.values(), *(t for t in (factor, skip) if t is not None)]
         if bucket.streamed:
-            lanes.outgoing.wait(bucket.updated)
-            lanes.outgoing.do(_Copy(bucket.at_home(), state))
-            bucket.written = lanes.outgoing.mark()
+            queues.copy_out.wait(bucket.updated)
+            queues.copy_out.submit(_Copy(bucket.at_home(), state))
+            bucket.written = queues.copy_out.record()
             assert bucket.slot is not None
             self._free.append((bucket.slot, bucket.written))
             bucket.slot = None
             self._fill()
 
-    # ---- the update itself, in its lane ----
+    # ---- the update itself, run by the update queue ----
 
     @torch.no_grad()
     def _compute(
@@ -263,13 +271,13 @@ class Streamer:
         bucket: Bucket,
         state: dict[str, Tensor],
         grads: dict[WeightBlock, Tensor],
-        fresh: list[WeightBlock],
+        first_cut: list[WeightBlock],
         settings: dict[int, dict[str, Any]],
         factor: Tensor | None,
         skip: Tensor | None,
     ) -> None:
-        if fresh:
-            steps = [block.step for block in fresh]
+        if first_cut:
+            steps = [block.step for block in first_cut]
             torch._foreach_add_(steps, 1)
             if skip is not None:
                 torch._foreach_sub_(steps, [skip] * len(steps))
@@ -327,14 +335,14 @@ class Streamer:
             betas = chosen["betas"]
             if betas not in corrections:
                 corrections[betas] = bias_corrections(counts, betas)
-            here, there = slice(cut.start, cut.stop), slice(cut.at, cut.at + cut.stop - cut.start)
-            low, first, second = (state[kind][there] for kind in ("low", "exp_avg", "exp_avg_sq"))
-            held = cut.block.value[here], low, first, second, grads[cut.block][here]
-            mine = corrections[betas][0][i], corrections[betas][1][i]
-            update(*held, mine, factor, skip, **chosen)
+            in_block, in_bucket = slice(cut.start, cut.stop), slice(cut.at, cut.at + cut.stop - cut.start)
+            low, first, second = (state[kind][in_bucket] for kind in ("low", "exp_avg", "exp_avg_sq"))
+            tensors = cut.block.value[in_block], low, first, second, grads[cut.block][in_block]
+            correction = corrections[betas][0][i], corrections[betas][1][i]
+            update(*tensors, correction, factor, skip, **chosen)
 
     def _master(self, bucket: Bucket, state: dict[str, Tensor], cuts: list[Cut]) -> list[Tensor]:
-        """What the kernel updates, a tensor for every cut: the weights, or their masters in scratch."""
+        """The tensors that the kernel updates, one per cut: the weights, or their masters in the workspace."""
         weights = [cut.block.value[cut.start : cut.stop] for cut in cuts]
         if "low" not in state:
             return weights
@@ -345,13 +353,13 @@ class Streamer:
         return wide
 
     def _wide(self, bucket: Bucket, kind: str, moment: Tensor) -> Tensor:
-        """A moment in the master's type."""
+        """A moment in the master's dtype."""
         if moment.dtype == bucket.region.master:
             return moment
         return self._scratch[kind].view(bucket.region.master)[: moment.numel()].copy_(moment)
 
     def _grad(self, bucket: Bucket, cut: Cut, grad: Tensor, factor: Tensor | None) -> Tensor:
-        """The gradient in the master's type, clipped."""
+        """The clipped gradient in the master's dtype."""
         grad = grad[cut.start : cut.stop]
         if factor is None and grad.dtype == bucket.region.master:
             return grad
@@ -360,8 +368,8 @@ class Streamer:
         return out
 
 
-def _put_off(order: list[Bucket]) -> list[Bucket]:
-    """Buckets in the order of a backward, but every fourth of those of the last three quarters of the layers at the end."""
+def _defer(order: list[Bucket]) -> list[Bucket]:
+    """Buckets in backward order, with every fourth of the last three quarters of the layers moved to the end."""
     streamed = [b for b in order if b.streamed]
     late = dict.fromkeys(streamed[1 : len(streamed) * 3 // 4 : 4][::-1])
     return [*(b for b in order if b not in late), *late]
@@ -369,7 +377,7 @@ def _put_off(order: list[Bucket]) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Copies arrays of the same names."""
+    """Copies arrays between dicts with the same keys."""
 
     to: dict[str, Tensor]
     source: dict[str, Tensor]

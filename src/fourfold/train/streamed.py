@@ -70,10 +70,10 @@ class StreamedUnits:
         *,
         early: bool,
         ranks_here: int = 1,
-        lanes: DeviceQueues | None = None,
+        queues: DeviceQueues | None = None,
     ):
         self.units, self.config, self.memory, self.early = list(units), config, memory, early
-        self._ranks_here, self._bucket, self._lanes = ranks_here, BUCKET, lanes
+        self._ranks_here, self._bucket, self._queues = ranks_here, BUCKET, queues
         self._staging = parse_bytes(memory.staging, "memory.staging")
         base = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
         self._matrices = {**base, "weight_decay": config.weight_decay}
@@ -103,7 +103,7 @@ class StreamedUnits:
                 device_bytes=self._room() if room is None else room,
                 host_bytes=available_bytes() // self._ranks_here,
                 backwards=self.early,
-                lanes=self._lanes,
+                queues=self._queues,
             )
         return self._streamer
 
