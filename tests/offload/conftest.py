@@ -1,4 +1,4 @@
-"""Threads that stand for lanes end with their test: ranks are forked from this process (see tests/conftest.py)."""
+"""Queue threads end with their test, since ranks are forked from this process (see tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.offload.threads import OPEN
 
 
 @pytest.fixture(autouse=True)
-def lanes_are_closed() -> Iterator[None]:
+def queues_are_closed() -> Iterator[None]:
     yield
-    for lane in list(OPEN):
-        lane.close()
+    for queue in list(OPEN):
+        queue.close()
     OPEN.clear()

@@ -186,7 +186,7 @@ class OneRank:
                 unit.sharing.shards,
                 unit.sharing.copies,
                 next((lender.name for lender, *_ in unit.borrowed.values()), None),
-                sum(row.numel() for row in unit._rows.values()),
+                sum(row.numel() for row in unit._borrowed_params.values()),
                 unit.sliced,
                 tuple(u.name for u in unit.joined.units) if isinstance(unit.joined, Joined) else (),
             )
@@ -291,7 +291,7 @@ def _passing(unit: Unit, meter: Meter) -> Iterator[list[int]]:
     with patch.object(unit, "_accumulator", taken):
         yield most
     own = [unit.grad] if unit.grad is not None else []
-    own += [grad for name, grad in unit._grads.items() if name in unit._rows]
+    own += [grad for name, grad in unit._grads.items() if name in unit._borrowed_params]
     most.append(meter.most - extra - sum(grad.untyped_storage().nbytes() for grad in own))
     unit.release()
     unit.zero_grad()
