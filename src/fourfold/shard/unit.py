@@ -169,19 +169,8 @@ class Unit:
             for s in layout.slots
         }
         sums = [_span([s for s in layout.slots if also.get(s.name) is group], group) for group in groups]
-        unit = cls(
-            name,
-            layout,
-            {n: pieces[n] for n in params},
-            full,
-            params,
-            borrowed,
-            reduce,
-            sharing,
-            reductions,
-            sums,
-            sliced,
-        )
+        own = {n: pieces[n] for n in params}
+        unit = cls(name, layout, own, full, params, borrowed, reduce, sharing, reductions, sums, sliced)
         for n, parameter in params.items():
             unit.put(module, n, parameter)
         for n, source in borrowed.items():
