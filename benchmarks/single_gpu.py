@@ -111,10 +111,10 @@ def ours(folder: Path, shape: Any, recompute: bool, compiled: bool) -> Any:
             "precision": {"compute": "bf16", "reduce": "bf16", "compile": compiled},
         }
     )
-    plan.check(config, 1)
+    layout = plan.check(config, 1)
     run = RunDir.create(config.train.run_dir, config, plan)
     with open("/dev/null", "w") as nowhere:
-        loop, _ = assemble(Place(), DEVICE, 600.0, config, plan, run, (), nowhere)
+        loop, _ = assemble(Place(), DEVICE, 600.0, config, plan, layout, run, (), nowhere)
     index = iter(range(1000))
     return lambda: loop.step(next(index))
 

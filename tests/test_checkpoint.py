@@ -87,7 +87,8 @@ def _reopen_and_save(rank: int, ranks: int, path: Path) -> None:
 
     config, _ = RunDir(path).read()
     plan = Plan.from_dict({"mesh": {"data": ranks}})
-    loop, done = assemble(current_place(), torch.device("cpu"), 20.0, config, plan, RunDir(path), (), None)
+    layout = plan.check(config, ranks)
+    loop, done = assemble(current_place(), torch.device("cpu"), 20.0, config, plan, layout, RunDir(path), (), None)
     assert done == 2
     loop.saved_step = -1
     loop.save(2)

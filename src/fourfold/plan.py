@@ -24,6 +24,7 @@ from fourfold.errors import PlanError
 from fourfold.model.spec import unit_names
 
 if TYPE_CHECKING:
+    from fourfold.program.stages import PipelineLayout
     from fourfold.program.timeline import Timeline
 
 __all__ = [
@@ -305,15 +306,20 @@ class Plan:
         """Sequences of one micro-batch on one rank."""
         return global_batch // (self.mesh.batch_ways * self.micro_batches(global_batch))
 
-    def check(self, config: Config, ranks: int | None = None) -> None:
-        """Raise PlanError unless this plan can train `config` (a resolved one) on `ranks` ranks."""
+    def check(self, config: Config, ranks: int | None = None) -> PipelineLayout:
+        """Raise PlanError unless this plan can train `config` (a resolved one) on `ranks` ranks; returns its lowered pipeline."""
         self._check_ranks(ranks)
         self._check_batch(config.train.global_batch)
         self.check_units(unit_names(config.model))
         self.check_model(config.model)
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
-        lay_out_pipeline(config.model, self, config.train.global_batch)
+        early = self.updates_early(config)
+        return lay_out_pipeline(config.model, self, config.train.global_batch, early=early)
+
+    def updates_early(self, config: Config) -> bool:
+        """Whether a unit's update starts in the backward, when its own gradient is reduced: nothing else has to be known."""
+        return self.memory.optimizer != "device" and not config.optim.clip and not config.train.guard
 
     def check_units(self, units: list[str]) -> None:
         """Raise PlanError unless all rules match some unit, and can be obeyed."""

@@ -27,6 +27,7 @@ from fourfold.plan import Plan
 
 if TYPE_CHECKING:
     from fourfold.launch.place import Backend
+    from fourfold.program.stages import PipelineLayout
     from fourfold.train.rundir import RunDir
 
 __all__ = ["TrainArgs", "loaded_defaults", "train"]
@@ -62,21 +63,23 @@ class TrainArgs:
 
 
 def train(args: TrainArgs) -> int:
-    config, plan, ranks = _prepare(args)
+    config, plan, layout = _prepare(args)
     console = Console(highlight=False)
     if args.dry_run:
         _describe(console, args, config, plan)
         console.print("[green]all checks passed[/]; nothing was started or written")
         return 0
     if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
-        return _be_a_rank(args, config, plan)
+        return _be_a_rank(args, config, plan, layout)
     from fourfold.train.rundir import RunDir
+
+    ranks = plan.mesh.ranks
 
     run = RunDir.reopen(args.resume) if args.resume else RunDir.create(config.train.run_dir, config, plan)
     try:
         _describe(console, args, config, plan)
         console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
-        begun = _start(console, config, plan, run, args.max_restarts)
+        begun = _start(console, config, plan, layout, run, args.max_restarts)
     except Interrupted as e:
         raise Interrupted(f"{e}; {_how_to_continue(run.path, config)}") from None
     finally:
@@ -112,29 +115,28 @@ def _saved_step(path: Path) -> int:
     return int(read_state(found)["step"]) if found else 0
 
 
-def _be_a_rank(args: TrainArgs, config: Config, plan: Plan) -> int:
+def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayout) -> int:
     """Started by torchrun or srun: this process is one rank; rank 0 prints."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from fourfold.launch.local import die_with
     from fourfold.launch.place import current_place
-    from fourfold.train.worker import fit
+    from fourfold.train.worker import join_and_work
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun's agent; torch would let its ranks train on
     place = current_place()
     console = Console(highlight=False, quiet=place.rank > 0)
-    plan.check(config, place.ranks)
     _describe(console, args, config, plan)
-    run = record(fit)(config, plan, resume=args.resume is not None)
+    run = record(join_and_work)(place, config, plan, layout, resume=args.resume is not None)
     assert run is not None  # the wrapper re-raises
     if place.rank == 0:
         _say_end(console, run.run_dir, config)
     return 0
 
 
-def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
-    """The resolved config, the plan and the number of ranks; everything that can be checked before a start is."""
+def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout]:
+    """The resolved config, the plan and its lowered pipeline; everything that can be checked before a start is."""
     config = Config(
         model=args.model,
         data=args.data,
@@ -156,7 +158,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
     else:
         ranks = (_ranks_started() or _gpus(config) or 1) if ranks is None else ranks
         plan = _planned(config, ranks)
-    plan.check(config, ranks)
+    layout = plan.check(config, ranks or _ranks_started() or None)
     if config.train.device == "cuda" and not _gpus(config):
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     _backend(config, plan)
@@ -165,7 +167,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, int]:
 
     extra_callbacks(config)
     open_samples(config)
-    return config, plan, plan.mesh.ranks
+    return config, plan, layout
 
 
 def _planned(config: Config, ranks: int) -> Plan:
@@ -206,7 +208,9 @@ def _backend(config: Config, plan: Plan) -> Backend:
     return choose_backend(config.train.backend, "cuda" if gpus else "cpu", local, gpus)
 
 
-def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restarts: int) -> bool:
+def _start(
+    console: Console, config: Config, plan: Plan, layout: PipelineLayout, run: RunDir, max_restarts: int
+) -> bool:
     """Start the ranks on this machine, again after a failure as often as allowed. False: stopped before training began."""
     from fourfold.launch.local import launch_local
     from fourfold.train.checkpoint import newest
@@ -215,7 +219,7 @@ def _start(console: Console, config: Config, plan: Plan, run: RunDir, max_restar
     for attempt in range(max_restarts + 1):
         try:
             return launch_local(
-                lambda place, store, screen: work(place, store, config, plan, run, console=screen),
+                lambda place, store, screen: work(place, store, config, plan, layout, run, console=screen),
                 plan.mesh.ranks,
                 run.logs,
             )

@@ -40,7 +40,7 @@ slice and one full gradient of a layer exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -121,6 +121,7 @@ class Unit:
         self._holders: set[str] = {name}  # units that have gathered this one and not released it
         self._gathering: Pending | None = None
         self._reducing: list[Reduction] = []
+        self.before_use: Callable[[Unit], None] | None = None  # waits for an update of the weights under way
         self.joined: Buffer | None = None  # the shared gradient buffer, if there is one
         self._registrations: list[_Registration] = []
 
@@ -219,12 +220,16 @@ class Unit:
 
     def gather(self) -> None:
         """Start gathering the parameters, borrowed ones included."""
+        if self.before_use is not None:
+            self.before_use(self)
         self._gather_for(self.name)
         for lender, *_ in self.borrowed.values():
             lender._gather_for(self.name)
 
     def need(self) -> None:
         """Wait for the gather, so that the caller's next operations may use the parameters."""
+        if self.before_use is not None:
+            self.before_use(self)
         self._wait_gathered()
         for lender, *_ in self.borrowed.values():
             lender._wait_gathered()
@@ -242,6 +247,8 @@ class Unit:
 
     def ready(self) -> bool:
         """Whether the parameters can be used without waiting. Depends on the calls made, not on timing."""
+        if self.before_use is not None:
+            return False
         units = [self, *(lender for lender, *_ in self.borrowed.values())]
         return all(unit.gathered and unit._gathering is None for unit in units)
 

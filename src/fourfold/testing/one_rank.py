@@ -36,8 +36,16 @@ from fourfold.shard.unit import Unit
 from fourfold.testing._torch import fake_store
 from fourfold.testing.budget import Budget
 from fourfold.train.mesh import RankMesh
-from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
-from fourfold.train.streamed import StreamedUnits, make_keeper, make_optimizer
+from fourfold.train.parts import (
+    make_grid,
+    make_handles,
+    make_runner,
+    make_stages,
+    make_transport,
+    make_units,
+    put_on_grid,
+)
+from fourfold.train.streamed import make_keeper, make_optimizer
 
 __all__ = ["CountedMeter", "DeviceMeter", "Meter", "OneRank", "one_of_many"]
 
@@ -98,17 +106,15 @@ class OneRank:
         materialize_buffers(self.model, self.device, compute)
         self._all = list(self.held.units.values())
         self.optimizer = make_optimizer(config, plan, self._all) if optimizer else None
-        if isinstance(self.optimizer, StreamedUnits):
-            self.held.units = self.optimizer.awaited(self.held.units)
-            self.held.verbs = self.optimizer.awaited(self.held.verbs)
-            self.held.buckets = self.optimizer.buckets()
+        stages = make_stages(config, plan, self.mesh, self.layout, self.held, make_keeper(plan, self.device))
+        handles = make_handles(self.held, stages, self.optimizer)
         executor = Executor(
             self.layout.schedule.placement,
             self.mesh.coordinates["pipe"],
-            make_stages(config, plan, self.mesh, self.layout, self.held, make_keeper(plan, self.device)),
-            self.held.verbs,
+            stages.stages,
+            handles,
             self._messages(compute),
-            buckets=self.held.buckets,
+            buckets=handles,
         )
         self.runner = make_runner(executor, plan, self.mesh, self.layout)
         way, micro_batches = self.mesh.index("data", "depth", "row"), plan.micro_batches(config.train.global_batch)

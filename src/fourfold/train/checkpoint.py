@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,11 +52,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fourfold import schema
-from fourfold.errors import CheckpointError
+from fourfold.errors import CheckpointError, ConfigError
 from fourfold.piece import Box, Piece, parts_of_range, shape_of, whole
 from fourfold.shard.layout import FlatLayout, Slot
 
-__all__ = ["Checkpointer", "Holding", "holding_of", "load", "newest", "read_state", "tensor_types"]
+if TYPE_CHECKING:
+    from fourfold.train.loop import Loop
+
+__all__ = ["Checkpointer", "Holding", "holding_of", "load", "newest", "read_state", "resume", "tensor_types"]
 
 MARKER = "complete.json"
 
@@ -328,6 +331,25 @@ def load(
     except dcp.CheckpointException as e:
         raise CheckpointError(f"{directory}: {_root_cause(e)}") from None
     return state
+
+
+def resume(loop: Loop, checkpoints: Path, group: dist.ProcessGroup | None) -> int:
+    """Fill the loop's state from the newest complete checkpoint, if there is one; returns the steps done."""
+    directory = newest(checkpoints)
+    if directory is None:
+        return 0
+    state = load(directory, loop.holdings(), group=group)
+    for unit in loop.units:
+        loop.optimizer.publish(unit)
+    for tie in loop.ties:
+        tie.publish()
+    loop.optimizer.updates = state["updates"]
+    consumed, batch = loop.train_samples.consumed(state["data"]), loop.config.train.global_batch
+    if consumed != state["step"] * batch:
+        raise ConfigError(f"train.global_batch = {batch} is not the batch this run was started with; it cannot change")
+    loop.guard.skipped = state["skipped"]
+    loop.saved_step = state["step"]
+    return state["step"]
 
 
 def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

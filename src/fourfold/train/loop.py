@@ -37,7 +37,7 @@ from fourfold.train.optim import AdamW
 from fourfold.train.streamed import StreamedUnits
 from fourfold.train.trace import TraceFile
 
-__all__ = ["Loop"]
+__all__ = ["Engine", "Loop", "RankContext", "RunServices"]
 
 
 @dataclass
@@ -57,37 +57,55 @@ class _Result:
         return float(self.values[0]), self.values[1:].view(-1, 4)
 
 
+@dataclass(frozen=True)
+class RankContext:
+    """Which rank of which run this is, its device and its process groups (None: this rank alone)."""
+
+    info: RunInfo
+    mesh: RankMesh
+    device: torch.device
+    clock: Clock
+    world: dist.ProcessGroup | None
+    batch_group: dist.ProcessGroup | None
+    """The ranks that hold other sequences of a step."""
+    peak_rate: float
+    """FLOP/s that MFU is a share of."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes on this rank: the runner of its programs, its units, its ends of tied weights, its optimizer."""
+
+    runner: Runner
+    units: Sequence[Unit]
+    ties: Sequence[TiedOwner | TiedCopy]
+    optimizer: AdamW | StreamedUnits
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """What a run reads and writes, and who watches it."""
+
+    train_samples: Samples
+    eval_samples: Samples | None
+    checkpointer: Checkpointer
+    guard: Guard
+    callbacks: Sequence[Callback] = ()
+
+
 class Loop:
     """Everything a rank needs to train; assembled by train/worker.py."""
 
-    def __init__(
-        self,
-        info: RunInfo,
-        *,
-        mesh: RankMesh,
-        world: dist.ProcessGroup | None,
-        device: torch.device,
-        batch_group: dist.ProcessGroup | None,
-        runner: Runner,
-        ties: Sequence[TiedOwner | TiedCopy],
-        trace: TraceFile | None,
-        units: Sequence[Unit],
-        optimizer: AdamW | StreamedUnits,
-        train_samples: Samples,
-        eval_samples: Samples | None,
-        checkpointer: Checkpointer,
-        callbacks: Sequence[Callback],
-        peak_rate: float,
-        guard: Guard,
-        clock: Clock,
-    ):
+    def __init__(self, rank: RankContext, engine: Engine, services: RunServices, trace: TraceFile | None = None):
+        info, mesh = rank.info, rank.mesh
         self.info, self.config, self.plan = info, info.config, info.plan
-        self.mesh, self.world, self.device = mesh, world, device
-        self.batch_group, self.runner, self.ties, self.trace = batch_group, runner, list(ties), trace
-        self.units, self.optimizer = list(units), optimizer
-        self.train_samples, self.eval_samples = train_samples, eval_samples
-        self.checkpointer, self.callbacks, self.peak_rate = checkpointer, list(callbacks), peak_rate
-        self.guard, self.clock = guard, clock
+        self.mesh, self.world, self.device = mesh, rank.world, rank.device
+        self.clock = rank.clock
+        self.batch_group, self.peak_rate, self.trace = rank.batch_group, rank.peak_rate, trace
+        self.runner, self.ties, self.units = engine.runner, list(engine.ties), list(engine.units)
+        self.optimizer = engine.optimizer
+        self.train_samples, self.eval_samples = services.train_samples, services.eval_samples
+        self.checkpointer, self.guard, self.callbacks = services.checkpointer, services.guard, list(services.callbacks)
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch

@@ -1,11 +1,16 @@
-"""The parts a rank is assembled from, each made from the plan: units, stages, messages, runner."""
+"""The parts a rank is assembled from, each made from the plan: grid, units, stages, handles, messages, runner.
+
+Every function returns what it makes and changes none of its arguments but the model's layers (`put_on_grid`, `make_units`).
+`UnitHandle` is where sharding, tied weights, the grid and the streamed optimizer meet: one object per unit, which the program
+drives.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
@@ -19,7 +24,7 @@ from fourfold.plan import Plan
 from fourfold.program.choices import UnitChoice
 from fourfold.program.groups import Group
 from fourfold.program.stages import PipelineLayout
-from fourfold.runtime.executor import Executor, StreamVerbs, Verbs
+from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
 from fourfold.runtime.stage import Keeper, Link, Stage
@@ -36,10 +41,15 @@ from fourfold.tensor.linear import GridLinear, Setting
 from fourfold.tensor.slices import GridCutter
 from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
+from fourfold.train.optim import AdamW
+from fourfold.train.streamed import StreamedUnits
 
 __all__ = [
-    "Held",
+    "RankStages",
+    "RankUnits",
+    "UnitHandle",
     "make_grid",
+    "make_handles",
     "make_runner",
     "make_sharing",
     "make_stages",
@@ -52,16 +62,63 @@ TIED = ("embed", "head")
 """Units that may share a weight."""
 
 
-@dataclass
-class Held:
-    """The units of a rank: by name; what each is made of; as the program's verbs; its end of a weight tied across ranks; its
-    buckets."""
+@dataclass(frozen=True)
+class RankUnits:
+    """The units of a rank, by name."""
 
-    units: dict[str, Unit] = field(default_factory=dict)
-    slices: dict[str, Slice] = field(default_factory=dict)
-    verbs: dict[str, Verbs] = field(default_factory=dict)
-    ties: list[TiedOwner | TiedCopy] = field(default_factory=list)
-    buckets: dict[str, StreamVerbs] = field(default_factory=dict)
+    units: dict[str, Unit]
+    slices: dict[str, Slice]
+    """The part of the model that each unit computes."""
+    ties: dict[str, TiedOwner | TiedCopy]
+    """This rank's ends of weights that are tied across ranks."""
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The stages of a rank by number, and what its linears on the grid share."""
+
+    stages: dict[int, Stage]
+    linears: dict[str, list[GridLinear]]
+    """By unit; empty without a grid."""
+    sums: Sums
+    """Weight gradients that are being summed over `row`."""
+
+
+class UnitHandle:
+    """One unit as the program drives it: GATHER, RELEASE, REDUCE and STREAM, each with everything that belongs to it.
+
+    Linears on the grid sum their weight gradients over `row` before the unit is reduced, and drop what they keep when it is
+    released. A tied weight exchanges its gradient with the other rank before it is reduced.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        tie: TiedOwner | TiedCopy | None,
+        linears: Sequence[GridLinear],
+        sums: Sums,
+        optimizer: AdamW | StreamedUnits | None,
+    ):
+        self.unit, self.tie, self.linears, self.sums, self.optimizer = unit, tie, linears, sums, optimizer
+
+    def gather(self) -> None:
+        self.unit.gather()
+
+    def release(self) -> None:
+        for linear in self.linears:
+            linear.forget()
+        self.unit.release()
+
+    def reduce(self) -> None:
+        for linear in self.linears:
+            linear.flush()
+            linear.forget()
+        self.sums.then((self.tie or self.unit).reduce)
+
+    def stream(self) -> None:
+        assert isinstance(self.optimizer, StreamedUnits), "STREAM in a program whose optimizer state is on the device"
+        self.sums.settle()  # the reduction must have been started
+        self.optimizer.stream(self.unit)
 
 
 def make_grid(mesh: RankMesh, plan: Plan) -> Grid:
@@ -106,7 +163,7 @@ def make_units(
     device: torch.device,
     compute: torch.dtype,
     reduce: torch.dtype,
-) -> Held:
+) -> RankUnits:
     """The units of this rank's stages, with their initial weights; the model's parameters become views of them.
 
     A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
@@ -138,7 +195,7 @@ def make_units(
         unit.scatter()
         return unit
 
-    held, place, here = Held(), layout.rank_of, mesh.coordinates["pipe"]
+    held, place, here = RankUnits({}, {}, {}), layout.rank_of, mesh.coordinates["pipe"]
     first, last = layout.choices["embed"].names[0], layout.choices["head"].names[0]
     tied = bool(tied_parameters(config.model))
     apart = tied and place[first] != place[last]
@@ -159,14 +216,12 @@ def make_units(
         for name, part in zip(names, parts, strict=True):
             rows = part.tied_rows.get("proj.weight")
             borrow = {"proj.weight": Borrowed(lender, "tokens.weight", rows)} if lender is not None else None
-            held.units[name] = held.verbs[name] = make(name, of, part, borrow)
+            held.units[name] = make(name, of, part, borrow)
             held.slices[name] = part
         if pair is not None and of == "embed":
-            held.ties.append(TiedOwner(held.units[first], pair, 1, "tokens.weight"))
-            held.verbs[first] = held.ties[-1]
+            held.ties[first] = TiedOwner(held.units[first], pair, 1, "tokens.weight")
         elif pair is not None and lender is not None:
-            held.ties.append(TiedCopy(held.units[last], lender, pair, 0, "tokens.weight"))
-            held.verbs[last] = held.ties[-1]
+            held.ties[last] = TiedCopy(held.units[last], lender, pair, 0, "tokens.weight")
     if plan.memory.optimizer == "device":  # a bucket waits for its own unit alone
         alone = {c.names[0] for of, c in layout.choices.items() if _sums_may_wait(c) and not (tied and of in TIED)}
         for stage, names in enumerate(layout.units):
@@ -196,12 +251,12 @@ def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
 
 
 def make_stages(
-    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: Held, keeper: Keeper | None = None
-) -> dict[int, Stage]:
-    """This rank's stages by number, each a chain of its units' modules."""
+    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: RankUnits, keeper: Keeper | None = None
+) -> RankStages:
+    """This rank's stages, each a chain of its units' modules."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
     number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
-    stages, sums = {}, Sums(int(plan.tensor.overlap))
+    made = RankStages({}, {}, Sums(int(plan.tensor.overlap)))
     for number, names in enumerate(layout.units):
         if layout.schedule.placement[number] == mesh.coordinates["pipe"]:
             links = []
@@ -220,58 +275,34 @@ def make_stages(
                     )
                 )
             reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
-            watch = _serve_linears(links, held, sums) if mesh.size("row", "col") > 1 else None
-            stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper, watch=watch)
-    return stages
+            watch = None
+            if mesh.size("row", "col") > 1:
+                watch = Ahead(made.sums)
+                made.linears.update((link.name, _serve_linears(link, watch, made.sums)) for link in links)
+            made.stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper, watch=watch)
+    return made
 
 
-def _serve_linears(links: Sequence[Link], held: Held, sums: Sums) -> Ahead:
-    """Give the linears of a stage what gathers their weights ahead and sums their gradients late."""
-    ahead = Ahead(sums)
-    for link in links:
-        linears = []
-        for name, linear in link.module.named_modules():
-            if isinstance(linear, GridLinear):
-                weight = f"{name}.weight" if name else "weight"
-                add, ready = functools.partial(link.unit.add_grad, weight), link.unit.ready
-                linear.serve(ahead, sums, add, ready, selective=link.recompute == "selective")
-                linears.append(linear)
-        held.verbs[link.name] = OnGrid(held.verbs[link.name], linears, sums)
-        if link.name in held.buckets:
-            held.buckets[link.name] = AfterSums(held.buckets[link.name], sums)
-    return ahead
+def _serve_linears(link: Link, ahead: Ahead, sums: Sums) -> list[GridLinear]:
+    """Let the linears of a unit gather their weights ahead of use and sum their gradients late; returns them."""
+    linears = []
+    for name, linear in link.module.named_modules():
+        if isinstance(linear, GridLinear):
+            weight = f"{name}.weight" if name else "weight"
+            add, ready = functools.partial(link.unit.add_grad, weight), link.unit.ready
+            linear.serve(ahead, sums, add, ready, selective=link.recompute == "selective")
+            linears.append(linear)
+    return linears
 
 
-class OnGrid:
-    """Verbs of a unit on the grid: its linears' gradients are summed over row, and what they keep is dropped, in time."""
-
-    def __init__(self, verbs: Verbs, linears: Sequence[GridLinear], sums: Sums):
-        self._verbs, self._linears, self._sums = verbs, linears, sums
-
-    def gather(self) -> None:
-        self._verbs.gather()
-
-    def release(self) -> None:
-        for linear in self._linears:
-            linear.forget()
-        self._verbs.release()
-
-    def reduce(self) -> None:
-        for linear in self._linears:
-            linear.flush()
-            linear.forget()
-        self._sums.then(self._verbs.reduce)
-
-
-class AfterSums:
-    """A bucket whose unit's reduction must have been started."""
-
-    def __init__(self, bucket: StreamVerbs, sums: Sums):
-        self._bucket, self._sums = bucket, sums
-
-    def stream(self) -> None:
-        self._sums.settle()
-        self._bucket.stream()
+def make_handles(
+    held: RankUnits, stages: RankStages, optimizer: AdamW | StreamedUnits | None = None
+) -> dict[str, UnitHandle]:
+    """What the program drives: a handle for every unit of the rank."""
+    return {
+        name: UnitHandle(unit, held.ties.get(name), stages.linears.get(name, ()), stages.sums, optimizer)
+        for name, unit in held.units.items()
+    }
 
 
 def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[int, int, int], None]:

@@ -2,7 +2,8 @@
 
 Each rank streams the state of its own shards. Same bits as train/optim.py, other memory: bf16 weights keep 16 low bits of
 their master (2 bytes) and two moments (8, or 4 as bf16) on the host, fp32 weights their moments alone. A unit's weights may still
-be on their way when the next step begins: what computes with them, or gathers them, waits for that unit first (`Awaited`).
+be on their way when the next step begins: what computes with them, or gathers them, waits for that unit first
+(`Unit.before_use`).
 
 With clipping or the guard, updates start when the norm of all gradients is known. Without, a unit's update starts in the
 program, at STREAM, as soon as its gradients are reduced.
@@ -10,8 +11,7 @@ program, at STREAM, as soon as its gradients are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,30 +25,23 @@ from fourfold.offload.queues import DeviceQueues
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
 from fourfold.plan import Memory, Plan
-from fourfold.runtime.executor import StreamVerbs
 from fourfold.schema import parse_bytes
 from fourfold.shard.unit import Unit
 from fourfold.train.optim import AdamW
 
-__all__ = ["StreamedUnits", "make_keeper", "make_optimizer", "streams_early"]
+__all__ = ["StreamedUnits", "make_keeper", "make_optimizer"]
 
-V = TypeVar("V")
 BUCKET = 1 << 24
 """Elements updated at once."""
 LEAST = 1 << 20
 """Bytes: activations smaller than this stay on the device."""
 
 
-def streams_early(config: Config, plan: Plan) -> bool:
-    """Whether updates wait for nothing but their own gradients."""
-    return plan.memory.optimizer != "device" and not config.optim.clip and not config.train.guard
-
-
 def make_optimizer(config: Config, plan: Plan, units: Sequence[Unit], ranks_here: int = 1) -> AdamW | StreamedUnits:
     """The optimizer that a plan asks for; `ranks_here` ranks share this host's memory."""
     if plan.memory.optimizer == "device" and plan.memory.moments == "fp32":
         return AdamW(units, config.optim)
-    return StreamedUnits(units, config.optim, plan.memory, early=streams_early(config, plan), ranks_here=ranks_here)
+    return StreamedUnits(units, config.optim, plan.memory, early=plan.updates_early(config), ranks_here=ranks_here)
 
 
 def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> ActivationOffload | None:
@@ -82,6 +75,8 @@ class StreamedUnits:
         self._masters: dict[str, Tensor] = {}  # fp32 copies, between `flats` and `publish`
         self._streamer: Streamer | None = None
         self._ran = False
+        for unit in self.units:
+            unit.before_use = self.wait
 
     def _block(self, unit: Unit) -> WeightBlock:
         parts = [
@@ -129,10 +124,6 @@ class StreamedUnits:
         if self._streamer is not None:
             self._streamer.begin()
 
-    def buckets(self) -> dict[str, StreamVerbs]:
-        """What STREAM instructions name: a bucket for every unit."""
-        return {unit.name: _Bucket(self, unit) for unit in self.units}
-
     def stream(self, unit: Unit) -> None:
         """The unit's reduction was started: update it when that is done, unless the norm is needed first."""
         if self.early and self._streamer is not None and unit.name in self.blocks:
@@ -166,11 +157,6 @@ class StreamedUnits:
             for each in (unit, *(borrowed.lender for borrowed in unit.borrowed.values())):
                 if each.name in self.blocks:
                     self._streamer.wait(self.blocks[each.name])
-
-    def awaited(self, verbs: Mapping[str, V]) -> dict[str, V]:
-        """The verbs of units, by name, as stages and programs are to have them: waiting for weights before they are used."""
-        by_name = {unit.name: unit for unit in self.units}
-        return {name: cast(V, Awaited(each, by_name[name], self)) for name, each in verbs.items()}
 
     # ---- checkpoints ----
 
@@ -212,33 +198,3 @@ class StreamedUnits:
     def updates(self, count: int) -> None:
         for block in self.blocks.values():
             block.step.fill_(count)
-
-
-class _Bucket:
-    def __init__(self, optimizer: StreamedUnits, unit: Unit):
-        self.optimizer, self.unit = optimizer, unit
-
-    def stream(self) -> None:
-        self.optimizer.stream(self.unit)
-
-
-class Awaited:
-    """Verbs of a unit whose weights may be on their way: `need` and `gather` wait for them, the rest is as it was."""
-
-    def __init__(self, verbs: Any, unit: Unit, optimizer: StreamedUnits):
-        self._verbs, self._unit, self._optimizer = verbs, unit, optimizer
-
-    def need(self) -> None:
-        self._optimizer.wait(self._unit)
-        self._verbs.need()
-
-    def gather(self) -> None:
-        self._optimizer.wait(self._unit)
-        self._verbs.gather()
-
-    def ready(self) -> bool:
-        """Not before `need`: the update may be under way."""
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._verbs, name)

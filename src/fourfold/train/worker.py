@@ -22,13 +22,13 @@ import torch.distributed as dist
 import fourfold
 from fourfold import schema
 from fourfold.config import Config
-from fourfold.errors import ConfigError, RunDirError
+from fourfold.errors import RunDirError
 from fourfold.launch.gpu_errors import translated
 from fourfold.launch.place import Place, check_joined, choose_device, current_place, join, leave
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.spec import parameter_count
 from fourfold.plan import AXES, Mesh, Plan
-from fourfold.program.stages import lay_out_pipeline
+from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor
 from fourfold.train import checkpoint
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
@@ -36,16 +36,24 @@ from fourfold.train.clock import make_clock
 from fourfold.train.data import open_samples
 from fourfold.train.faults import Faults
 from fourfold.train.guard import Guard
-from fourfold.train.loop import Loop
+from fourfold.train.loop import Engine, Loop, RankContext, RunServices
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
-from fourfold.train.parts import make_grid, make_runner, make_stages, make_transport, make_units, put_on_grid
+from fourfold.train.parts import (
+    make_grid,
+    make_handles,
+    make_runner,
+    make_stages,
+    make_transport,
+    make_units,
+    put_on_grid,
+)
 from fourfold.train.rundir import RunDir
-from fourfold.train.streamed import StreamedUnits, make_keeper, make_optimizer, streams_early
+from fourfold.train.streamed import make_keeper, make_optimizer
 from fourfold.train.trace import TraceFile
 from fourfold.view.console import Progress, short_duration
 
-__all__ = ["DTYPES", "Outcome", "fit", "work"]
+__all__ = ["DTYPES", "Outcome", "fit", "join_and_work", "work"]
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -74,7 +82,21 @@ def fit(
     """
     config, place = config.resolve(), current_place()
     plan = plan or Plan(mesh=Mesh(data=place.ranks))
-    plan.check(config, place.ranks)
+    layout = plan.check(config, place.ranks)
+    return join_and_work(place, config, plan, layout, callbacks=callbacks, resume=resume, console=console)
+
+
+def join_and_work(
+    place: Place,
+    config: Config,
+    plan: Plan,
+    layout: PipelineLayout,
+    *,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    console: IO[str] | None = None,
+) -> Outcome:
+    """`fit` with a resolved config and a checked plan, of which `layout` is the lowered pipeline."""
     device, timeout = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
@@ -82,7 +104,7 @@ def fit(
     try:
         run = claim(place, config, plan, resume)
         try:
-            return work(place, None, config, plan, run, callbacks=callbacks, console=console)
+            return work(place, None, config, plan, layout, run, callbacks=callbacks, console=console)
         finally:
             run.unlock()
     finally:
@@ -127,12 +149,13 @@ def work(
     store: dist.Store | None,
     config: Config,
     plan: Plan,
+    layout: PipelineLayout,
     run: RunDir,
     *,
     callbacks: Sequence[Callback] = (),
     console: IO[str] | None = None,
 ) -> Outcome:
-    """Be one rank of a run whose directory is claimed, config resolved and plan checked."""
+    """Be one rank of a run whose directory is claimed, config resolved and plan checked; `layout` is its lowered pipeline."""
     device, timeout = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if dist.is_initialized():
@@ -141,7 +164,7 @@ def work(
         join(place, store, device, timeout, config.train.backend)
     try:
         with translated():
-            loop, done = assemble(place, device, timeout, config, plan, run, callbacks, console)
+            loop, done = assemble(place, device, timeout, config, plan, layout, run, callbacks, console)
             with loop.guard.on_watch():
                 steps = loop.run(done)
                 if place.rank == 0 and steps == config.train.steps:
@@ -162,6 +185,7 @@ def assemble(
     timeout: float,
     config: Config,
     plan: Plan,
+    layout: PipelineLayout,
     run: RunDir,
     callbacks: Sequence[Callback],
     console: IO[str] | None,
@@ -182,8 +206,6 @@ def assemble(
     )
 
     clock = make_clock(device)
-    early = streams_early(config, plan)
-    layout = lay_out_pipeline(config.model, plan, config.train.global_batch, early=early)
     model = build_model(config.model)
     grid = make_grid(mesh, plan)
     put_on_grid(model, grid, config, plan, compute, reduce)
@@ -192,16 +214,15 @@ def assemble(
     materialize_buffers(model, device, compute)
     units = list(held.units.values())
     optimizer = make_optimizer(config, plan, units, place.local_ranks)
-    if isinstance(optimizer, StreamedUnits):
-        held.units, held.verbs = optimizer.awaited(held.units), optimizer.awaited(held.verbs)
-        held.buckets = optimizer.buckets()
+    stages = make_stages(config, plan, mesh, layout, held, make_keeper(plan, device, place.local_ranks))
+    handles = make_handles(held, stages, optimizer)
     executor = Executor(
         layout.schedule.placement,
         mesh.coordinates["pipe"],
-        make_stages(config, plan, mesh, layout, held, make_keeper(plan, device, place.local_ranks)),
-        held.verbs,
+        stages.stages,
+        handles,
         make_transport(config, plan, mesh, layout, device, timeout),
-        buckets=held.buckets,
+        buckets=handles,
         watch=guard.instruction,
         mark=clock.mark,
     )
@@ -218,25 +239,11 @@ def assemble(
         group=saving,
     )
     loop = Loop(
-        info,
-        mesh=mesh,
-        world=world,
-        batch_group=batch_group,
-        device=device,
-        runner=runner,
-        ties=held.ties,
-        trace=None,
-        units=units,
-        optimizer=optimizer,
-        train_samples=train_samples,
-        eval_samples=eval_samples,
-        checkpointer=checkpointer,
-        callbacks=mine,
-        peak_rate=peak_rate,
-        guard=guard,
-        clock=clock,
+        RankContext(info, mesh, device, clock, world, batch_group, peak_rate),
+        Engine(runner, units, list(held.ties.values()), optimizer),
+        RunServices(train_samples, eval_samples, checkpointer, guard, mine),
     )
-    done = resume(loop, run, saving)
+    done = checkpoint.resume(loop, run.checkpoints, saving)
     if config.log.trace:
         loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done, clock)
     if place.rank == 0:
@@ -244,25 +251,6 @@ def assemble(
         schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
-
-
-def resume(loop: Loop, run: RunDir, group: dist.ProcessGroup | None) -> int:
-    """Fill the loop's state from the newest complete checkpoint, if there is one; returns the steps done."""
-    directory = checkpoint.newest(run.checkpoints)
-    if directory is None:
-        return 0
-    state = checkpoint.load(directory, loop.holdings(), group=group)
-    for unit in loop.units:
-        loop.optimizer.publish(unit)
-    for tie in loop.ties:
-        tie.publish()
-    loop.optimizer.updates = state["updates"]
-    consumed, batch = loop.train_samples.consumed(state["data"]), loop.config.train.global_batch
-    if consumed != state["step"] * batch:
-        raise ConfigError(f"train.global_batch = {batch} is not the batch this run was started with; it cannot change")
-    loop.guard.skipped = state["skipped"]
-    loop.saved_step = state["step"]
-    return state["step"]
 
 
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
