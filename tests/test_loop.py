@@ -130,7 +130,7 @@ def test_a_trace_begins_when_its_step_did(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_damaged_lines_of_a_trace_are_dropped_on_resume(tmp_path: Path) -> None:
-    good = '{"step": 3, "rank": 0}'
+    good = '{"step": 3, "rank": 0, "pipe": 0, "origin": 1.5, "spans": [["0F0", 0.0, 1.0, 0.0]]}'
     (tmp_path / "rank0.jsonl").write_bytes(
         f'{good}\n{{"step": 4, "ra\n[]\n\xff\n{{"step": 9}}\n{{"st'.encode("latin-1")
     )

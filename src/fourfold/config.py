@@ -281,11 +281,13 @@ class CheckpointConfig:
     """Save every so many steps, and at the end; 0: at the end only."""
     keep: int = 2
     """How many complete checkpoints are kept, at least 2 (the newest may be half written when a machine dies)."""
+    keep_every: int = 0
+    """Besides those, keep the checkpoints of every N-th step; 0: none."""
     mode: Literal["async", "sync"] = "async"
     """async: a thread writes a copy while training goes on; sync: training waits."""
 
     def __post_init__(self) -> None:
-        _require(self, "checkpoint", every=0, keep=2)
+        _require(self, "checkpoint", every=0, keep=2, keep_every=0)
 
 
 @dataclass(frozen=True, kw_only=True)

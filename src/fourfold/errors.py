@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeviceError",
+    "FileError",
     "FourfoldError",
     "HostMemoryError",
     "Interrupted",
@@ -61,6 +62,10 @@ class DataError(FourfoldError, ValueError):
     """A corpus is missing, empty, truncated or does not fit the model."""
 
     exit_code = 2
+
+
+class FileError(FourfoldError):
+    """A file cannot be read or written, or its content is damaged."""
 
 
 class RunDirError(FourfoldError):

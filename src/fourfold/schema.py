@@ -12,16 +12,18 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tempfile
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fourfold import files
 from fourfold.errors import ConfigError, FourfoldError
+from fourfold.files import write_json, write_text
 
 __all__ = [
     "build",
@@ -41,6 +43,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+MOST = 2**53
+"""Bound on whole numbers of a file: what a float holds exactly, and more than any machine has of anything."""
+
 KINDS: dict[str, tuple[str, ...]] = {
     "a config": ("model", "data", "optim", "train", "checkpoint", "log"),
     "a plan": ("mesh", "batch", "pipeline", "tensor", "unit", "memory", "precision", "predicted", "certificate"),
@@ -59,32 +64,36 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(options)}"
 
 
-def read(path: str | Path, error: type[FourfoldError] = ConfigError) -> dict[str, Any]:
-    """Read a TOML, JSON or YAML (with the `yaml` extra) file whose top level is a table."""
+def read(
+    path: str | Path,
+    error: type[FourfoldError] = ConfigError,
+    *,
+    most: int = 16 * files.MIB,
+    follow: bool = True,
+) -> dict[str, Any]:
+    """Read a TOML, JSON or YAML (with the `yaml` extra) file of at most `most` bytes whose top level is a table."""
     path = Path(path)
-    if path.is_dir():
-        raise error(f"{path}: is a folder; name a file in it")
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        folder, there = path.is_dir(), path.exists() or path.is_symlink()
+    except (OSError, ValueError):
+        raise error(f"{str(path)!r}: cannot be the name of a file") from None
+    if folder:
+        raise error(f"{path}: is a folder; name a file in it")
+    if not there:
         siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, siblings, n=1)
         hint = f"; did you mean '{path.parent / close[0]}'?" if close else ""
-        raise error(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise error(f"{path}: cannot be read as text: {e}") from None
-    try:
-        match path.suffix.lower():
-            case ".toml":
-                data: Any = tomllib.loads(text)
-            case ".json":
-                data = json.loads(text)
-            case ".yaml" | ".yml":
-                data = _read_yaml(path, text, error)
-            case other:
-                raise error(f"{path}: files end in .toml, .json or .yaml; found '{other}'")
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as e:
-        raise error(f"{path}: not valid {path.suffix[1:].upper()}: {e}") from None
+        raise error(f"{path}: no such file{hint}")
+    parsers = {
+        ".toml": files.parse_toml,
+        ".json": files.parse_json,
+        ".yaml": files.parse_yaml,
+        ".yml": files.parse_yaml,
+    }
+    if path.suffix.lower() not in parsers:
+        raise error(f"{path}: files end in .toml, .json or .yaml; found '{path.suffix.lower()}'")
+    text = files.read_text(path, error, most=most, follow=follow)
+    data = parsers[path.suffix.lower()](text, str(path), error)
     if not isinstance(data, dict):
         raise error(f"{path}: the top level must be a table; found {_kind(data)}")
     return data
@@ -102,17 +111,6 @@ def in_file(
         best = max(alike, key=lambda kind: alike[kind], default=what)
         wrong = bool(alike) and alike[best] > alike[what]
         raise error(f"{path}: this is {best}, not {what}" if wrong else f"{path}: {e}") from None
-
-
-def _read_yaml(path: Path, text: str, error: type[FourfoldError]) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise error(f"{path}: YAML needs the extra: pip install 'fourfold[yaml]' (or use TOML or JSON)") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise error(f"{path}: not valid YAML: {e}") from None
 
 
 def build(cls: type[T], data: Mapping[str, Any], where: str = "", error: type[FourfoldError] = ConfigError) -> T:
@@ -142,7 +140,7 @@ def _convert(kind: Any, value: Any, where: str, error: type[FourfoldError]) -> A
         if value in args and not (isinstance(value, bool) and True not in args and False not in args):
             return value
         hint = nearest(value, map(str, args)) if isinstance(value, str) else f"; known: {', '.join(map(str, args))}"
-        raise error(f"{where} = {value!r} is not one of its values{hint}")
+        raise error(f"{where} = {_brief(value)} is not one of its values{hint}")
     if origin in (types.UnionType, typing.Union):
         return _convert_union(args, value, where, error)
     if origin is tuple:
@@ -158,13 +156,23 @@ def _convert(kind: Any, value: Any, where: str, error: type[FourfoldError]) -> A
             raise error(f"{where} must be a table; found {_kind(value)}")
         return build(typing.cast(type, kind), value, where, error)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise error(f"{where} must be a number; found one of {len(str(value))} digits") from None
+        if value.bit_length() > 1000:
+            digits = int(value.bit_length() * math.log10(2)) + 1
+            raise error(f"{where} must be a number; found one of {digits} digits")
+        return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise error(f"{where} must be {_NAMES.get(kind, kind)}; found {_kind(value)} {value!r}")
+        raise error(f"{where} must be {_NAMES.get(kind, kind)}; found {_kind(value)} {_brief(value)}")
+    if kind is int and not -MOST <= value <= MOST:
+        raise error(f"{where} = {_brief(value)} must be at most {MOST}")
+    if kind is str and not value.isprintable():
+        raise error(f"{where} = {_brief(value)} has a control character in it; names and paths are printable")
     return value
+
+
+def _brief(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _convert_union(kinds: tuple[Any, ...], value: Any, where: str, error: type[FourfoldError]) -> Any:
@@ -251,18 +259,6 @@ def _toml_value(value: Any) -> str:
             return "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
         case _:
             return json.dumps(value, ensure_ascii=False)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON, whole or not at all."""
-    write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def check_writable(

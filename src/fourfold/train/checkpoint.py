@@ -1,20 +1,23 @@
 """Checkpoints: a set of pieces, so that one saved under any plan opens under any other.
 
 A rank's state is, for every serial tensor it holds a part of, a list of (place in it, view of local memory). torch's
-distributed checkpoint (DCP) stores these, one file per rank, and reads back whatever boxes another layout asks for; it
-refuses gaps and overlaps, which proves every save complete. Of a piece's copies one is written; replicas share the work.
+distributed checkpoint (DCP) writes these, one file per rank, and refuses gaps and overlaps, which proves every save complete.
+Of a piece's copies one is written; replicas share the work. A rank reads the boxes that its own layout asks for.
 
     checkpoints/step-000040/
         __0_0.distcp …      tensors: <name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>
-        .metadata           DCP's index
+        index.json          where each part of each tensor lies (checkpoint_index.py)
+        .metadata           DCP's index, for other tools; never read here
         state.json          step, updates, data state
         complete.json       written last: every file with its size and SHA-256
 
-A directory without `complete.json` is a save that did not finish; it is never opened, and is removed by a later save.
+A directory without `complete.json` is a save that did not finish; it is never opened, and is removed by a later save. One that
+does not verify is renamed to `damaged-step-000040` when a run resumes, and the checkpoint before it is used.
 
-[Note: nothing is unpickled]
-DCP's index is a pickle. It is read by an unpickler that knows the dozen classes such an index is made of and refuses
-anything else, and file names in it must be plain names. Tensors are read with `weights_only=True`. All the rest is JSON.
+[Note: no code, no path from a file]
+Nothing is unpickled but tensors, by torch's `weights_only=True`, out of archives whose sizes were checked first. File names
+in a checkpoint have one component and name regular files, never links. Deleting starts from the names `step-<number>` that are
+found in the checkpoints folder, not from anything that a file says.
 
 [Note: saving while training goes on]
 With `mode = "async"` a save first copies the rank's own pieces to host memory, then a thread writes them, talking over its
@@ -23,45 +26,77 @@ own process group. One save is in flight at a time; the next one, or the end of 
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
+import math
 import os
-import pickle
 import shutil
 import threading
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from fourfold import schema
-from fourfold.errors import CheckpointError, ConfigError
-from fourfold.piece import Box, Piece, parts_of_range, shape_of, whole
+from fourfold import files, schema
+from fourfold.errors import CheckpointError, ConfigError, FileError
+from fourfold.piece import Box, Piece, intersect, offset_box, parts_of_range, shape_of, whole
 from fourfold.shard.layout import FlatLayout, Slot
+from fourfold.train.checkpoint_folder import (
+    STATE,
+    STEP,
+    check_state,
+    complete,
+    describe,
+    doomed,
+    is_file,
+    newest,
+    read_state,
+    remove,
+    set_aside,
+    steps_in,
+    verify,
+)
+from fourfold.train.checkpoint_index import (
+    INDEX,
+    MARKER,
+    OLD_INDEX,
+    Chunk,
+    Index,
+    StoredTensor,
+    dump_index,
+    read_index,
+)
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
 
-__all__ = ["Checkpointer", "Holding", "holding_of", "load", "newest", "read_state", "resume", "tensor_types"]
+__all__ = [
+    "Checkpointer",
+    "Holding",
+    "check_state",
+    "complete",
+    "doomed",
+    "holding_of",
+    "load",
+    "newest",
+    "open_newest",
+    "read_state",
+    "remove",
+    "resume",
+    "tensor_types",
+    "verify",
+]
 
-MARKER = "complete.json"
+T = TypeVar("T")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # DCP on one process
 
@@ -125,10 +160,7 @@ def _chunks(holdings: Iterable[Holding], *, written: bool = False) -> dict[str, 
 
 def _view(flat: Tensor, at: int, inside: Box, within: Box) -> Tensor:
     shape = shape_of(inside)
-    view = flat[at : at + torch.Size(shape).numel()].view(shape)
-    for dim, (a, b) in enumerate(within):
-        view = view.narrow(dim, a, b - a)
-    return view
+    return _narrow(flat[at : at + math.prod(shape)].view(shape), within)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -148,155 +180,40 @@ class _SavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].views[index.offset]
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # the default deep-copies what it does not know, and would load into the copy
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        stored, items = self.metadata.state_dict_metadata, []
-        for name, chunks in self.state_dict.items():
-            if chunks is None:  # DCP hands every rank the union of all names
-                continue
-            found = stored.get(name)
-            if not isinstance(found, TensorStorageMetadata):
-                raise CheckpointError(f"the checkpoint has no tensor '{name}'{schema.nearest(name, stored)}")
-            if found.size != chunks.shape:
-                raise CheckpointError(
-                    f"'{name}' is {list(found.size)} in the checkpoint and {list(chunks.shape)} in the model"
-                )
-            items += create_read_items_for_chunk_list(name, found, chunks.list())
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].views[index.offset]
-
-
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """[Note: nothing is unpickled]"""
-
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"the checkpoint's index names {module}.{name}, which no checkpoint of ours holds; refused"
-        )
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader with an index that cannot run code or point outside its directory."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """DCP's index of a checkpoint, safely read."""
-    data = (directory / ".metadata").read_bytes()
-    try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
-        infos = metadata.storage_data.values()
-    except CheckpointError:
-        raise
-    except Exception as e:
-        raise CheckpointError(f"{directory / '.metadata'}: damaged: {e}") from None
-    for info in infos:
-        if Path(info.relative_path).name != info.relative_path or info.transform_descriptors:
-            raise CheckpointError(f"{directory / '.metadata'}: names the file '{info.relative_path}'; refused")
-    return metadata
-
-
 def tensor_types(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Serial tensors in a checkpoint: shape and dtype by name."""
-    stored = read_metadata(directory).state_dict_metadata
-    return {n: (m.size, m.properties.dtype) for n, m in stored.items() if isinstance(m, TensorStorageMetadata)}
+    return {n: (torch.Size(t.shape), _dtype(t.dtype)) for n, t in read_index(directory).items()}
 
 
-# ---- complete or not ----
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
-def newest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    complete = _complete(checkpoints)
-    return complete[-1] if complete else None
+# ---- the newest that verifies ----
 
 
-def _complete(checkpoints: Path) -> list[Path]:
-    return sorted(p.parent for p in checkpoints.glob(f"step-*/{MARKER}"))
+def open_newest(checkpoints: Path, group: dist.ProcessGroup | None = None) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and a line about each newer one that does not; ranks of `group` call it together.
 
-
-def read_state(directory: Path) -> dict[str, Any]:
-    """The state that is not tensors."""
-    if not (directory / MARKER).is_file():
-        raise CheckpointError(f"{directory}: not a complete checkpoint: there is no {MARKER} in it")
-    return schema.read(directory / "state.json", CheckpointError)
-
-
-def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """Damaged files among every `shares`-th one, each with what is wrong with it."""
-    problems = []
-    files = schema.read(directory / MARKER, CheckpointError)["files"]
-    for name, expected in sorted(files.items())[share::shares]:
-        path = directory / name
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif (size := path.stat().st_size) != expected["bytes"]:
-            problems.append(f"{path} is damaged: {size} bytes instead of {expected['bytes']}")
-        elif _sha256(path) != expected["sha256"]:
-            problems.append(f"{path} is damaged: its checksum is not the one it was saved with")
-    return problems
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _write_synced(path: Path, data: Any) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as f:
-        json.dump(data, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    partial.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    One that does not verify is set aside: renamed to `damaged-<its name>`, never deleted. When none verifies, nothing is renamed
+    and CheckpointError is raised: starting again from nothing is for a person to decide.
+    """
+    rank, ranks = _place(group)
+    found = _together(lambda: complete(checkpoints), group)
+    bad: list[tuple[Path, list[str]]] = []
+    for _, path in reversed(found):
+        problems = [p for each in _exchange(verify(path, rank, ranks), group) for p in each]
+        if not problems:
+            return path, _together(lambda: [set_aside(p, found) for p, found in bad], group)
+        bad.append((path, problems))
+    if bad:
+        raise CheckpointError(
+            f"{checkpoints}: no checkpoint verifies: {'; '.join(p for _, problems in bad for p in problems[:1])}. "
+            "Move them away to start from the beginning"
+        )
+    return None, []
 
 
 # ---- loading ----
@@ -313,32 +230,37 @@ def load(
 
     With `check`, the ranks first compare every file with its checksum, each a share of the files.
     """
-    state = read_state(directory)
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    rank, ranks = _place(group)
     if check:
         problems = [p for found in _exchange(verify(directory, rank, ranks), group) for p in found]
         if problems:
             raise CheckpointError(f"{'; '.join(problems)}. Delete {directory} to resume from the checkpoint before it")
-    read_metadata(directory)  # raises what is wrong with it; some versions of torch only log it
+
+    def fill() -> dict[str, Any]:
+        state = read_state(directory)
+        _fill(directory, read_index(directory), _chunks(holdings))
+        return state
+
+    problem, state = None, dict[str, Any]()
     try:
-        dcp.load(
-            _chunks(holdings),
-            storage_reader=_Reader(directory),
-            planner=_LoadPlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except dcp.CheckpointException as e:
-        raise CheckpointError(f"{directory}: {_root_cause(e)}") from None
+        state = fill()
+    except CheckpointError as e:
+        problem = str(e)
+    for at, found in enumerate(_exchange(problem, group)):
+        if found is not None:
+            raise CheckpointError(f"{found} (rank {at})" if ranks > 1 else found)
     return state
 
 
-def resume(loop: Loop, checkpoints: Path, group: dist.ProcessGroup | None) -> int:
-    """Fill the loop's state from the newest complete checkpoint, if there is one; returns the steps done."""
-    directory = newest(checkpoints)
+def resume(loop: Loop, checkpoints: Path, group: dist.ProcessGroup | None, console: IO[str] | None = None) -> int:
+    """Fill the loop's state from the newest checkpoint that verifies, if there is one; returns the steps done."""
+    directory, lines = open_newest(checkpoints, group)
     if directory is None:
         return 0
-    state = load(directory, loop.holdings(), group=group)
+    for line in lines if loop.info.rank == 0 else ():
+        print(f"{line}; resuming from {directory.name}", file=console, flush=True)
+    state = load(directory, loop.holdings(), group=group, check=False)
+    check_state(state, directory)
     for unit in loop.units:
         loop.optimizer.publish(unit)
     for tie in loop.ties:
@@ -352,6 +274,68 @@ def resume(loop: Loop, checkpoints: Path, group: dist.ProcessGroup | None) -> in
     return state["step"]
 
 
+def _fill(directory: Path, index: Index, wanted: Mapping[str, _Chunks]) -> None:
+    """Copy what the views need from the files, each file opened once and read in order."""
+    reads: dict[str, list[tuple[Chunk, StoredTensor, list[tuple[Box, Box, Tensor]]]]] = {}
+    for name, chunks in wanted.items():
+        stored = index.get(name)
+        if stored is None:
+            raise CheckpointError(f"{directory}: the checkpoint has no tensor '{name}'{schema.nearest(name, index)}")
+        if stored.shape != tuple(chunks.shape):
+            raise CheckpointError(
+                f"{directory}: '{name}' is {list(stored.shape)} in the checkpoint and {list(chunks.shape)} in the model"
+            )
+        for chunk in stored.chunks:
+            copies = []
+            for offset, view in chunks.views.items():
+                mine = tuple((o, o + n) for o, n in zip(offset, view.shape, strict=True))
+                common = intersect(mine, chunk.box)
+                if common is not None:
+                    zero = tuple((0, n) for n in view.shape), tuple((0, n) for n in chunk.shape)
+                    inside = offset_box(common, mine, zero[0]), offset_box(common, chunk.box, zero[1])
+                    copies.append((*inside, view))
+            if copies:
+                reads.setdefault(chunk.file, []).append((chunk, stored, copies))
+    for file, parts in reads.items():
+        with files.open_for_reading(directory / file, CheckpointError, follow=False) as f:
+            for chunk, stored, copies in sorted(parts, key=lambda part: part[0].at):
+                tensor = _read_tensor(f, chunk, _dtype(stored.dtype), directory / file)
+                for to, source, view in copies:
+                    _narrow(view, to).copy_(_narrow(tensor, source))
+
+
+def _read_tensor(f: IO[bytes], chunk: Chunk, dtype: torch.dtype, path: Path) -> Tensor:
+    """A chunk as `torch.save` wrote it: a zip archive of uncompressed records, so it takes no more memory than disk."""
+    try:
+        f.seek(chunk.at)
+        data = io.BytesIO(f.read(chunk.bytes))
+        with zipfile.ZipFile(data) as archive:
+            records = archive.infolist()
+        if (
+            any(r.compress_type != zipfile.ZIP_STORED for r in records)
+            or sum(r.file_size for r in records) > chunk.bytes
+        ):
+            raise ValueError("a record is compressed")
+        data.seek(0)
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
+            raise ValueError("it is not the tensor that the index says")
+    except Exception as e:  # zipfile and torch raise a dozen kinds for damaged bytes
+        why = files.why(e) if isinstance(e, OSError) else " ".join(str(e).split())[:200]
+        raise CheckpointError(f"{path}: damaged at byte {chunk.at}: {why or type(e).__name__}") from None
+    return tensor
+
+
+def _narrow(tensor: Tensor, box: Box) -> Tensor:
+    for dim, (a, b) in enumerate(box):
+        tensor = tensor.narrow(dim, a, b - a)
+    return tensor
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+
+
 def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's value, on every rank."""
     if group is None:
@@ -361,19 +345,30 @@ def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _root_cause(error: dcp.CheckpointException) -> str:
-    rank, (cause, _) = next(iter(error.failures.items()))
-    text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-    return f"{text} (rank {rank})"
+def _together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Rank 0 acts; all ranks have its result, or raise its error."""
+    result, problem = None, None
+    if _place(group)[0] == 0:
+        try:
+            result = action()
+        except (CheckpointError, FileError) as e:
+            problem = str(e)
+        except OSError as e:
+            problem = f"{e.filename or 'a file'}: {files.why(e)}"
+    result, problem = _exchange((result, problem), group)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    return result
 
 
 # ---- saving ----
 
 
 class Checkpointer:
-    """Saves a rank's holdings every so often; ranks of `group` (a gloo group of its own) call every method together.
+    """Saves a rank's holdings; ranks of `group` (a gloo group of its own) call every method together.
 
-    Of the holders of a piece one writes it (`Holding.writes`).
+    Of the holders of a piece one writes it (`Holding.writes`). After each save the newest `keep` complete checkpoints and
+    those of every `keep_every`-th step are kept, the others removed.
     """
 
     def __init__(
@@ -381,17 +376,19 @@ class Checkpointer:
         directory: Path,
         *,
         keep: int = 2,
+        keep_every: int = 0,
         background: bool = False,
         group: dist.ProcessGroup | None = None,
     ):
-        self.directory, self.keep, self.background, self.group = directory, keep, background, group
-        self.rank = dist.get_rank(group) if group is not None else 0
+        self.directory, self.background, self.group = directory, background, group
+        self.keep, self.keep_every = keep, keep_every
+        self.rank = _place(group)[0]
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[Path] = []
 
     def save(self, step: int, holdings: Sequence[Holding], state: Mapping[str, Any], *, last: bool = False) -> None:
-        """Save as step-<step>; `finished` tells when it is complete. The `last` one runs beside nothing, and copies nothing."""
+        """Save as step-<step>; `finished` tells when it is complete. The `last` one is written at once, without a copy."""
         self.wait()
         path = self.directory / f"step-{step:06d}"
         owned = _chunks(holdings, written=True)
@@ -425,58 +422,79 @@ class Checkpointer:
 
     def _write(self, path: Path, owned: dict[str, _Chunks], state: Mapping[str, Any]) -> None:
         """Tensors, index, state, then the marker; rank 0 leads. Leaves nothing new behind when it fails."""
+        size = sum(view.nbytes for chunks in owned.values() for view in chunks.views.values())
         try:
-            self._together(lambda: self._clear(path))
-            dcp.save(
+            _together(lambda: self._clear(path), self.group)
+            metadata = dcp.save(
                 owned,
                 storage_writer=dcp.FileSystemWriter(path),
                 planner=_SavePlanner(),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
-            mine = {p.name: _describe(p) for p in path.glob(f"__{self.rank}_*.distcp")}
-            files = {name: info for each in _exchange(mine, self.group) for name, info in each.items()}
-            self._together(lambda: self._finish(path, files, state))
-            self._finished.append(path)
-        except dcp.CheckpointException as e:
+            mine = {p.name: describe(p) for p in path.glob(f"__{self.rank}_*.distcp")}
+            listed = {name: info for each in _exchange(mine, self.group) for name, info in each.items()}
+            _together(lambda: self._finish(path, metadata, listed, state), self.group)
+        except (dcp.CheckpointException, CheckpointError, OSError) as e:
+            why = _root_cause(e, path, size)
             if self.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
             last = newest(self.directory)
             kept = f"; the last complete checkpoint is {last}" if last else ""
-            raise CheckpointError(f"{path}: cannot be saved: {_root_cause(e)}{kept}") from None
-
-    def _together(self, action: Callable[[], None]) -> None:
-        """Rank 0 acts; all ranks learn how it went."""
-        problem: OSError | None = None
-        if self.rank == 0:
-            try:
-                action()
-            except OSError as e:
-                problem = e
-        problem = _exchange(problem, self.group)[0]
-        if problem is not None:
-            raise dcp.CheckpointException("write", {0: (problem, None)})  # type: ignore[dict-item]
+            raise CheckpointError(f"{path}: cannot be saved: {why}{kept}") from None
+        self._finished.append(path)
 
     def _clear(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / MARKER).unlink(missing_ok=True)
-        for left in path.iterdir():  # of a save that did not finish
-            left.unlink()
+        """An empty folder; a save of this step that did not finish, or a link, is removed first."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        files.check_not_link(self.directory, CheckpointError)
+        if os.path.lexists(path):
+            remove(path)
+        path.mkdir()
 
-    def _finish(self, path: Path, files: dict[str, Any], state: Mapping[str, Any]) -> None:
-        _write_synced(path / "state.json", dict(state))
-        for name in (".metadata", "state.json"):
-            files[name] = _describe(path / name)
-        _write_synced(path / MARKER, {"version": 1, "files": files})
-        complete = _complete(self.directory)
-        for old in complete[: -self.keep]:
-            _remove(old)
-        for partial in self.directory.glob("step-*"):
-            if partial not in complete and partial < path:
-                _remove(partial)
+    def _finish(self, path: Path, metadata: Metadata, listed: dict[str, Any], state: Mapping[str, Any]) -> None:
+        files.write_json(path / INDEX, dump_index(_index_of(metadata)), CheckpointError, indent=None)
+        files.write_json(path / STATE, dict(state), CheckpointError)
+        for name in (OLD_INDEX, INDEX, STATE):
+            listed[name] = describe(path / name)
+        files.write_json(path / MARKER, {"version": 2, "files": listed}, CheckpointError)
+        files.sync_folder(self.directory)
+        for old in doomed(self.directory, self.keep, self.keep_every):
+            remove(old)
+        step = STEP.fullmatch(path.name)
+        for number, partial in steps_in(self.directory):
+            if step and number < int(step[1]) and not is_file(partial / MARKER):
+                remove(partial)
 
 
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for whole: the marker goes first."""
-    (checkpoint / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=True)
+def _index_of(metadata: Metadata) -> Index:
+    """Our index, from what DCP says of a save."""
+    out: Index = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        chunks = []
+        for part in stored.chunks:  # type: ignore[union-attr]
+            info = metadata.storage_data[MetadataIndex(name, part.offsets)]
+            chunks.append(Chunk(tuple(part.offsets), tuple(part.sizes), info.relative_path, info.offset, info.length))
+        dtype = str(stored.properties.dtype).removeprefix("torch.")  # type: ignore[union-attr]
+        out[name] = StoredTensor(dtype, tuple(stored.size), tuple(chunks))  # type: ignore[union-attr]
+    return out
+
+
+def _root_cause(error: BaseException, path: Path, size: int) -> str:
+    """Why a save failed, as a sentence; torch reports a full disk as a failed assertion about a position in a file."""
+    rank, cause = "", error
+    if isinstance(error, dcp.CheckpointException):
+        number, (cause, _) = next(iter(error.failures.items()))
+        rank = f" (rank {number})"
+    if isinstance(cause, OSError):
+        return files.why(cause) + rank
+    text = " ".join(str(cause).split())
+    if "PytorchStreamWriter" in text or "inline_container" in text or "unexpected pos" in text:
+        try:
+            free = shutil.disk_usage(path).free
+        except OSError as e:
+            return files.why(e) + rank
+        if free < size:
+            return f"no space left on the disk: {schema.format_bytes(free)} are free{rank}"
+        return f"the disk refused the data{rank}"
+    return text[:300] + rank

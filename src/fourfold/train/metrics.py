@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.train.rundir import RunDir, read_metrics
+from fourfold import files
+from fourfold.errors import RunDirError
+from fourfold.train.rundir import RunDir, scan_metrics
 
 __all__ = ["MetricsFile", "peak_bytes", "peak_flops"]
 
@@ -43,14 +45,20 @@ _PEAKS = {
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl; after a resume, lines of steps that will be done again are dropped first."""
+    """Appends to metrics.jsonl; after a resume, lines of steps that will be done again are dropped first.
+
+    `dropped`: the numbers of the lines that were damaged, and left out too.
+    """
 
     def __init__(self, run: RunDir, done: int):
-        kept = [m for m in read_metrics(run) if m["step"] <= done]
-        partial = run.path / ".metrics.jsonl.partial"
-        partial.write_text("".join(json.dumps(m) + "\n" for m in kept), encoding="utf-8")
-        partial.replace(run.metrics_file)
-        self._file = run.metrics_file.open("a", encoding="utf-8", buffering=1)
+        self.dropped: list[int] = []
+        with files.create(run.metrics_file, RunDirError) as f:
+            for number, line in scan_metrics(run):
+                if line is None:
+                    self.dropped.append(number)
+                elif line["step"] <= done:
+                    f.write(json.dumps(line).encode() + b"\n")
+        self._file = files.append_to(run.metrics_file, RunDirError)
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line; numbers that are not finite become null, since JSON has none."""

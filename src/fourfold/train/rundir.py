@@ -4,25 +4,29 @@
 
 A fresh run needs a directory that does not exist or is empty; an existing run is resumed or refused, never overwritten.
 The lock is an advisory file lock on `.lock`: it goes with the processes that hold it, however they end. No torch.
+
+A run directory may come from someone else. Nothing in it may be a link: a run that resumes would write through it, over any file
+of the user's. The directory itself may be reached through one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fourfold import schema
+from fourfold import files, schema
 from fourfold.config import Config
 from fourfold.errors import RunDirError
 from fourfold.plan import Plan
 
-__all__ = ["RunDir", "read_metrics"]
+__all__ = ["RunDir", "read_metrics", "read_trace", "scan_metrics"]
 
 
 class RunDir:
@@ -79,48 +83,78 @@ class RunDir:
             run.lock()
             run.logs.mkdir()
             run.write(config, plan)
-        except OSError as e:
-            with contextlib.suppress(OSError):
-                for p in sorted(run.path.rglob("*"), reverse=True):
-                    p.rmdir() if p.is_dir() else p.unlink()
-                for p in made:
-                    p.rmdir()
+        except (OSError, RunDirError, ValueError) as e:
             run.unlock()
-            raise RunDirError(f"{run.path}: cannot be written: {e.strerror}; use another train.run_dir") from None
+            with contextlib.suppress(OSError, ValueError):
+                for name in (".lock", "config.json", "plan.json"):
+                    (run.path / name).unlink(missing_ok=True)
+                for p in (run.logs, *made):
+                    p.rmdir()
+            why = files.why(e) if isinstance(e, OSError) else str(e)
+            raise RunDirError(f"{run.path}: cannot be written: {why}; use another train.run_dir") from None
         return run
 
     @classmethod
     def reopen(cls, path: str | Path) -> RunDir:
-        """Claim the directory of an earlier run."""
+        """Claim the directory of an earlier run; one that has a link in it is refused."""
         run = cls.find(path)
+        run.check_links()
         try:
             run.lock()
             run.logs.mkdir(exist_ok=True)
         except OSError as e:
-            raise RunDirError(f"{run.path}: cannot be written: {e.strerror}") from None
+            raise RunDirError(f"{run.path}: cannot be written: {files.why(e)}") from None
         return run
 
     @classmethod
     def find(cls, path: str | Path) -> RunDir:
         """An earlier run, to read from."""
         run = cls(path)
-        if not run.config_file.is_file():
-            where = "no such directory" if not run.path.exists() else "there is no config.json in it"
+        try:
+            there, found = run.path.exists(), run.config_file.is_file()
+        except (OSError, ValueError):  # a name too long, or with a NUL
+            there = found = False
+        if not found:
+            where = "there is no config.json in it" if there else "no such directory"
             raise RunDirError(f"{run.path}: not a run directory: {where}")
         return run
+
+    def check_links(self) -> None:
+        """Raise RunDirError when something that a run writes, or the folder it is in, is a link."""
+        folders = [self.path, self.logs, self.path / "trace", self.final, self.checkpoints]
+        for folder in folders:
+            try:
+                with os.scandir(folder) as entries:
+                    links = sorted(e.name for e in entries if e.is_symlink())
+            except OSError:
+                continue  # not there yet
+            if links:
+                raise RunDirError(
+                    f"{folder / links[0]}: is a link; a run writes into its directory, and does not follow links out of it. "
+                    "Move what the link points to in its place"
+                )
 
     def _refuse(self, found: list[str]) -> None:
         if "config.json" in found:
             last = max((m["step"] for m in read_metrics(self)), default=0)
             raise RunDirError(
-                f"{self.path} already holds a run (at step {last}); go on with it by --resume {self.path}, "
+                f"{self.path} already holds a run (at step {last}); resume it with --resume {self.path}, "
                 f"or choose another --train.run-dir"
             )
         raise RunDirError(f"{self.path} is not empty ({sorted(found)[0]} …); choose another --train.run-dir")
 
     def lock(self) -> None:
         """Take the lock; held until `unlock`, or until the last process that inherited it ends."""
-        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as e:
+            if e.errno != errno.ELOOP:
+                raise
+            raise RunDirError(f"{self.path / '.lock'}: is a link; links are not followed here") from None
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            os.close(handle)
+            raise RunDirError(f"{self.path / '.lock'}: is not a file of its own; remove it")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -142,12 +176,13 @@ class RunDir:
 
     def write(self, config: Config, plan: Plan) -> None:
         """Write the resolved config and plan."""
-        schema.write_json(self.config_file, config.to_dict())
-        schema.write_json(self.plan_file, plan.to_dict())
+        files.write_json(self.config_file, config.to_dict(), RunDirError)
+        files.write_json(self.plan_file, plan.to_dict(), RunDirError)
 
     def job(self) -> str:
         """Name of the launcher's job that this run belongs to; empty when it had none."""
-        return schema.read(self.env_file).get("job", "") if self.env_file.exists() else ""
+        job = schema.read(self.env_file, RunDirError, follow=False).get("job") if self.env_file.exists() else ""
+        return job if isinstance(job, str) else ""
 
     def read(self) -> tuple[Config, Plan]:
         """The config and plan of the run."""
@@ -155,12 +190,46 @@ class RunDir:
 
 
 def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line cut off by a crash is left out."""
-    if not run.metrics_file.exists():
-        return
-    with run.metrics_file.open(encoding="utf-8") as f:
-        for line in f:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+    """The lines of metrics.jsonl; damaged ones are left out."""
+    return (line for _, line in scan_metrics(run) if line is not None)
+
+
+def scan_metrics(run: RunDir) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Number and content of every line of metrics.jsonl; None where the line is damaged."""
+    if os.path.lexists(run.metrics_file):
+        for number, line in files.read_json_lines(run.metrics_file, RunDirError, longest=files.MIB):
+            yield number, line if line is not None and _is_metrics(line) else None
+
+
+def _is_metrics(line: dict[str, Any]) -> bool:
+    """A step, and numbers or null for what is compared."""
+    return schema.whole(line.get("step")) and all(
+        line.get(key) is None or _is_number(line[key]) for key in ("loss", "grad_norm", "eval_loss")
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_trace(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a trace; None where one is damaged."""
+    for _, line in files.read_json_lines(path, RunDirError):
+        yield line if line is not None and _is_trace(line) else None
+
+
+def _is_trace(line: dict[str, Any]) -> bool:
+    """A step, a time, and spans of a name and three times."""
+    spans = line.get("spans")
+    return (
+        schema.whole(line.get("step"))
+        and _is_time(line.get("origin"))
+        and isinstance(spans, list)
+        and all(
+            isinstance(s, list) and len(s) == 4 and isinstance(s[0], str) and all(map(_is_time, s[1:])) for s in spans
+        )
+    )
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and abs(value) < 1e12

@@ -10,11 +10,15 @@ needed. On CUDA the times are the device's, from events; a step's line is writte
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from fourfold import files
+from fourfold.errors import RunDirError
 from fourfold.runtime.executor import Span
 from fourfold.train.clock import Clock
+from fourfold.train.rundir import read_trace
 
 __all__ = ["TraceFile"]
 
@@ -31,11 +35,14 @@ class TraceFile:
         self._held: dict[int, Sequence[Span]] = {}
         path = folder / f"rank{rank}.jsonl"
         folder.mkdir(exist_ok=True)
-        kept = [line for line, at in _lines(path) if at <= done]
-        partial = folder / f".rank{rank}.jsonl.partial"
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        partial.replace(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        files.check_not_link(folder, RunDirError)
+        lines = list(read_trace(path)) if os.path.lexists(path) else []
+        with files.create(path, RunDirError) as f:
+            for line in lines:
+                if line is not None and line["step"] <= done:
+                    f.write(json.dumps(line).encode() + b"\n")
+        self.dropped = lines.count(None)  # damaged lines: a full disk or a crash cut them
+        self._file = files.append_to(path, RunDirError)
 
     def hold(self, step: int, spans: Sequence[Span]) -> None:
         """Keep the spans of a step that is to be traced."""
@@ -62,14 +69,3 @@ class TraceFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _lines(path: Path) -> list[tuple[str, int]]:
-    """The lines of a trace with their steps; lines that a crash or a full disk cut short are left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            found.append((line, int(json.loads(line)["step"])))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return found

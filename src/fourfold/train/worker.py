@@ -235,6 +235,7 @@ def assemble(
     checkpointer = checkpoint.Checkpointer(
         run.checkpoints,
         keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
         background=config.checkpoint.mode == "async",
         group=saving,
     )
@@ -243,9 +244,11 @@ def assemble(
         Engine(runner, units, list(held.ties.values()), optimizer),
         RunServices(train_samples, eval_samples, checkpointer, guard, mine),
     )
-    done = checkpoint.resume(loop, run.checkpoints, saving)
+    done = checkpoint.resume(loop, run.checkpoints, saving, console)
     if config.log.trace:
         loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done, clock)
+        if loop.trace.dropped:
+            print(f"trace/rank{place.rank}.jsonl: left out {loop.trace.dropped} damaged lines", flush=True)
     if place.rank == 0:
         run.write(config, plan)  # of a resumed run, what it goes on with: only now is it known to open the checkpoint
         schema.write_json(run.env_file, environment(place, device))
@@ -288,6 +291,9 @@ class Recorder(Callback):
         memory = "tensors" if device.type == "cuda" else "process"
         self.progress = Progress(config.train.steps, config.log.every, console, memory)
         self.waited: dict[int, float] = {}  # by step, how long training waited for its save
+        if self.file.dropped:
+            numbers = ", ".join(map(str, self.file.dropped[:10]))
+            self.progress.note(f"  metrics.jsonl: left out {len(self.file.dropped)} damaged lines: {numbers}")
 
     def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)

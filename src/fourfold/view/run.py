@@ -8,16 +8,16 @@ and the machine's other work.
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fourfold.errors import RunDirError
+from fourfold.errors import RunDirError, ScheduleError
 from fourfold.program import Costs, Op, Schedule, Timeline, simulate
 from fourfold.program.stages import lay_out_pipeline
-from fourfold.train.rundir import RunDir
+from fourfold.train.rundir import RunDir, read_trace
 
 __all__ = ["Look", "look_at"]
 
@@ -45,7 +45,8 @@ def look_at(run: RunDir, step: int | None = None) -> Look:
     """A traced step of a run (default: the last)."""
     config, plan = run.read()
     layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
-    traces = [_read(run, rank) for rank in _ranks(run, plan.mesh.ranks // plan.mesh.pipe, plan.mesh.pipe)]
+    ranks = _ranks(run, plan.mesh.ranks // plan.mesh.pipe, plan.mesh.pipe)
+    traces = [_read(run, rank, set(ops)) for rank, ops in zip(ranks, layout.schedule.order, strict=True)]
     common = sorted(set.intersection(*({s.step for s in t} for t in traces)))
     chosen = common[-1] if step is None and common else step
     if chosen not in common:
@@ -81,18 +82,24 @@ def _ranks(run: RunDir, stride: int, pipe: int) -> list[int]:
     return [p * stride for p in range(pipe)]
 
 
-def _read(run: RunDir, rank: int) -> list[_TracedStep]:
+def _read(run: RunDir, rank: int, ops: set[Op]) -> list[_TracedStep]:
+    """The traced steps of a rank that did all of `ops` and nothing else; damaged lines are left out."""
     path = run.path / "trace" / f"rank{rank}.jsonl"
     if not path.is_file():
         raise RunDirError(f"{run.path}: the trace of rank {rank} is missing")
-    return [_step(json.loads(line)) for line in path.read_text().splitlines()]
+    steps = []
+    for line in read_trace(path):
+        with contextlib.suppress(ScheduleError):
+            if line is not None and (step := _step(line)).ops.keys() == ops:
+                steps.append(step)
+    return steps
 
 
 def _step(line: dict[str, Any]) -> _TracedStep:
     """Parts of an op (`3F0 blocks.1.mlp`) are put together; what lies between them is the op's."""
     ops: dict[Op, tuple[float, float]] = {}
     for what, start, end, _ in line["spans"]:
-        op = Op.parse(what.split()[0])
+        op = Op.parse(what.partition(" ")[0])
         ops[op] = (ops[op][0] if op in ops else start, end)
     return _TracedStep(line["step"], line["origin"], ops)
 

@@ -1,0 +1,161 @@
+"""The checkpoints folder: which checkpoints there are, whether they are whole, which are kept. No torch.
+
+A checkpoint is a folder `step-<number>` with a `complete.json`; the order is that of the numbers. What is deleted or renamed
+follows from these names alone, never from what a file says, and links are left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourfold import files, schema
+from fourfold.errors import CheckpointError
+from fourfold.train.checkpoint_index import MARKER, read_index, read_marker
+
+__all__ = [
+    "STATE",
+    "STEP",
+    "check_state",
+    "complete",
+    "describe",
+    "doomed",
+    "is_file",
+    "newest",
+    "read_state",
+    "remove",
+    "set_aside",
+    "steps_in",
+    "verify",
+]
+
+STATE = "state.json"
+STEP = re.compile(r"step-(\d{6,18})")
+
+
+def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
+    """The step and path of everything that is called like a checkpoint and is a folder, in the order of the steps.
+
+    By number, not by name: step-1000000 comes after step-999999. Links are left out.
+    """
+    files.check_not_link(checkpoints, CheckpointError)
+    found = []
+    try:
+        with os.scandir(checkpoints) as entries:
+            for entry in entries:
+                match = STEP.fullmatch(entry.name)
+                if match and entry.is_dir(follow_symlinks=False):
+                    found.append((int(match[1]), checkpoints / entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as e:
+        raise CheckpointError(f"{checkpoints}: cannot be read: {files.why(e)}") from None
+    return sorted(found)
+
+
+def complete(checkpoints: Path) -> list[tuple[int, Path]]:
+    """The step and path of every complete checkpoint, in the order of the steps."""
+    return [(step, path) for step, path in steps_in(checkpoints) if is_file(path / MARKER)]
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = complete(checkpoints)
+    return found[-1][1] if found else None
+
+
+def doomed(checkpoints: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """The complete checkpoints that retention drops: all but the newest `keep` and those of every `keep_every`-th step."""
+    old = complete(checkpoints)[: -keep or None]
+    return [path for step, path in old if not (keep_every and step % keep_every == 0)]
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint so that no half of it is ever taken for whole: the marker goes first. Links are not followed."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a regular file and no link."""
+    return path.is_file() and not path.is_symlink()
+
+
+# ---- whole or not ----
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """The state that is not tensors."""
+    read_marker(directory)
+    state = schema.read(directory / STATE, CheckpointError, follow=False)
+    if not schema.whole(state.get("step")):
+        raise CheckpointError(f"{directory / STATE}: damaged: it has no step")
+    named = STEP.fullmatch(directory.name)
+    if named and int(named[1]) != state["step"]:
+        raise CheckpointError(
+            f"{directory / STATE}: is of step {state['step']}, the folder's name says {int(named[1])}"
+        )
+    return state
+
+
+def check_state(state: Mapping[str, Any], directory: Path) -> None:
+    """Raise CheckpointError unless a state has all that a training run resumes from."""
+    data = state.get("data")
+    table = data if isinstance(data, dict) else {}
+    counts = [state.get("updates"), state.get("skipped"), table.get("epoch"), table.get("next")]
+    if not all(map(schema.whole, counts)) or not isinstance(table.get("fingerprint"), str):
+        raise CheckpointError(f"{directory / STATE}: damaged: it needs updates, skipped and data to resume from")
+
+
+def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:
+    """Damaged files among every `shares`-th one, each with what is wrong with it; and a damaged index or state."""
+    problems = []
+    try:
+        listed = read_marker(directory)
+    except CheckpointError as e:
+        return [str(e)]
+    for name, expected in sorted(listed.items())[share::shares]:
+        path = directory / name
+        try:
+            with files.open_for_reading(path, CheckpointError, follow=False) as f:
+                size = os.fstat(f.fileno()).st_size
+                if size != expected.bytes:
+                    problems.append(f"{path} is damaged: {size} bytes instead of {expected.bytes}")
+                elif hashlib.file_digest(f, "sha256").hexdigest() != expected.sha256:
+                    problems.append(f"{path} is damaged: its checksum is not the one it was saved with")
+        except CheckpointError as e:
+            problems.append(f"{path} is missing" if not os.path.lexists(path) else str(e))
+        except OSError as e:
+            problems.append(f"{path}: cannot be read: {files.why(e)}")
+    if not problems and share == 0:
+        for read in (read_state, read_index):
+            try:
+                read(directory)
+            except CheckpointError as e:
+                problems.append(str(e))
+    return problems
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as f:
+        return {"bytes": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+
+
+def set_aside(path: Path, problems: Sequence[str]) -> str:
+    """Rename a damaged checkpoint to `damaged-<its name>`; returns a sentence that says so."""
+    to = path.with_name(f"damaged-{path.name}")
+    for number in range(2, 1000):
+        if not os.path.lexists(to):
+            break
+        to = path.with_name(f"damaged-{path.name}-{number}")
+    path.rename(to)
+    return f"{problems[0]}; set aside as {to.name}"
