@@ -217,12 +217,12 @@ def test_parts_and_whole_ops_print_apart():
     [
         ([[UnitSpec("a")]], {}, "units for 1 stages; the schedule has 2"),
         ([[UnitSpec("a"), UnitSpec("a")], []], {}, "names a unit twice"),
-        ([[UnitSpec("a")], [UnitSpec("a", mode="keep")]], {}, "described in two ways"),
+        ([[UnitSpec("a")], [UnitSpec("a", mode="keep")]], {}, "has two different definitions"),
         ([[UnitSpec("a", reduce="micro-batch")], [UnitSpec("a", reduce="micro-batch")]], {}, "use reduce = 'step'"),
         ([[UnitSpec("a")], []], {"buckets": [BucketSpec("x", ("b",))]}, "no unit 'b'"),
         ([[], []], {"prefetch": -1}, "prefetch = -1"),
         ([[], []], {"replicas": 0}, "replicas = 0"),
-        ([[], []], {"stream": "now"}, "neither 'early' nor 'last'"),
+        ([[], []], {"stream": "now"}, "choose 'early' or 'last'"),
     ],
 )
 def test_bad_units(units, options, says):

@@ -67,9 +67,9 @@ def test_torch_notation_with_bubbles_overlaps_and_communication():
     ("text", "says"),
     [
         ("0F0,0B0\n0F1,0B1\n", "stage 0 is on rank 0 already"),
-        ("0F0,2F0\n", "no op of stage 1"),
+        ("0F0,2F0\n", "stage 1 has no op"),
         ("0F0,0X0\n", "row 0, cell 1"),
-        ("", "no op of stage 0"),
+        ("", "stage 0 has no op"),
     ],
 )
 def test_bad_csv(text, says):

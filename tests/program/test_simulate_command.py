@@ -136,7 +136,7 @@ def test_errors(fields, says):
 
 def test_programs_are_not_compared(tmp_path):
     lower(build("1f1b", 2, 2)).save(tmp_path / "p.txt")
-    with pytest.raises(ScheduleError, match="give --compare a schedule"):
+    with pytest.raises(ScheduleError, match="--compare needs a schedule"):
         simulate_command(SimulateArgs(target=str(tmp_path / "p.txt"), compare=True), io.StringIO())
 
 

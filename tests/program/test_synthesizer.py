@@ -151,7 +151,7 @@ def test_one_rank_and_one_micro_batch():
         (lambda: synthesize(4, 4, stages_per_rank=0), "stages_per_rank = 0"),
         (lambda: synthesize(4, 4, stages_per_rank=()), "stages_per_rank is empty"),
         (lambda: synthesize(4, 4, evaluations=0), "evaluations = 0"),
-        (lambda: synthesize(4, 4, placements=("ring",)), "neither 'wave' nor 'loop'"),
+        (lambda: synthesize(4, 4, placements=("ring",)), "choose 'wave' or 'loop'"),
         (lambda: synthesize(4, 4, Costs(forward=(1,) * 5)), r"for \[5\] stages"),
         (
             lambda: synthesize(4, 4, layers=[Layer(forward=1, input_grad=1, weight_grad=1)] * 3),

@@ -276,16 +276,16 @@ def test_a_program_written_by_hand():
         ("  RELEASE embed\n", "", r"rank 0, instruction 7 \(the end\): RELEASE embed is missing"),
         ("  REDUCE head\n", "", "it comes before the gradients of head are reduced"),
         ("  STREAM all\nrank 1", "rank 1", "STREAM all is missing"),
-        ("  REDUCE embed\n", "  REDUCE embed\n  REDUCE embed\n", "no gradients that were not reduced"),
+        ("  REDUCE embed\n", "  REDUCE embed\n  REDUCE embed\n", "all its gradients are reduced already"),
         ("  GATHER embed\n", "  GATHER embed\n  GATHER embed\n", "gathered already"),
-        ("  REDUCE head\n", "  GATHER head\n", "mode replicate is always whole"),
+        ("  REDUCE head\n", "  GATHER head\n", "mode replicate is never gathered"),
         ("  GATHER embed\n", "  GATHER embd\n", "did you mean 'embed'"),
         ("STREAM all\nrank", "STREAM al\nrank", "did you mean 'all'"),
         ("  SEND 0 activation 0 to 1\n", "", "SEND 0 activation 0 to 1 is missing"),
         ("  RECV 1 gradient 0 from 1\n", "", r"instruction 3 \(0B0\): it needs RECV 1 gradient 0 from 1 before it"),
         ("SEND 1 gradient 0 to 0", "SEND 1 gradient 0 to 1", "goes from rank 1 to rank 0"),
         ("SEND 1 gradient 0 to 0", "SEND 1 activation 0 to 0", "that another stage reads"),
-        ("  1B0\n", "", "before the gradient is made"),
+        ("  1B0\n", "", "has produced the gradient"),
         ("  1F0\n  1B0\n", "  1B0\n  1F0\n", "before 1F0, which it needs|needs RECV"),
         ("  0F0\n", "  0F0\n  0F0\n", "runs twice"),
         ("  0F0\n", "  0F0 head\n", "the units of 0F0 run in the order embed"),
@@ -338,7 +338,7 @@ def test_ranks_that_share_units_reduce_them_in_one_order():
     lowered = lower(schedule, [tied, tied])
     validate(lowered)
     last = [i for i, x in enumerate(lowered.programs[1].instructions) if isinstance(x, Reduce)]
-    with pytest.raises(ScheduleError, match=r"rank 1, instruction \d+ \(REDUCE b\).*start them in one order"):
+    with pytest.raises(ScheduleError, match=r"rank 1, instruction \d+ \(REDUCE b\).*must issue them in the same order"):
         validate(_swapped(lowered, 1, *last))
 
 
@@ -350,14 +350,14 @@ def test_replicas_start_their_collectives_in_one_order():
         validate(_swapped(lowered, 1, 0, 1))
     assert str(error.value) == (
         "rank 0 of replica 1, instruction 0 (GATHER b): rank 0 of replica 0 has GATHER a there; "
-        "ranks that share collectives start them in one order"
+        "ranks that share collectives must issue them in the same order"
     )
 
 
 def test_both_ends_of_an_edge_are_named():
     lowered = lower(build("1f1b", 2, 3))
     sends = [i for i, x in enumerate(lowered.programs[1].instructions) if isinstance(x, Send)]
-    with pytest.raises(ScheduleError, match=r"before the gradient is made|rank 1 to rank 0, but rank 0 receives"):
+    with pytest.raises(ScheduleError, match=r"has produced the gradient|rank 1 to rank 0, but rank 0 receives"):
         validate(_swapped(lowered, 1, *sends[:2]))
 
 

@@ -1,4 +1,4 @@
-"""`fourfold simulate`: time a plan, a schedule or programs, and show them."""
+"""`fourfold simulate`: simulate a plan, a schedule or programs, and print the timeline."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = ["SimulateArgs", "compare", "simulate_command"]
 
 @dataclass(frozen=True)
 class SimulateArgs:
-    """Time a plan, a schedule or programs without running them."""
+    """Simulate a plan, a schedule or programs: time, bubble and memory, without running them."""
 
     target: Annotated[str, tyro.conf.Positional]
-    """A plan (.toml, .json), a schedule (.json, .csv), programs (.txt, .json), or the name of a schedule:
+    """Plan (.toml, .json), schedule (.json, .csv), programs (.txt, .json), or the name of a schedule:
     gpipe, 1f1b, interleaved, wave, zb-h1, zb-v, synthesized."""
     ranks: int = 4
-    """Ranks of the pipeline, for a schedule by name."""
+    """Pipeline ranks, for a named schedule."""
     micro_batches: int = 8
-    """Micro-batches in a step, for a schedule by name."""
+    """Micro-batches per step, for a named schedule."""
     waves: int = 1
     """wave: number of waves."""
     stages_per_rank: int = 2
-    """interleaved: stages on every rank."""
+    """interleaved: stages per rank."""
     slack: int = 0
     """1f1b: extra micro-batches in flight."""
     forward: float = 1
-    """Time of F, a rank's whole share for one micro-batch."""
+    """Time of F for one micro-batch on one rank, all its stages together."""
     input_grad: float = 1
     """Time of I."""
     weight_grad: float = 1
@@ -52,9 +52,9 @@ class SimulateArgs:
     instruction: float = 0
     """Fixed cost of every instruction."""
     memory_cap: float | None = None
-    """Most micro-batches (of a rank's share) a rank may hold; synthesized and --compare stay within."""
+    """Limit on the micro-batches whose activations a rank holds, for `synthesized` and --compare."""
     compare: bool = False
-    """All schedules side by side."""
+    """Compare all schedules."""
     json: bool = False
     """Print JSON."""
     debug: bool = False
@@ -81,16 +81,14 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
             rows = compare(target, args)
     else:
         if args.compare:
-            raise ScheduleError(
-                f"{args.target}: programs are compared as they are; give --compare a schedule or a plan"
-            )
+            raise ScheduleError(f"{args.target}: --compare needs a schedule or a plan, not programs")
         rows.append((args.target, simulate(target, costs)))
     if args.json:
         whole = not args.compare
         data = [{"schedule": name, **timeline.to_dict(spans=whole, path=whole)} for name, timeline in rows]
         print(json.dumps(data if args.compare else data[0], indent=2), file=file)
         return 0
-    from fourfold.view.timeline import show_comparison, show_timeline  # rich is for people
+    from fourfold.view.timeline import show_comparison, show_timeline  # imports rich, not needed for --json
 
     if args.compare:
         show_comparison(rows, file)
@@ -100,7 +98,7 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
 
 
 def compare(target: Schedule, args: SimulateArgs) -> list[tuple[str, Timeline]]:
-    """The target and all schedules for as many ranks and micro-batches, within the cap, the fastest first."""
+    """The target and all other schedules of the same size that fit the memory cap, fastest first."""
     sizes = (target.ranks, target.micro_batches)
     options: list[tuple[str, dict[str, Any]]] = [
         *[("interleaved", {"stages_per_rank": n}) for n in sorted({2, 4, args.stages_per_rank})],
@@ -120,20 +118,20 @@ def compare(target: Schedule, args: SimulateArgs) -> list[tuple[str, Timeline]]:
 
 
 def _target(args: SimulateArgs) -> tuple[Schedule | Programs, Costs]:
-    """What to time, and with which costs: those asked for, or what the planner predicted of a plan."""
+    """The schedule or programs to simulate, and their costs: from the arguments, or as predicted by the planner."""
     path = Path(args.target)
     if path.suffix in (".json", ".toml", ".yaml", ".yml"):
         data = schema.read(path, ScheduleError)
         if not {"order", "programs"} & data.keys():
             plan = Plan.load(path)
-            told = costs_of_plan(plan) if args.costs == Costs() else None
+            predicted = costs_of_plan(plan) if args.costs == Costs() else None
             count = plan.batch.micro_batches or max(1, 2 * plan.mesh.pipe)
-            return schedule_of_plan(plan, count, costs=told or args.costs), told or args.costs
+            return schedule_of_plan(plan, count, costs=predicted or args.costs), predicted or args.costs
     return _schedule(args), args.costs
 
 
 def _schedule(args: SimulateArgs) -> Schedule | Programs:
-    """A file's content, or the schedule of a name."""
+    """The schedule or programs in a file, or a named schedule."""
     path = Path(args.target)
     match path.suffix:
         case ".csv":

@@ -1,4 +1,4 @@
-"""What each rank will do, as data: schedules, programs, and their proof, timing and search. Pure Python, no torch.
+"""Schedules and programs as data: what each rank does in a step; validation, simulation and search. No torch.
 
 build("wave", ranks=4, micro_batches=8, waves=2)      a schedule by name
 validate(schedule, memory_cap=8)                      raises ScheduleError unless it can run

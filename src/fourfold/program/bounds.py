@@ -1,16 +1,16 @@
-"""Lower bounds: what no schedule on a placement can beat.
+"""Lower bounds on the makespan of any schedule on a given placement.
 
-Every rank must wait for its first input, then do all its work; and, where its last op is a backward that others wait for,
-the gradient must still travel to stage 0. A lone micro-batch must pass all stages and come back. With a memory cap there
-is more: until its first backward can start, at `first(rank)`, a rank runs forwards only, and no more than the cap holds, so
+Every rank waits for its first input and then does all its work; if its last op is an unsplit backward, the gradient must
+still travel to stage 0. A single micro-batch must pass all stages and come back. A memory cap gives two more bounds. Until its
+first backward can start, at `first(rank)`, a rank runs forwards only, and no more than the cap allows, so
 
-    makespan >= first(rank) + work(rank) - (forward time that the cap holds)
+    makespan >= first(rank) + work(rank) - (forward time that fits under the cap)
 
 and every micro-batch occupies memory at least from its F through all later stages and back, so that memory times time gives
 
-    makespan >= first input of the rank + micro-batches · (memory · least lifetime, summed over its stages) / cap
+    makespan >= first input of the rank + micro-batches · (memory · minimum lifetime, summed over its stages) / cap
 
-Times are in the ticks of the problem.
+Times are in ticks of the problem.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["forward_bound", "lower_bound"]
 
 
 def lower_bound(problem: Problem, split: bool | None = None) -> Any:
-    """The least makespan of any order of this problem; `split` says whether backwards are split (None: some may be)."""
+    """Lower bound on the makespan of any order; `split`: whether backwards are split (None: some may be)."""
     c, stages, last = problem.costs, range(problem.stages), problem.stages - 1
     halves = [i + w for i, w in zip(c.input_grad, c.weight_grad, strict=True)]
     if split is None:
@@ -53,7 +53,7 @@ def lower_bound(problem: Problem, split: bool | None = None) -> Any:
 
 
 def forward_bound(problem: Problem) -> Any:
-    """The least makespan of an evaluation: a rank's first input, its work, and the rest of the way of its last output."""
+    """Lower bound for forward only: a rank's first input, its work, and the remaining path of its last output."""
     c, last = problem.costs, problem.stages - 1
     first = _first_inputs(problem)
     lone = first[last] + c.forward[last]
@@ -65,7 +65,7 @@ def forward_bound(problem: Problem) -> Any:
 
 
 def _first_inputs(problem: Problem) -> list[Any]:
-    """When the input of every stage's first F can be there."""
+    """Earliest arrival of the input of every stage's first F."""
     c = problem.costs
     first = [0] * problem.stages
     for s in range(problem.stages - 1):
@@ -74,7 +74,7 @@ def _first_inputs(problem: Problem) -> list[Any]:
 
 
 def _backward_memory(problem: Problem, stage: int, split: bool | None) -> Any:
-    """Memory times time of one micro-batch during the backward of a stage, at least."""
+    """Lower bound on memory · time of one micro-batch during the backward of a stage."""
     c = problem.costs
     whole = c.activation[stage] * c.backward[stage]
     halves = c.activation[stage] * c.input_grad[stage] + c.kept[stage] * c.weight_grad[stage]
@@ -82,7 +82,7 @@ def _backward_memory(problem: Problem, stage: int, split: bool | None) -> Any:
 
 
 def _forward_time_within(problem: Problem, held: tuple[int, ...]) -> Any:
-    """At most how long a rank can run forwards before it must free memory."""
+    """Upper bound on how long a rank can run forwards before it must free memory."""
     c, cap = problem.costs, problem.cap
     assert cap is not None
     sizes = {c.activation[s] for s in held}

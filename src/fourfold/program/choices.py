@@ -1,10 +1,10 @@
-"""What a plan's rules come to for each unit of a model: its mode, in how many shards and slices, what is computed again.
+"""Resolves a plan's rules for each unit of a model: mode, number of shards, operator splitting, recomputation.
 
-- A mode on a replica group of one, or `within = 1`, shards nothing: it is `replicate`.
-- A tied head's matrix is the embedding's, so the head follows the embedding's mode, `within` and `reduce`.
-- `split` cuts the MLP along its hidden size and the head along the vocabulary, into *slices* that are units of their own,
-  named `head/0`, `head/1`, …; other units stay whole. An MLP's slice is one unit where it is computed again (`per-slice` or
-  `full`), else two, `blocks.3.mlp/0.up` and `blocks.3.mlp/0.down`.
+- On a replica group of one, or with `within = 1`, every mode is `replicate`.
+- A tied head shares the embedding's matrix, so it takes the embedding's mode, `within` and `reduce`.
+- `split` divides the MLP along its hidden size and the head along the vocabulary, into *slices* that are units of their own,
+  named `head/0`, `head/1`, …; other units are not split. An MLP slice is one unit if it is recomputed (`per-slice` or
+  `full`), otherwise two: `blocks.3.mlp/0.up` and `blocks.3.mlp/0.down`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = ["UnitChoice", "unit_choices"]
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """How one unit of the model is run."""
+    """The resolved options of one unit of the model."""
 
     names: tuple[str, ...]
-    """The units it becomes: itself, or its slices in order."""
+    """Names of the units it is run as: itself, or its slices in order."""
     mode: Literal["replicate", "zero2", "zero3", "keep"]
     reduce: Literal["step", "micro-batch"]
     shards: int
     recompute: Literal["none", "selective", "full"]
-    """Slices are computed again one by one."""
+    """Activation recomputation; slices are recomputed one by one."""
     slices: int = 1
 
 
 def unit_choices(model: ModelConfig, plan: Plan) -> dict[str, UnitChoice]:
-    """The choice for every unit of the model, by name, in forward order."""
+    """The options of every unit of the model, by name, in forward order."""
     replicas = plan.mesh.data * plan.mesh.depth
     out = {}
     for name in unit_names(model):
@@ -63,15 +63,15 @@ def _names(name: str, slices: int, recompute: str) -> tuple[str, ...]:
 
 
 def _slices(name: str, split: int, model: ModelConfig, plan: Plan) -> int:
-    """Into how many slices a unit is cut: on a grid, each column's block of it."""
+    """Number of slices of a unit; on a grid, each column slices its own block."""
     if name != "head" and not name.endswith(".mlp"):
         return 1
     assert model.ffn is not None
     width, what, ways = model.ffn, "hidden features", plan.mesh.col
     if name == "head":
-        width, what, ways = model.vocab, "words", plan.mesh.col * plan.mesh.row
+        width, what, ways = model.vocab, "vocabulary entries", plan.mesh.col * plan.mesh.row
     most = -(-width // ways)
     if split > most:
         cut = f"{most} of {width} {what} on a rank of the grid" if ways > 1 else f"{width} {what}"
-        raise PlanError(f"unit '{name}': split = {split} is wider than the layer, which has {cut}; use at most {most}")
+        raise PlanError(f"unit '{name}': split = {split} exceeds the layer's width of {cut}; use at most {most}")
     return split

@@ -1,13 +1,13 @@
-"""What everything costs: the numbers behind a simulation.
+"""Costs: the times and memory sizes that a simulation uses.
 
-The unit of time is the caller's; so is the unit of memory. A single number is **the whole share of one rank for one
-micro-batch** and is divided evenly over the rank's stages; a tuple gives every stage its own. With the defaults time is
-counted in forwards of a rank's share, and memory in micro-batches of a rank's share.
+The units of time and memory are the caller's. A single number is **the cost of one micro-batch on one rank** (all its stages
+together) and is divided evenly over the rank's stages; a tuple has one number per stage. With the defaults, time is
+in forwards of one rank, and memory in micro-batches of one rank.
 
-Numbers may be whole, `Fraction` or float. Without floats every result is exact: costs are brought to a common
-denominator, time is counted in whole ticks, and results are ticks times `unit`.
+Numbers may be int, `Fraction` or float. Without floats every result is exact: costs are brought to a common
+denominator, time is counted in integer ticks, and results are ticks times `unit`.
 
-What a stage holds of a micro-batch, over time:
+Memory of one micro-batch in a stage, over time:
 
     start of F ─── activation ───► end of I ─── weight_grad_activation ───► end of W        (B ends both)
 """
@@ -37,35 +37,35 @@ class Costs:
     """Times and memory of ops, messages and collectives. Everything is at least 0."""
 
     forward: PerStage = 1
-    """F: a rank's whole share for one micro-batch, or one number per stage."""
+    """F: one micro-batch on one rank, or one number per stage."""
     input_grad: PerStage = 1
     """I."""
     weight_grad: PerStage = 1
     """W."""
     backward: PerStage | None = None
-    """B. None: input_grad + weight_grad. Measured backwards are often cheaper whole than split."""
+    """B. None: input_grad + weight_grad. Measured, an unsplit backward is often cheaper than I plus W."""
     message: Number | tuple[tuple[Number, ...], ...] = 0
     """One activation or gradient between two ranks; or a table, [sender][receiver]."""
     link: Literal["private", "edge", "rank"] = "private"
-    """Which messages wait for each other: none; those from one rank to one other; all that one rank sends."""
+    """Which messages queue behind each other: none; those of one sender and receiver; all of one sender."""
     instruction: Number = 0
-    """Fixed cost of every instruction, on the rank that issues it. Of a schedule, the ops are the instructions."""
+    """Fixed cost of every instruction on the rank that issues it. In a schedule, the ops are the instructions."""
     activation: PerStage = 1
     """Memory held from the start of F to the end of I (or B)."""
     weight_grad_activation: PerStage | None = None
-    """Of it, what W still needs: held from the end of I to the end of W. None: all of it."""
+    """The part of `activation` that W still needs: held from the end of I to the end of W. None: all of it."""
     gather: PerName = field(default=0, hash=False)
-    """Programs: time of a GATHER, for all units or by unit name."""
+    """Programs only: time of a GATHER, for all units or by unit name."""
     reduce: PerName = field(default=0, hash=False)
-    """Programs: time of a REDUCE."""
+    """Programs only: time of a REDUCE."""
     stream: PerName = field(default=0, hash=False)
-    """Programs: time of a STREAM, for all buckets or by bucket name."""
+    """Programs only: time of a STREAM, for all buckets or by bucket name."""
     gathered: PerName = field(default=0, hash=False)
-    """Programs: memory of a unit's parameters between GATHER and RELEASE."""
+    """Programs only: memory of a unit's parameters between GATHER and RELEASE."""
 
     def __post_init__(self) -> None:
         if self.link not in ("private", "edge", "rank"):
-            raise ScheduleError(f"link = '{self.link}' is not one of private, edge, rank")
+            raise ScheduleError(f"link = '{self.link}' is invalid; choose one of private, edge, rank")
         for name in self.__dataclass_fields__:
             if name == "link":
                 continue
@@ -76,7 +76,7 @@ class Costs:
                     raise ScheduleError(f"costs.{name} = {value} must be finite and at least 0; use 0 for 'free'")
 
     def of_stages(self, placement: Sequence[int], ranks: int) -> StageCosts:
-        """These costs for the stages of a placement, one number each, without the fixed cost of an instruction."""
+        """Costs of each stage of a placement, without the fixed cost of an instruction."""
         forward = per_share(self.forward, placement, "forward")
         input_grad = per_share(self.input_grad, placement, "input_grad")
         weight_grad = per_share(self.weight_grad, placement, "weight_grad")
@@ -130,7 +130,7 @@ def _numbers(value: object) -> list[object]:
 
 
 def per_share(value: PerStage, placement: Sequence[int], name: str) -> tuple[Number, ...]:
-    """One number per stage: a rank's share divided over its stages, or the stages' own."""
+    """One number per stage: a rank's cost divided evenly over its stages, or the given tuple."""
     if isinstance(value, tuple | list):
         if len(value) != len(placement):
             raise ScheduleError(f"costs.{name} has {len(value)} entries; {len(placement)} stages need {len(placement)}")
@@ -142,7 +142,7 @@ def per_share(value: PerStage, placement: Sequence[int], name: str) -> tuple[Num
 
 
 def divide(value: Number, by: Number) -> Number:
-    """A quotient that stays exact unless a float is in it."""
+    """Divide exactly, unless one of the numbers is a float."""
     if isinstance(value, float) or isinstance(by, float):
         return value / by
     share = Fraction(value) / by
@@ -173,7 +173,7 @@ class StageCosts:
         return {"F": self.forward, "B": self.backward, "I": self.input_grad, "W": self.weight_grad}
 
     def launched(self, instruction: Number) -> StageCosts:
-        """With the fixed cost of an instruction added to every op."""
+        """These costs with the fixed cost of an instruction added to every op."""
 
         def plus(table: Table) -> Table:
             return tuple(x + instruction for x in table)
@@ -187,7 +187,7 @@ class StageCosts:
         )
 
     def scaled(self, time: Callable[[Table], Table], memory: Callable[[Table], Table]) -> StageCosts:
-        """These costs with all times and all memory measured anew."""
+        """These costs with `time` applied to all times and `memory` to all memory sizes."""
         return StageCosts(
             forward=time(self.forward),
             backward=time(self.backward),
@@ -203,7 +203,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Ticks:
-    """A common measure of some numbers: whole ticks of `unit`, or, where a float is among them, the numbers themselves."""
+    """A common unit for a set of numbers, so that each is an integer number of ticks; with floats, numbers stay as they are."""
 
     unit: Number
 

@@ -1,15 +1,15 @@
-"""Timing an order: the one engine behind the simulator and every search.
+"""Times an order of ops; used by the simulator and by every search.
 
-Given each rank's ops in order, when does each start? A rank runs its ops one after another; an op starts when the rank
-is free and its input is there:
+Given each rank's ops in order, `run` computes when each starts. A rank runs its ops one after another; an op starts when the
+rank is idle and its input has arrived:
 
-    F of stage s     the activation of stage s - 1           W     nothing more than its I, earlier on the same rank
-    I, B of stage s  the gradient of stage s + 1 (the last stage: nothing more than its F)
+    F of stage s     the activation of stage s - 1           W     only its I, earlier on the same rank
+    I, B of stage s  the gradient of stage s + 1 (last stage: only its F)
 
-A message leaves when its producer ends, waits for its link where links are shared, and arrives after its time. Every link
-has one sender, so all orders are fixed and one pass over the ops suffices: about a microsecond an op.
+A message is sent when its producer ends, queues if links are shared, and arrives after its transfer time. Every link has one
+sender, so all orders are fixed and one pass over the ops suffices: about a microsecond per op.
 
-Times are the numbers of the problem's tables: whole ticks, or floats.
+Times are integer ticks or floats, as in the problem's tables.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ Order = Sequence[Sequence[tuple[int, str, int]]]
 
 
 class More(NamedTuple):
-    """What an op does besides, in ticks. Beside its ops a rank has a lane, where what they put runs one after another."""
+    """Extra times of one op, in ticks. Each rank has a background lane whose work runs serially, concurrent with its ops."""
 
     free: Any = 0
-    """Longer, from when the rank is free: it gets ready meanwhile."""
+    """Extra time, counted from when the rank becomes idle; overlaps the wait for the input."""
     ready: Any = 0
-    """Longer, from when its input is there."""
+    """Extra time, counted from when the input arrives."""
     after: Any = 0
-    """What the rank waits for when its result has left."""
+    """Time the rank stays busy after the result was sent."""
     puts: Any = 0
-    """What it puts into the lane."""
+    """Work that the op adds to the background lane."""
     done: Any = 0
-    """From its start until that is done, in a lane that was empty."""
+    """Time from the op's start until that work is done, if the lane was empty."""
     lead: Any = None
-    """From its start until it waits for what was in the lane before; None: it does not."""
+    """Time from the op's start until it needs earlier background work to be done; None: it does not wait."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Stages on ranks, with their costs in ticks: what there is to schedule."""
+    """A scheduling problem: stages placed on ranks, with their costs in ticks."""
 
     placement: tuple[int, ...]
     ranks: int
     micro_batches: int
     costs: StageCosts
-    """In ticks, memory too."""
+    """Times in ticks; memory in ticks too if `in_integers` made the problem."""
     tick: Number
-    """The value of a tick of time in the caller's unit."""
+    """One tick of time in the caller's unit."""
     cap: int | None = None
-    """Memory every rank may hold, in the whole units of a search; None: no limit."""
+    """Memory limit of every rank, in integer units; None: no limit."""
 
     @classmethod
     def of(cls, placement: Sequence[int], ranks: int, micro_batches: int, costs: Costs) -> Problem:
-        """The problem in exact ticks, or in the caller's floats. Memory stays in the caller's unit."""
+        """A problem in exact ticks, or in the caller's floats. Memory is in the caller's unit."""
         c = costs.of_stages(placement, ranks).launched(costs.instruction)
         ticks = Ticks.measuring(c.forward, c.backward, c.input_grad, c.weight_grad, c.down, c.up)
         in_ticks = c.scaled(time=ticks.counts, memory=lambda table: table)
@@ -77,12 +77,12 @@ class Problem:
         costs: Costs,
         memory_cap: Number | None = None,
     ) -> Problem:
-        """The problem with all numbers whole, for searches: ties are then ties, whatever the floats were."""
+        """A problem with integer costs, for searches: ties are exact even if the given costs are floats."""
         c = costs.of_stages(placement, ranks).launched(costs.instruction)
         time = _Whole(c.forward, c.backward, c.input_grad, c.weight_grad, c.down, c.up)
         memory = _Whole(c.activation, c.kept)
         cap = None
-        if memory_cap is not None:  # a float that misses a whole number by its last digit is that number
+        if memory_cap is not None:  # tolerates floating-point error just below an integer
             cap = int(Fraction(memory_cap) * memory.scale + Fraction(1, 1000))
         whole = c.scaled(time=time.of, memory=memory.of)
         return cls(tuple(placement), ranks, micro_batches, whole, 1 / time.scale, cap)
@@ -98,19 +98,19 @@ class Problem:
 
     @cached_property
     def period(self) -> Any:
-        """The work of the busiest rank for one micro-batch: no schedule can go on faster."""
+        """The work of the busiest rank per micro-batch: a lower bound on the steady-state time per micro-batch."""
         c = self.costs
         work = [c.forward[s] + min(c.backward[s], c.input_grad[s] + c.weight_grad[s]) for s in range(self.stages)]
         return max(sum(work[s] for s in stages) for stages in self.stages_of)
 
 
 class _Whole:
-    """Brings numbers to whole ones: exactly when they have a common denominator of decent size, else nearly."""
+    """Scales numbers to integers: exactly if their common denominator is small enough, otherwise rounded."""
 
     def __init__(self, *tables: Table):
         rationals = [Fraction(x).limit_denominator(10**6) for table in tables for x in table]
         denominator = lcm(*(x.denominator for x in rationals))
-        if denominator > 10**12:  # no useful common measure: a billion ticks for the largest
+        if denominator > 10**12:  # no practical common denominator: the largest number becomes 10^9 ticks
             denominator = max(1, int(10**9 / max(rationals)))
         self.scale = Fraction(denominator)
 
@@ -120,16 +120,16 @@ class _Whole:
 
 @dataclass
 class OpTimes:
-    """When each op started and ended, in ticks, by rank and place in its order."""
+    """Start and end of each op in ticks, by rank and index."""
 
     starts: list[list[Any]]
     ends: list[list[Any]]
     messages: list[tuple[int, int, int, Any, int, Any, Any]] = field(default_factory=list)
-    """(sender, receiver, stage, "activation" | "gradient", micro-batch, start, end), when asked for."""
+    """(sender, receiver, stage, "activation" | "gradient", micro-batch, start, end), if recorded."""
     lanes: list[Any] = field(default_factory=list)
-    """By rank, when its lane is empty."""
+    """By rank, when its background lane becomes empty."""
     stuck: bool = False
-    """Whether ranks wait for each other in a circle; then the lists end where they do."""
+    """Whether the ranks deadlock; then the lists end at the ops that never start."""
 
     @property
     def makespan(self) -> Any:
@@ -142,16 +142,16 @@ def run(
     record_messages: bool = False,
     more: Mapping[tuple[int, str, int], More] | None = None,
 ) -> OpTimes:
-    """Time an order whose ops are complete, on their ranks and locally in order (see `validator.check_ops`)."""
+    """Time an order that passes `validator.check_ops`; `more` gives the extra times of some ops."""
     p, c = problem.placement, problem.costs
     forward, backward, input_grad, weight_grad = c.forward, c.backward, c.input_grad, c.weight_grad
     down, up = c.down, c.up
     private, per_rank = c.link == "private", c.link == "rank"
     last, ranks = len(p) - 1, problem.ranks
-    # activation[s][m], gradient[s][m]: when the input of F (of I or B) of stage s is there; None: not yet
+    # activation[s][m], gradient[s][m]: arrival of the input of F (of I or B) of stage s; None: not yet known
     activation: list[list[Any]] = [[None] * problem.micro_batches for _ in p]
     gradient: list[list[Any]] = [[None] * problem.micro_batches for _ in p]
-    free: dict[tuple[int, int], Any] = {}  # when a shared link is free again
+    free: dict[tuple[int, int], Any] = {}  # when a shared link becomes idle
     times = OpTimes([[] for _ in range(ranks)], [[] for _ in range(ranks)])
     at, clock, waiting = [0] * ranks, [0] * ranks, [False] * ranks
     lanes: list[Any] = [0] * ranks
@@ -169,7 +169,7 @@ def run(
         return start + takes
 
     def different(op: More, rank: int, t: Any, ready: Any, takes: Any) -> tuple[Any, Any, Any]:
-        """Start, end and when the rank is free of an op that does more."""
+        """(start, end, time at which the rank becomes idle) of an op with extra times."""
         if op.lead is not None:
             t = max(t, lanes[rank] - op.lead)
         start = max(t, ready)
@@ -256,7 +256,7 @@ def run(
 
 
 def levels(problem: Problem, ops: Sequence[tuple[int, str, int]]) -> Iterator[Any]:
-    """What a rank holds after each op has started (F) or ended (the others). Only the order matters."""
+    """Memory of a rank after each op has started (F) or ended (I, W, B); depends on the order only, not on times."""
     activation, kept = problem.costs.activation, problem.costs.kept
     held: Any = 0
     for stage, kind, _ in ops:
@@ -272,5 +272,5 @@ def levels(problem: Problem, ops: Sequence[tuple[int, str, int]]) -> Iterator[An
 
 
 def peaks(problem: Problem, order: Order) -> list[Any]:
-    """The most memory every rank holds at once."""
+    """Peak memory of every rank."""
     return [max(levels(problem, ops), default=0) for ops in order]

@@ -1,4 +1,4 @@
-"""The schedule that a plan asks for."""
+"""The pipeline schedule of a plan."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["costs_of_plan", "schedule_of_plan"]
 
 
 def costs_of_plan(plan: Plan) -> Costs | None:
-    """What the planner predicted of a plan's stages, in seconds; None where it did not."""
-    told = plan.predicted or {}
-    if not told.get("stages"):
+    """The stage costs that the planner predicted for a plan, in seconds; None if the plan has no prediction."""
+    predicted = plan.predicted or {}
+    if not predicted.get("stages"):
         return None
-    forward, input_grad, weight_grad = zip(*told["stages"], strict=True)
-    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, message=told["message"])
+    forward, input_grad, weight_grad = zip(*predicted["stages"], strict=True)
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, message=predicted["message"])
 
 
 def schedule_of_plan(
     plan: Plan, micro_batches: int, *, layers: int | None = None, costs: Costs | None = None
 ) -> Schedule:
-    """A plan's schedule: by name, from a file, or synthesized within 1F1B's memory for `costs`.
+    """A plan's schedule: by name, from a file, or synthesized for `costs` with the memory of 1F1B.
 
-    `layers`, where known, bounds the number of stages that a synthesized schedule may have.
+    `layers`, if given, limits the number of stages of a synthesized schedule.
     """
     pipeline, ranks = plan.pipeline, plan.mesh.pipe
     options: dict[str, Any] = {
@@ -66,7 +66,7 @@ def _loaded(path: str, ranks: int, micro_batches: int) -> Schedule:
     schedule = Schedule.load(path)
     if (schedule.ranks, schedule.micro_batches) != (ranks, micro_batches):
         raise ScheduleError(
-            f"{path}: is for {schedule.ranks} ranks and {schedule.micro_batches} micro-batches; "
+            f"{path}: the schedule is for {schedule.ranks} ranks and {schedule.micro_batches} micro-batches; "
             f"the plan has mesh.pipe = {ranks} and {micro_batches} micro-batches"
         )
     validate(schedule)

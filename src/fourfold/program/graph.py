@@ -1,14 +1,14 @@
-"""What waits for what in a set of programs: a graph whose longest path is the time, and whose circles are deadlocks.
+"""The dependency graph of a set of programs: its longest path is the makespan, its cycles are deadlocks.
 
-Nodes are instructions being issued (compute: being run), transfers, collectives and updates. A node starts when all it
-waits for has ended:
+Nodes are issued instructions (compute: executed ops), transfers, collectives and updates. A node starts when all the nodes that
+it depends on have ended:
 
-    an instruction     the instruction before it; compute also its message and the gathers of its units
-    a transfer         its SEND and its RECV, and the message before it on a shared link
-    a collective       its start on all ranks that share it, and the collective before it on each of them
-    an update          its STREAM, the reductions of its units, the update before it on the rank
+    an instruction     the previous instruction; compute also its message and the gathers of its units
+    a transfer         its SEND and its RECV, and the previous message on a shared link
+    a collective       its issue on all ranks of the group, and the previous collective on each of them
+    an update          its STREAM, the reductions of its units, the previous update on the rank
 
-With `rendezvous`, SEND also ends only when its RECV is posted: the strictest a transport could be.
+With `rendezvous`, SEND also blocks until its RECV is posted, as the strictest transport would.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["Graph", "Node", "build_graph"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Something that takes time: on which row (index of the program), in which lane, for which instruction."""
+    """One timed event: its row (index of the program), its lane, its instruction."""
 
     row: int
     lane: str
     what: Instruction
     index: int
-    """Of the instruction in its program."""
+    """Index of the instruction in its program."""
 
 
 @dataclass
 class Graph:
-    """Nodes and what each waits for."""
+    """Nodes, and for each the nodes that it waits for."""
 
     nodes: list[Node] = field(default_factory=list)
     waits: list[list[int]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Graph:
         return len(self.nodes) - 1
 
     def times(self, cost: Callable[[Node], Any]) -> tuple[list[Any], list[Any], list[int], list[int]]:
-        """(starts, ends, bindings, stuck): `bindings[n]` ended when n started; `stuck` is a circle of nodes, or empty."""
+        """(starts, ends, bindings, cycle): n starts when `bindings[n]` ends; `cycle` is a deadlock as a list of nodes, or []."""
         count = len(self.nodes)
         after: list[list[int]] = [[] for _ in range(count)]
         left = [0] * count
@@ -79,9 +79,9 @@ class Graph:
                 left[a] -= 1
                 if not left[a]:
                     ready.append(a)
-        return starts, ends, bindings, self._circle(left) if done < count else []
+        return starts, ends, bindings, self._cycle(left) if done < count else []
 
-    def _circle(self, left: list[int]) -> list[int]:
+    def _cycle(self, left: list[int]) -> list[int]:
         n = next(i for i, count in enumerate(left) if count)
         path: list[int] = []
         while n not in path:
@@ -91,7 +91,7 @@ class Graph:
 
 
 def build_graph(programs: Programs, link: str = "private", rendezvous: bool = False) -> Graph:
-    """The graph of programs whose messages and collectives match (see `program_checks`)."""
+    """Build the graph. The programs' messages and collectives must match (see `program_checks`)."""
     graph = Graph()
     rows = programs.programs
     issued: list[list[int]] = []
@@ -127,7 +127,7 @@ def _add_transfers(
     recvs: dict[tuple[int, Any], int],
     link: str,
 ) -> dict[tuple[int, Any], int]:
-    """By replica and message, the node of its transfer."""
+    """Add the transfers; returns their nodes by (replica, message)."""
     transfers: dict[tuple[int, Any], int] = {}
     busy: dict[tuple[int, int, int], int] = {}
     for row, program in enumerate(programs.programs):
@@ -144,7 +144,7 @@ def _add_transfers(
 
 
 def _add_collectives(graph: Graph, programs: Programs, issued: list[list[int]]) -> dict[tuple[int, int], int]:
-    """By row and index of instruction, the node of the collective that it takes part in."""
+    """Add the collectives; returns their nodes by (row, index of the instruction)."""
     out: dict[tuple[int, int], int] = {}
     groups: dict[Any, list[tuple[int, int]]] = {}
     for row, program in enumerate(programs.programs):
@@ -178,7 +178,7 @@ def _add_needs(
     transfers: dict[tuple[int, Any], int],
     collectives: dict[tuple[int, int], int],
 ) -> None:
-    """What compute and updates of one row wait for."""
+    """Add the dependencies of one row's compute and updates."""
     program = programs.programs[row]
     gathered: dict[str, int] = {}
     reduced: dict[str, int] = {}

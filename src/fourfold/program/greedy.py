@@ -1,23 +1,23 @@
-"""List scheduling: every rank, whenever it is free, runs the most urgent op that is ready and may be admitted.
+"""List scheduling: every idle rank runs the ready op of highest priority that memory admits.
 
-**Urgency.** An op's key is `key[kind][stage] + micro_batch · period`; the smallest goes first. W runs when nothing else
-can (or, `eager`, by its key like the others). With `patience` a rank waits that long for a more urgent op about to arrive.
+**Priority.** An op's key is `key[kind][stage] + micro_batch · period`; the smallest runs first. W runs when nothing else
+can (with `eager`, by its key like the others). With `patience`, a rank waits up to that long for a more urgent op.
 
 [Note: nested reserves]
-Memory is what deadlocks a schedule: ranks fill up with young micro-batches, and the old ones, which alone could free
-memory, find no room on the ranks they still have to visit. A check that looks at one rank only prevents it. Let a rank
-hold stages s1 < s2 < ... < sv, and let reserve(s) be at least one micro-batch of stage s. F of a stage is admitted if
-afterwards, for every j from its own place on,
+A memory cap can deadlock a schedule: ranks fill up with new micro-batches, and older ones, which alone could free memory,
+find no room on the ranks they still have to visit. A check local to each rank prevents this. Let a rank hold stages
+s1 < s2 < ... < sv, and let reserve(s) be at least one micro-batch of stage s. F of stage si is admitted if afterwards, for
+every j >= i,
 
     held(s1) + ... + held(sj)  <=  cap - reserve(s(j+1)) - ... - reserve(sv)
 
-so that stages early in the model never take what is kept for the later ones, while later stages may take all.
+so early stages never use memory reserved for later ones, while later stages may use all of it.
 Claim: no deadlock. By induction from the last stage down, every micro-batch that has finished stage s - 1 finishes F of
-stage s: those beyond stage s finish their forward (induction), then their backward, which needs no admission, and give
-everything back. What is left on the rank belongs to stages before s, hence leaves reserve(s) free, enough for this F.
+stage s: micro-batches beyond stage s finish their forward (induction), then their backward, which needs no admission, and
+free their memory. The rest on this rank belongs to stages before s, so reserve(s) is free, enough for this F.
 
-Reserves also shape the steady state: in proportion to how long each stage must hold a micro-batch, they keep the early
-stages from hoarding. That, not cleverer priorities, is what makes greedy orders good when messages take time.
+Reserves also shape the steady state: in proportion to how long each stage must hold a micro-batch, they keep early stages
+from using too much memory. This matters more than refined priorities when messages take time.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["Policy", "first_times", "lifetimes", "list_schedule", "reserves"]
 
 @dataclass(frozen=True)
 class Policy:
-    """How the list scheduler chooses. Keys and patience are in ticks, one key per stage."""
+    """Priorities of the list scheduler. Keys and patience are in ticks; one key per stage."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
-    """Also B, where the backward is not split."""
+    """Also used for B, where the backward is not split."""
     weight_grad: tuple[float, ...]
     period: float
-    """What one micro-batch more adds to a key."""
+    """Added to a key for each micro-batch."""
     reserve: tuple[int, ...]
-    """Memory kept for every stage by the earlier stages of its rank, in ticks of memory."""
+    """By stage: memory that earlier stages of the same rank must leave free for it."""
     whole: tuple[int, int] = (0, 0)
-    """Micro-batches from .. up to .. whose backward is B; that of the others is I and W."""
+    """Micro-batches [start, stop) run B; the others run I and W."""
     eager: bool = False
-    """W competes by its key; else it only fills gaps."""
+    """Whether W competes by its key; otherwise it only fills gaps."""
     patience: float = 0
 
     @classmethod
@@ -64,11 +64,11 @@ class Policy:
         weight_lead: float = 1,
         patience: float = 0,
     ) -> Policy:
-        """Keys from the times at which a micro-batch alone would pass: a policy of few numbers.
+        """A policy from a few numbers: keys are multiples of the times at which a single micro-batch would pass.
 
-        `forward`, `backward`, `weight` multiply those times (1: the earliest first, -1: the deepest first), the leads
-        shift backwards against forwards (in lengths of that lone pass; -1: backwards first), `reserve` is the fraction
-        of `reserves`, `patience` a fraction of the shortest W.
+        `forward`, `backward`, `weight` multiply those times (1: earliest first, -1: deepest first). The leads shift
+        backwards relative to forwards (in durations of that single pass; -1: backwards first). `reserve` is a fraction of
+        `reserves`, `patience` a fraction of the shortest W.
         """
         first_f, first_b, length = first_times(problem)
         return cls(
@@ -84,7 +84,7 @@ class Policy:
 
 
 def list_schedule(problem: Problem, policy: Policy) -> list[list[tuple[int, str, int]]]:
-    """The order in which ranks act when each always runs its most urgent admissible op."""
+    """The order that results when each rank always runs its most urgent admissible op."""
     place, c, total = problem.placement, problem.costs, problem.micro_batches
     down, up, taken = c.down, c.up, c.activation
     limit, period = _limits(problem, policy), policy.period
@@ -92,7 +92,7 @@ def list_schedule(problem: Problem, policy: Policy) -> list[list[tuple[int, str,
     begin, stop = policy.whole
     first_w = stop if begin == 0 else 0
 
-    # Stages take micro-batches in order, so of every stage only the next F, I and W matter: its key and when it is ready.
+    # Stages process micro-batches in order, so per stage only the next F, I and W matter: their keys and ready times.
     never = float("inf")
     arrived_f: list[list[Any]] = [[0 if s == 0 else never] * total + [never] for s in range(len(place))]
     arrived_b: list[list[Any]] = [[never] * (total + 1) for _ in place]
@@ -116,7 +116,7 @@ def list_schedule(problem: Problem, policy: Policy) -> list[list[tuple[int, str,
         for t in deep_first[rank]:
             left = limit[t] - below
             if left < room:
-                room = left  # what all limits from this stage on leave
+                room = left  # the minimum over all limits from this stage on
             below -= held[t]
             ready = ready_b[t]
             if ready <= horizon and key_b[t] < best:
@@ -185,7 +185,7 @@ def list_schedule(problem: Problem, policy: Policy) -> list[list[tuple[int, str,
 
 
 def _limits(problem: Problem, policy: Policy) -> list[Any]:
-    """limit[s]: what the stages of a rank up to s may hold together."""
+    """limit[s]: the memory that the stages of a rank up to s may use together."""
     limit: list[Any] = [float("inf")] * problem.stages
     if problem.cap is None:
         return limit
@@ -198,7 +198,7 @@ def _limits(problem: Problem, policy: Policy) -> list[Any]:
 
 
 def lifetimes(problem: Problem) -> list[Any]:
-    """How long every stage must hold a micro-batch at least: its F to the last stage and back, then its W."""
+    """Minimum time that every stage holds a micro-batch: from its F to the last stage and back, then its W."""
     c, path = problem.costs, 0
     out = [0] * problem.stages
     for s in reversed(range(problem.stages)):
@@ -208,9 +208,9 @@ def lifetimes(problem: Problem) -> list[Any]:
 
 
 def reserves(problem: Problem, fraction: float) -> tuple[int, ...]:
-    """Reserves for a rank's cap shared among its stages by lifetime, times `fraction`.
+    """Reserves in proportion to the stages' lifetimes: `fraction` of the cap divided among a rank's stages.
 
-    Whole micro-batches, at least one for every stage, together no more than the cap (which holds one of each).
+    Each is an integer number of micro-batches, at least one; together they do not exceed the cap.
     """
     if problem.cap is None:
         return (0,) * problem.stages
@@ -221,7 +221,7 @@ def reserves(problem: Problem, fraction: float) -> tuple[int, ...]:
         share = {s: fraction * problem.cap * life[s] / whole for s in stages}  # in micro-batches
         count = {s: max(1, int(share[s])) for s in stages}
         left = problem.cap - sum(count[s] * size[s] for s in stages)
-        for s in sorted(stages, key=lambda s: count[s] - share[s]):  # the most short-changed first
+        for s in sorted(stages, key=lambda s: count[s] - share[s]):  # largest rounding loss first
             if count[s] < share[s] and size[s] <= left:
                 count[s] += 1
                 left -= size[s]
@@ -235,7 +235,7 @@ def reserves(problem: Problem, fraction: float) -> tuple[int, ...]:
 
 
 def first_times(problem: Problem) -> tuple[list[Any], list[Any], Any]:
-    """When F and I of every stage start for one micro-batch alone, and when its last I ends."""
+    """Start times of F and I of every stage for a single micro-batch, and the end of its last I."""
     c, last, t = problem.costs, problem.stages - 1, 0
     first_f, first_b = [0] * problem.stages, [0] * problem.stages
     for s in range(problem.stages):

@@ -1,11 +1,11 @@
-"""Improving an order: swaps on its critical path, and fusing I and W where the split gains nothing.
+"""Local search on an order: swaps on its critical path, and fusing I and W where the split gains nothing.
 
-**Swaps.** Only a critical path can be shortened, and only by running two of its neighbouring ops on one rank the other way
-round. Each step times one such swap and keeps it unless it makes the schedule longer (or, at equal length, ranks later
-on the whole). This is the classical neighbourhood of job-shop scheduling.
+**Swaps.** A schedule gets shorter only if two adjacent ops of one rank on the critical path are swapped. Each iteration
+times one such swap and keeps it unless the makespan (or, if equal, the sum of the ranks' end times) grows. This is the
+classical neighbourhood of job-shop scheduling.
 
-**Fusing.** A split backward costs an instruction more than a whole one, and often more time. An I followed at once by its
-own W becomes B wherever nobody waits for the I.
+**Fusing.** A split backward costs one instruction more than B, and often more time. An I directly followed by its own W
+becomes B if no other rank waits for the I.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Op = tuple[int, str, int]
 
 
 def improve(problem: Problem, order: Order, rng: random.Random, evaluations: int) -> tuple[list[list[_Op]], int]:
-    """The order after at most `evaluations` timed swaps, and how many; never longer than before, never over the cap."""
+    """(order, number of swaps timed): at most `evaluations` swaps; never slower than before, never over the memory cap."""
     budget = evaluations
     best = [list(ops) for ops in order]
     where = {op: (rank, i) for rank, ops in enumerate(best) for i, op in enumerate(ops)}
@@ -56,7 +56,7 @@ def _value(times: OpTimes) -> tuple[Any, Any]:
 def _swappable(
     problem: Problem, order: list[list[_Op]], where: dict[_Op, tuple[int, int]], times: OpTimes
 ) -> list[tuple[int, int]]:
-    """(rank, index) of the ops on a critical path that run back to back with the next one there and could swap with it."""
+    """(rank, index) of ops on a critical path that run directly before the next op of their rank and may swap with it."""
     rank = max(range(len(order)), key=lambda r: times.ends[r][-1] if times.ends[r] else -1)
     i = len(order[rank]) - 1
     pairs = []
@@ -65,7 +65,7 @@ def _swappable(
         if i and times.ends[rank][i - 1] == start:
             i -= 1
             before = order[rank][i]
-            if op[:2] != before[:2] and not _needs(op, before):  # stages keep taking micro-batches in order
+            if op[:2] != before[:2] and not _needs(op, before):  # stages process micro-batches in order
                 pairs.append((rank, i))
         else:
             source = _source(op, where)
@@ -95,7 +95,7 @@ def _source(op: _Op, where: dict[_Op, tuple[int, int]]) -> _Op | None:
 
 
 def fuse(problem: Problem, order: Order) -> list[list[_Op]]:
-    """The order with I and W fused to B wherever they are neighbours and the gradient is not waited for."""
+    """The order with adjacent I and W fused to B where that delays no consumer of the gradient."""
     times = run(problem, order)
     start_of = {op: times.starts[rank][i] for rank, ops in enumerate(order) for i, op in enumerate(ops)}
     c = problem.costs

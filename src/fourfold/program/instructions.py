@@ -1,32 +1,30 @@
-"""What one rank does, as data: instructions, programs, and the sets of programs that run together.
+"""Instructions and programs: what each rank does in one step, as data.
 
-    3F0                          compute: an op, whole
+    3F0                          compute: a whole op
     3F0 blocks.2.mlp             compute: the part of an op that uses one unit
     SEND 3 activation 0 to 2     start sending the output of 3F0 to rank 2         (gradient: the output of 3I0 or 3B0)
-    RECV 3 activation 0 from 1   post the receive of it; what needs it waits for it
-    GATHER blocks.2.mlp          start gathering a unit's parameters; what needs them waits for them
-    RELEASE blocks.2.mlp         give their memory back
+    RECV 3 activation 0 from 1   post the receive; the op that consumes the message waits for it
+    GATHER blocks.2.mlp          start gathering a unit's parameters; the ops that use them wait for it
+    RELEASE blocks.2.mlp         free the gathered parameters
     REDUCE blocks.2.mlp          start reducing a unit's gradients
-    STREAM head                  start updating a bucket, when its units are reduced
+    STREAM head                  start updating a bucket after its units are reduced
 
-A message has one name at both ends: the stage that made it, its kind, its micro-batch. So the activation of stage 3 feeds
+A message has one name at both ends: the stage that produced it, its kind, its micro-batch. So the activation of stage 3 feeds
 F of stage 4, and the gradient of stage 4 feeds the backward of stage 3.
 
-Nothing but compute blocks a rank: SEND, RECV, GATHER, REDUCE and STREAM start something and return. Messages from one rank
-to one other arrive in the order in which they were sent, and are received in that order; a rank's collectives run in
-the order in which it starts them.
+Only compute blocks a rank: SEND, RECV, GATHER, REDUCE and STREAM start something and return. Messages between two ranks
+arrive and are received in the order in which they were sent; a rank's collectives run in the order in which it issues them.
 
-A **unit** is gathered and reduced as one. By mode:
+A **unit** is a set of parameters gathered and reduced together. By mode:
 
 | mode | gathered | released | REDUCE is |
 |---|---|---|---|
-| replicate | never: parameters are always whole | never | an all-reduce |
+| replicate | never: parameters are not sharded | never | an all-reduce |
 | keep | once a step, before its first F | after its last backward | a reduce-scatter |
-| zero2 | before F, unless there already | when no F awaits its backward | a reduce-scatter |
+| zero2 | before F, unless still gathered | when no micro-batch awaits its backward | a reduce-scatter |
 | zero3 | before F and before I (or B) | after each | a reduce-scatter |
 
-W needs no parameters. Gradients are reduced once, after the last contribution (`reduce = "step"`), or after every
-micro-batch's.
+W uses no parameters. Gradients are reduced once, after the last micro-batch (`reduce = "step"`), or after every micro-batch.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class UnitOp:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending what `stage` made of a micro-batch to rank `peer`."""
+    """Start sending the result of `stage` for a micro-batch to rank `peer`."""
 
     stage: int
     kind: Carried
@@ -89,7 +87,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Post the receive of what `stage` made of a micro-batch, from rank `peer`."""
+    """Post the receive of the result of `stage` for a micro-batch, from rank `peer`."""
 
     stage: int
     kind: Carried
@@ -162,7 +160,7 @@ _FORMS = (
 
 
 def parse_instruction(text: str) -> Instruction:
-    """The instruction that prints as `text`."""
+    """Parse an instruction from its text form."""
     text = " ".join(text.split())
     message = _MESSAGE.fullmatch(text)
     if message and (message[1] == "SEND") == (message[5] == "to"):
@@ -179,13 +177,13 @@ def parse_instruction(text: str) -> Instruction:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """Parameters gathered and reduced together. One that appears in several stages is shared by them (tied weights)."""
+    """Parameters gathered and reduced together. A unit listed in several stages is shared by them (tied weights)."""
 
     name: str
     mode: Mode = "replicate"
     reduce: Literal["step", "micro-batch"] = "step"
     weight: float = 1
-    """Its part of the stage's time, relative to the stage's other units."""
+    """Its share of the stage's compute time, relative to the other units of the stage."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", ("replicate", "zero2", "zero3", "keep")), ("reduce", ("step", "micro-batch"))):
@@ -193,7 +191,7 @@ class UnitSpec:
             if value not in allowed:
                 raise ScheduleError(f"unit '{self.name}': {name} = '{value}'{schema.nearest(str(value), allowed)}")
         if not self.name or self.name.split() != [self.name]:
-            raise ScheduleError(f"'{self.name}' cannot name a unit: names are without spaces, as in blocks.3.mlp")
+            raise ScheduleError(f"'{self.name}' is not a unit name: names have no spaces, as in blocks.3.mlp")
         if self.weight < 0:
             raise ScheduleError(f"unit '{self.name}': weight = {self.weight} must be at least 0; use 0 for 'no time'")
 
@@ -208,7 +206,7 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class Program:
-    """All that one rank does in a step. `replica` tells copies of a pipeline apart."""
+    """The instructions of one rank for one step; `replica` numbers the copies of the pipeline."""
 
     rank: int
     instructions: tuple[Instruction, ...]
@@ -221,17 +219,17 @@ class Program:
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of all ranks (and replicas), and what they speak of.
+    """The programs of all ranks and replicas, with the units and buckets that they refer to.
 
-    Ranks of one replica exchange messages. A unit's GATHER is shared by the replicas of a rank; its REDUCE by the
-    replicas of all ranks that hold the unit.
+    Ranks of one replica exchange messages. The replicas of a rank take part in a unit's GATHER; the replicas of all ranks
+    that hold the unit, in its REDUCE.
     """
 
     programs: tuple[Program, ...]
     placement: tuple[int, ...]
     micro_batches: int
     units: tuple[tuple[UnitSpec, ...], ...]
-    """The units of every stage, in the order in which its forward uses them."""
+    """The units of every stage, in forward order."""
     buckets: tuple[BucketSpec, ...] = ()
 
     @property
@@ -264,7 +262,7 @@ class Programs:
         return tuple(sorted({self.placement[stage] for stage in self.stages_with[unit]}))
 
     def messages(self, replica: int = 0) -> dict[tuple[int, int], tuple[Send, ...]]:
-        """By directed edge (sender, receiver): the messages in the order in which they are sent."""
+        """By edge (sender, receiver): the messages in sending order."""
         out: dict[tuple[int, int], list[Send]] = {}
         for program in self.programs:
             if program.replica == replica:
@@ -276,7 +274,7 @@ class Programs:
     # ---- files ----
 
     def __str__(self) -> str:
-        """The text form: what `parse` reads."""
+        """The text form, as read by `parse`."""
         lines = [f"micro_batches {self.micro_batches}", f"placement {' '.join(map(str, self.placement))}"]
         for stage, units in enumerate(self.units):
             lines += [f"unit {stage} {u.name} {u.mode} {u.reduce} {u.weight:g}" for u in units]
@@ -285,7 +283,7 @@ class Programs:
 
     @classmethod
     def parse(cls, text: str) -> Programs:
-        """Programs from their text form. Empty lines and lines that start with # are left out."""
+        """Parse programs from their text form. Empty lines and lines that start with # are skipped."""
         reader = _ProgramParser()
         for number, raw in enumerate(text.splitlines(), 1):
             line = raw.strip()
@@ -330,7 +328,7 @@ class Programs:
             raise ScheduleError(f"not a set of programs: {e}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the programs; JSON or text by the file's ending."""
+        """Write the programs as .json or .txt."""
         path = Path(path)
         schema.check_writable(path, "a set of programs", ScheduleError, (".json", ".txt"))
         if path.suffix == ".json":
@@ -355,7 +353,7 @@ class Programs:
 
 
 class _ProgramParser:
-    """Reads the text form line by line."""
+    """Parses the text form line by line."""
 
     def __init__(self) -> None:
         self.micro_batches = 0

@@ -1,27 +1,27 @@
 """Lowering: from a schedule, units and buckets to one program per rank.
 
-**Messages.** An op's result goes to the rank of the next stage: SEND right after the op. Between stages on one rank there is
-no message. See the note on where receives are posted.
+**Messages.** An op's result is sent to the rank of the next stage right after the op. Stages on one rank exchange no
+messages. For receives, see the note below.
 
-**Units.** GATHER, RELEASE and REDUCE stand where each unit's mode wants them (the table in `instructions`), gathers
-`prefetch` steps early; a step is the work of one unit in one op. An op inside which one of them falls is cut into parts,
-one per unit; other ops stay whole. A unit whose next use comes before its gather could be prefetched again is not
-released in between. A REDUCE that several ranks share comes last on each of them, in one order.
+**Units.** GATHER, RELEASE and REDUCE are placed by each unit's mode (the table in `instructions`), gathers `prefetch` unit
+ops early; a unit op is the computation of one unit in one op. An op with such an instruction inside is written as its unit
+ops; other ops stay whole. A unit is not released if its next use comes before it could be prefetched again. A REDUCE that
+several ranks share comes last on each of them, in the same order.
 
 **Buckets.** STREAM follows the last REDUCE of its units; with `stream = "last"` (gradient clipping: the norm needs all
 gradients) all updates come at the end, in the order in which they could have started.
 
 [Note: where receives are posted]
-Order all ops by the time they end in a simulation. The receive of a message is posted before the first op of the receiver
+Order all ops by their end times in a simulation. The receive of a message is posted before the first op of the receiver
 that ends after the producer, or `ahead` ops before its consumer, whichever is earlier; and no later than the receives of
 messages that are sent later on the same edge. So:
 
-- Both ends of an edge have one order, the sender's. (In the consumers' order, an edge that carries activations of one leg
-  and gradients of another can lock up.)
-- In the simulated timing no message waits for its receive; `ahead` is the margin for other timings.
-- Even if SEND blocked until its receive is posted, nothing could lock up: by induction over that order, when an op has
-  run, its receiver has run all ops before it in the order and finished their SENDs, so it reaches the posted receive.
-- A receive buffer is taken when its message could come, not at the start of the step.
+- Both ends of an edge use the sender's order. (In the consumers' order, an edge that carries activations of one leg and
+  gradients of another can deadlock.)
+- With the simulated times no message waits for its receive; `ahead` is the margin for other timings.
+- There is no deadlock even if SEND blocks until its receive is posted: by induction over that order, when an op has
+  run, its receiver has run all earlier ops in the order and finished their SENDs, so it reaches the posted receive.
+- A receive buffer is allocated shortly before its message can arrive, not at the start of the step.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def lower(
     stream: Literal["early", "last"] = "last",
     costs: Costs | None = None,
 ) -> Programs:
-    """The programs of a schedule; `units[stage]` are a stage's units in the order of its forward.
+    """Lower a schedule to programs; `units[stage]` are a stage's units in forward order.
 
-    `costs` serve to post receives when messages come; only the order of ops they lead to matters.
+    `costs` determine where receives are posted; only the resulting order of ops matters.
     """
     validate_schedule(schedule)
     at_least(replicas=(replicas, 1), prefetch=(prefetch, 0), ahead=(ahead, 0))
     of_stage = tuple(map(tuple, units)) if units else ((),) * schedule.stages
     homes = _check_units(schedule, of_stage, buckets)
     if stream not in ("early", "last"):
-        raise ScheduleError(f"stream = '{stream}' is neither 'early' nor 'last'")
+        raise ScheduleError(f"stream = '{stream}' is invalid; choose 'early' or 'last'")
     shared = [name for name, ranks in homes.items() if len(ranks) > 1]
     receives = receives_of(schedule, costs or Costs(), ahead)
     programs = []
@@ -92,7 +92,7 @@ def lower(
 def _check_units(
     schedule: Schedule, of_stage: Sequence[Sequence[UnitSpec]], buckets: Iterable[BucketSpec]
 ) -> dict[str, set[int]]:
-    """Raise unless units and buckets make sense; returns the ranks that hold each unit."""
+    """Check units and buckets; returns the ranks that hold each unit."""
     if len(of_stage) != schedule.stages:
         raise ScheduleError(f"units for {len(of_stage)} stages; the schedule has {schedule.stages}")
     seen: dict[str, UnitSpec] = {}
@@ -102,7 +102,7 @@ def _check_units(
             raise ScheduleError(f"stage {stage} names a unit twice: {[unit.name for unit in units]}")
         for unit in units:
             if seen.setdefault(unit.name, unit) != unit:
-                raise ScheduleError(f"unit '{unit.name}' is described in two ways: {seen[unit.name]} and {unit}")
+                raise ScheduleError(f"unit '{unit.name}' has two different definitions: {seen[unit.name]} and {unit}")
             homes.setdefault(unit.name, set()).add(schedule.placement[stage])
     for name, ranks in homes.items():
         if len(ranks) > 1 and seen[name].reduce == "micro-batch":
@@ -120,7 +120,7 @@ def _check_units(
 
 
 def _outgoing(schedule: Schedule, op: Op) -> tuple[int, Carried] | None:
-    """To which rank an op's result goes, and as what; None: it stays here, or nobody needs it."""
+    """(receiving rank, kind) of an op's result; None if no other rank needs it."""
     place = schedule.placement
     if op.kind == "F" and op.stage + 1 < schedule.stages and place[op.stage + 1] != place[op.stage]:
         return place[op.stage + 1], "activation"
@@ -130,7 +130,7 @@ def _outgoing(schedule: Schedule, op: Op) -> tuple[int, Carried] | None:
 
 
 def receives_of(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, list[Recv]]]:
-    """By rank and index of op: the receives posted before it."""
+    """By rank and op index: the receives posted before the op."""
     keys = _ends(schedule, costs)
     consumer = {
         (op.stage, "F" if op.kind == "F" else "B", op.micro_batch): i
@@ -153,7 +153,7 @@ def receives_of(schedule: Schedule, costs: Costs, ahead: int) -> list[dict[int, 
     posted: list[list[tuple[int, _Key, Recv]]] = [[] for _ in schedule.order]
     for (_, to), messages in edges.items():
         earliest = len(schedule.order[to])
-        for key, at, recv in reversed(messages):  # no later than what is sent later
+        for key, at, recv in reversed(messages):  # no later than the receives of later messages
             earliest = min(earliest, at)
             posted[to].append((earliest, key, recv))
     out: list[dict[int, list[Recv]]] = [{} for _ in schedule.order]
@@ -167,9 +167,9 @@ _Key = tuple[Any, Any, int]
 
 
 def _ends(schedule: Schedule, costs: Costs) -> list[list[_Key]]:
-    """By rank and op: keys that order all ops by their end, what needs something after what it needs.
+    """By rank and op: sort keys that order all ops by their end times, consistent with dependencies.
 
-    Ops without cost end when what they need does; their ends at unit costs tell them apart.
+    Ops of zero cost end together with their inputs; the end times at unit costs break the ties.
     """
     size = (schedule.placement, schedule.ranks, schedule.micro_batches)
     real, unit = (run(Problem.of(*size, c), schedule.order).ends for c in (costs, Costs()))
@@ -180,7 +180,7 @@ def _ends(schedule: Schedule, costs: Costs) -> list[list[_Key]]:
 
 
 class _RankLowering:
-    """Lowers one rank: lays out its steps, marks where unit verbs go, then writes instructions."""
+    """Lowers one rank: lists its unit ops, marks where GATHER, RELEASE, REDUCE and STREAM go, then writes instructions."""
 
     def __init__(
         self,
@@ -192,18 +192,18 @@ class _RankLowering:
     ):
         self.schedule, self.ops, self.prefetch = schedule, schedule.order[rank], prefetch
         self.units = {unit.name: unit for stage in schedule.stages_of[rank] for unit in of_stage[stage]}
-        self.shared = [name for name in shared if name in self.units]  # with other ranks
-        self.steps: list[tuple[int, Op, str]] = []  # (index of the op, op, unit); a stage without units: one step
+        self.shared = [name for name in shared if name in self.units]  # units that other ranks also hold
+        self.unit_ops: list[tuple[int, Op, str]] = []  # (index of the op, op, unit); unit "" in a stage without units
         for index, op in enumerate(self.ops):
             names = [unit.name for unit in of_stage[op.stage]] or [""]
-            self.steps += [(index, op, name) for name in (names if op.kind == "F" else reversed(names))]
-        self.before: dict[int, list[Instruction]] = {}  # by step
+            self.unit_ops += [(index, op, name) for name in (names if op.kind == "F" else reversed(names))]
+        self.before: dict[int, list[Instruction]] = {}  # instructions before a unit op, by its index
         self.after: dict[int, list[Instruction]] = {}
-        self.reduced: dict[str, int] = {}  # after which step a unit's last REDUCE comes
+        self.reduced: dict[str, int] = {}  # by unit: index of the unit op before its last REDUCE
 
     def lowered(self, receives: dict[int, list[Recv]], buckets: Sequence[BucketSpec], stream: str) -> list[Instruction]:
         uses: dict[str, list[int]] = {name: [] for name in self.units}
-        for i, (_, _, name) in enumerate(self.steps):
+        for i, (_, _, name) in enumerate(self.unit_ops):
             if name:
                 uses[name].append(i)
         for name, unit in self.units.items():
@@ -215,8 +215,8 @@ class _RankLowering:
         return [*self._written(receives), *tail]
 
     def _mark_reduces(self, unit: UnitSpec, uses: list[int]) -> None:
-        """After the last contribution, or after each; a unit that other ranks share is reduced at the end."""
-        contributions = [i for i in uses if self.steps[i][1].kind in "BW"]
+        """REDUCE after the last contribution, or after each; a unit shared with other ranks is reduced at the end."""
+        contributions = [i for i in uses if self.unit_ops[i][1].kind in "BW"]
         if not contributions or unit.name in self.shared:
             return
         for i in contributions if unit.reduce == "micro-batch" else contributions[-1:]:
@@ -224,27 +224,27 @@ class _RankLowering:
         self.reduced[unit.name] = contributions[-1]
 
     def _mark_gathers(self, unit: UnitSpec, uses: list[int]) -> None:
-        """Before the first step of every run of steps over which the unit stays; RELEASE after the last."""
+        """GATHER before the first unit op of each run of uses between which the unit stays gathered; RELEASE after the last."""
         if unit.mode == "replicate":
             return
-        needed = [i for i in uses if self.steps[i][1].kind != "W"]
+        needed = [i for i in uses if self.unit_ops[i][1].kind != "W"]
         first, waiting = True, 0
         for i, following in zip(needed, [*needed[1:], None], strict=True):
             if first:
                 self.before.setdefault(max(0, i - self.prefetch), []).append(Gather(unit.name))
-            waiting += 1 if self.steps[i][1].kind == "F" else -1
+            waiting += 1 if self.unit_ops[i][1].kind == "F" else -1
             first = following is None or self._released(unit, waiting, following - i)
             if first:
                 self.after.setdefault(i, []).append(Release(unit.name))
 
     def _released(self, unit: UnitSpec, waiting: int, distance: int) -> bool:
-        """Whether a unit is released after a step, its next use being `distance` steps on."""
+        """Whether a unit is released after a use, if its next use is `distance` unit ops later."""
         if unit.mode == "keep" or distance <= self.prefetch:
             return False
         return unit.mode == "zero3" or waiting <= 0 or self.schedule.forward_only
 
     def _mark_streams(self, buckets: Sequence[BucketSpec], stream: str) -> list[Instruction]:
-        """Updates of the buckets that this rank holds a part of; returns those that come at the end."""
+        """STREAM for the buckets with units on this rank; returns those that come at the end."""
         if self.schedule.forward_only:
             return []
         ready = []
@@ -252,22 +252,22 @@ class _RankLowering:
             mine = [name for name in bucket.units if name in self.units]
             if mine:
                 late = any(name in self.shared for name in mine)
-                ready.append((len(self.steps) if late else max(self.reduced[name] for name in mine), bucket.name))
+                ready.append((len(self.unit_ops) if late else max(self.reduced[name] for name in mine), bucket.name))
         ready.sort(key=lambda item: item[0])
         tail: list[Instruction] = []
         for at, name in ready:
-            if stream == "last" or at == len(self.steps):
+            if stream == "last" or at == len(self.unit_ops):
                 tail.append(Stream(name))
             else:
                 self.after[at].append(Stream(name))
         return tail
 
     def _written(self, receives: dict[int, list[Recv]]) -> Iterable[Instruction]:
-        """The instructions: for every op its receives, then its steps, or the op whole where nothing falls inside."""
+        """The instructions: for every op its receives, then its unit ops, or the whole op if nothing comes in between."""
         at = 0
         for index, op in enumerate(self.ops):
             end = at
-            while end < len(self.steps) and self.steps[end][0] == index:
+            while end < len(self.unit_ops) and self.unit_ops[end][0] == index:
                 end += 1
             inside = any(i in self.before for i in range(at + 1, end)) or any(
                 i in self.after for i in range(at, end - 1)
@@ -278,7 +278,7 @@ class _RankLowering:
             for i in range(at, end):
                 yield from self.before.get(i, ())
                 if inside:
-                    yield UnitOp(*op, self.steps[i][2])
+                    yield UnitOp(*op, self.unit_ops[i][2])
                 elif i == at:
                     yield op
                 if i == end - 1:

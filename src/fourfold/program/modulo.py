@@ -1,9 +1,9 @@
-"""Modulo scheduling: place the ops of a few micro-batches once, repeat them for ever.
+"""Modulo scheduling: place the ops of a few micro-batches once and repeat them.
 
 In a steady state every rank repeats the same pattern each `period`. So it is enough to find times for the ops of `unroll`
-consecutive micro-batches such that no rank is double-booked *modulo* unroll · period; repeated at that distance they fill
+consecutive micro-batches such that no two ops of a rank overlap *modulo* unroll · period; repeated at that distance they fill
 the whole schedule. The chain F ... F I ... I of a micro-batch is placed op by op into the first free gap, W after its I.
-Chains as short as possible hold the least memory: this is what finds schedules for low caps, where greedy ones hoard.
+Short chains hold the least memory, so this finds schedules under low memory caps, where list scheduling uses more.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["modulo_schedule"]
 def modulo_schedule(
     problem: Problem, rng: random.Random, *, unroll: int, delay: float = 0, split: bool = True
 ) -> list[list[tuple[int, str, int]]] | None:
-    """An order that repeats every `unroll` micro-batches; None when the ops found no room (they need not).
+    """An order that repeats every `unroll` micro-batches; None if some op finds no gap.
 
-    Every op is put off a little with probability `delay`: one that makes room for others may pay.
+    Every op is delayed a little with probability `delay`, which sometimes makes room for others.
     """
     c = problem.costs
     length = problem.period * unroll
     busy = [_Circle(length) for _ in range(problem.ranks)]
     spacing = rng.randrange(1, int(problem.period) + 1) if unroll > 1 else 0
     in_turn = rng.random() < 0.5
-    step = max(1, problem.period // (3 * max(map(len, problem.stages_of))))
+    shift = max(1, problem.period // (3 * max(map(len, problem.stages_of))))
 
     def place(stage: int, ready: Any, takes: Any) -> Any:
         if rng.random() < delay:
-            ready += rng.randrange(1, 4) * step
+            ready += rng.randrange(1, 4) * shift
         return busy[problem.placement[stage]].take(ready, takes)
 
     at: dict[tuple[int, str, int], Any] = {}
@@ -65,9 +65,9 @@ def modulo_schedule(
 def _repeated(
     problem: Problem, at: dict[tuple[int, str, int], Any], unroll: int, length: Any
 ) -> list[list[tuple[int, str, int]]]:
-    """The pattern repeated for all micro-batches, which every stage takes in order.
+    """The pattern repeated for all micro-batches, renumbered so that every stage processes them in order.
 
-    Micro-batches are alike: if one overtook another, each stage may as well have run the n-th first as its n-th.
+    Micro-batches cost the same, so if one overtakes another, the two can exchange their numbers.
     """
     rows: list[list[tuple[Any, int, int, str]]] = [[] for _ in range(problem.ranks)]
     for (stage, letter, u), start in at.items():
@@ -86,14 +86,14 @@ def _repeated(
 
 
 class _Circle:
-    """A clock face on which intervals are taken."""
+    """The occupied intervals of a rank, modulo `length`."""
 
     def __init__(self, length: Any):
         self.length = length
         self.taken: list[tuple[Any, Any]] = []  # sorted, within [0, length)
 
     def take(self, ready: Any, takes: Any) -> Any:
-        """Take the first free interval of this length that starts at or after `ready`; its start, or None."""
+        """Occupy the first free interval of length `takes` that starts at or after `ready`; its start, or None."""
         if takes == 0:
             return ready
         turn, point = divmod(ready, self.length)
@@ -104,7 +104,7 @@ class _Circle:
         return None
 
     def _gaps(self, point: Any) -> list[tuple[Any, Any]]:
-        """The free intervals from `point` on for one turn, in order; they may reach past the end of the face."""
+        """The free intervals of one period from `point` on, in order; they may extend past `length`."""
         if not self.taken:
             return [(point, point + self.length)]
         gaps = []

@@ -1,13 +1,13 @@
-"""Ops and schedules: who computes what, in which order.
+"""Ops and schedules: which rank computes what, in which order.
 
-A **stage** is a contiguous run of layers. An **op** is one computation of one stage on one micro-batch, written stage,
+A **stage** is a contiguous run of layers. An **op** is one computation of one stage on one micro-batch, written as stage,
 kind, micro-batch: `3F0` is stage 3, forward, micro-batch 0.
 
-    F  forward            B  whole backward = I then W, as one computation
-    I  gradient of the input (what the stage before waits for)          W  gradient of the weights (nobody waits for it)
+    F  forward                                              B  whole backward: I and W in one computation
+    I  gradient of the input (the previous stage waits for it)          W  gradient of the weights (no other op waits for it)
 
-A **schedule** gives every rank the list of its ops, and every stage its rank. It says nothing of messages: they follow
-from it (see `lowering`). The same ops in CSV are what `torch.distributed.pipelining` reads and writes: one row per rank.
+A **schedule** has the ordered list of ops of every rank, and the rank of every stage. Messages are not part of it; lowering
+derives them (see `lowering`). As CSV, one row per rank, it can be exchanged with `torch.distributed.pipelining`.
 
     placement[stage] -> rank            order[rank] -> (op, op, ...)
 """
@@ -57,7 +57,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every rank's ops in order, and every stage's rank. A value: two schedules with the same ops are equal."""
+    """Every rank's ops in order, and every stage's rank. Schedules with the same ops compare equal."""
 
     order: tuple[tuple[Op, ...], ...]
     placement: tuple[int, ...]
@@ -66,7 +66,7 @@ class Schedule:
 
     @classmethod
     def of(cls, rows: Iterable[Iterable[Op]], name: str = "") -> Schedule:
-        """A schedule from the ranks' ops alone: a stage lies where its ops are."""
+        """A schedule from the ranks' ops; a stage is placed on the rank of its ops."""
         order = tuple(tuple(row) for row in rows)
         where: dict[int, int] = {}
         for rank, ops in enumerate(order):
@@ -80,7 +80,7 @@ class Schedule:
         missing = [s for s in range(stages) if s not in where]
         if missing or not stages:
             raise ScheduleError(
-                f"stages are numbered from 0 without gaps; no op of stage {missing[0] if missing else 0}"
+                f"stages must be numbered from 0 without gaps; stage {missing[0] if missing else 0} has no op"
             )
         micro_batches = 1 + max(op.micro_batch for ops in order for op in ops)
         return cls(order, tuple(where[s] for s in range(stages)), micro_batches, name)
@@ -95,7 +95,7 @@ class Schedule:
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every rank, in the order of the layers."""
+        """The stages of every rank, in layer order."""
         held: list[list[int]] = [[] for _ in self.order]
         for stage, rank in enumerate(self.placement):
             held[rank].append(stage)
@@ -146,22 +146,22 @@ class Schedule:
             raise e if isinstance(e, ScheduleError) else ScheduleError(f"not a schedule: {e}") from None
 
     def to_csv(self) -> str:
-        """One row of ops per rank: what `torch.distributed.pipelining` loads with format "compute_only"."""
+        """One row of ops per rank, as `torch.distributed.pipelining` loads it with format "compute_only"."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([map(str, ops) for ops in self.order])
         return out.getvalue()
 
     @classmethod
     def from_csv(cls, text: str, name: str = "") -> Schedule:
-        """A schedule from torch's notation, either format.
+        """A schedule from torch's CSV, either format.
 
-        Empty cells are bubbles, `(2F1;5B0)OVERLAP_F_B` is its parts in order, and communication is left out: ours is
-        derived from the ops.
+        Empty cells are bubbles, `(2F1;5B0)OVERLAP_F_B` is read as its ops in order, and communication is ignored: lowering
+        derives it from the ops.
         """
         return cls.of((list(_ops_of_row(rank, row)) for rank, row in enumerate(csv.reader(io.StringIO(text)))), name)
 
     def save(self, path: str | Path) -> None:
-        """Write the schedule; JSON or CSV by the file's ending."""
+        """Write the schedule as .json or .csv."""
         path = Path(path)
         schema.check_writable(path, "a schedule", ScheduleError, (".json", ".csv"))
         if path.suffix == ".json":
@@ -171,7 +171,7 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Read a schedule written by `save`, by hand or by torch."""
+        """Read a schedule from a .json or .csv file, written by `save`, by hand or by torch."""
         path = Path(path)
         if path.suffix == ".csv":
             try:
@@ -188,7 +188,7 @@ class Schedule:
 
 
 def ends_of_step(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
-    """Of a rank's stages, each one's first forward, in their order; and each one's last backward, or both of its parts."""
+    """(first forward of each stage, last backward op of each stage and kind) among a rank's ops, in order."""
     first: dict[int, Op] = {}
     last: dict[tuple[int, str], Op] = {}
     for op in ops:

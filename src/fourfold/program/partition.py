@@ -1,9 +1,9 @@
-"""Layers to stages: which run of layers each stage gets, so that no rank has much more to do than another.
+"""Partitions layers into stages, so that the ranks' work is balanced.
 
-Layers are not alike (an embedding is nearly free, a head costs as much as several blocks), and with several stages a rank it
-is the rank's sum that counts. Start from an even split; then, as long as it helps, let the busiest rank give up a
-layer: all boundaries between one of its stages and some other stage shift by one. Shorter is better lexicographically,
-the busiest rank first, then the next.
+Layers differ (an embedding is nearly free, a head costs as much as several blocks), and with several stages per rank the
+rank's sum counts. Starting from an even split, the busiest rank gives up one layer at a time while that helps: all boundaries
+between one of its stages and some other stage shift by one. Partitions are compared lexicographically: the busiest rank
+first, then the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Layer", "partition", "stage_costs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What one layer costs for one micro-batch."""
+    """Costs of one layer for one micro-batch."""
 
     forward: Number
     input_grad: Number
@@ -39,7 +39,7 @@ class Layer:
 
 
 def partition(work: Sequence[Number], placement: Sequence[int]) -> tuple[int, ...]:
-    """How many layers every stage gets, at least one each."""
+    """Number of layers of every stage, at least one each."""
     stages, layers = len(placement), len(work)
     if layers < stages:
         raise ScheduleError(
@@ -64,7 +64,7 @@ def partition(work: Sequence[Number], placement: Sequence[int]) -> tuple[int, ..
 
 
 def _moved(ends: Sequence[int], giver: int, taker: int) -> list[int] | None:
-    """The boundaries between two stages shifted by one layer from `giver` towards `taker`, if all keep a layer."""
+    """The boundaries with one layer moved from `giver` towards `taker`; None if a stage would become empty."""
     new = list(ends)
     if giver < taker:
         for s in range(giver, taker):
@@ -86,7 +86,7 @@ def _loads(ends: Sequence[int], before: Sequence[Any], placement: Sequence[int])
 
 
 def stage_costs(layers: Sequence[Layer], counts: Sequence[int], costs: Costs) -> Costs:
-    """`costs` with every stage's own times and memory, summed over its layers."""
+    """`costs` with the times and memory of every stage, summed over its layers."""
     ends = list(accumulate(counts))
     runs = [layers[end - count : end] for end, count in zip(ends, counts, strict=True)]
 

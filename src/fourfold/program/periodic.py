@@ -1,12 +1,11 @@
 """The periodic form of a schedule: warm-up, a body that repeats, cool-down.
 
 Run the ops of a schedule in the order of their start times and count, for every stage and kind, how many have started.
-If between two moments every count has grown by the same k, the ops between them are a **body**: what was done, but for
-k more micro-batches, is what was done before, so the body can run again with its micro-batches shifted by k, and
-again, before the rest follows. All needs still hold: an op's need is either in the same copy of the body, or was met
-before it began, shifted by k like everything else. Memory repeats as well.
+If between two moments every count has grown by the same k, the ops between them are a **body**: it can be repeated any number
+of times, each time with its micro-batches shifted by k, before the rest follows. All dependencies still hold: the input of an
+op is produced either in the same copy of the body or before it, shifted by k like everything else. Memory repeats as well.
 
-So a search at a small number of micro-batches serves any larger one.
+So a schedule found for a small number of micro-batches extends to larger ones.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ _Op = tuple[int, str, int]
 
 @dataclass(frozen=True)
 class Periodic:
-    """By rank: `order[:begin]`, then `order[begin:end]` any number of times, then `order[end:]`."""
+    """For each rank: `order[:begin]`, then `order[begin:end]` any number of times, then `order[end:]`."""
 
     order: tuple[tuple[_Op, ...], ...]
     begin: tuple[int, ...]
     end: tuple[int, ...]
-    step: int
-    """Micro-batches that one body adds."""
+    stride: int
+    """Micro-batches that each repetition of the body adds."""
 
     def extended(self, micro_batches: int) -> list[list[_Op]]:
-        """The order for `micro_batches` more micro-batches, a multiple of `step`."""
-        assert micro_batches % self.step == 0
-        copies = micro_batches // self.step
+        """The order for `micro_batches` more micro-batches, a multiple of `stride`."""
+        assert micro_batches % self.stride == 0
+        copies = micro_batches // self.stride
         out = []
         for ops, begin, end in zip(self.order, self.begin, self.end, strict=True):
             row = list(ops[:end])
             for copy in range(1, copies + 1):
-                row += [(s, kind, m + copy * self.step) for s, kind, m in ops[begin:end]]
+                row += [(s, kind, m + copy * self.stride) for s, kind, m in ops[begin:end]]
             row += [(s, kind, m + micro_batches) for s, kind, m in ops[end:]]
             out.append(row)
         return out
 
 
 def find_body(problem: Problem, order: Order) -> Periodic | None:
-    """The fastest body (time per micro-batch) in an order whose stages take their micro-batches in order, or None."""
+    """The body with the least time per micro-batch, or None; stages must process micro-batches in order."""
     times = run(problem, order)
     events = sorted((times.starts[rank][i], rank, i, op) for rank, ops in enumerate(order) for i, op in enumerate(ops))
     slot = {key: n for n, key in enumerate(sorted({op[:2] for _, _, _, op in events}))}
-    # A moment's signature is its counts less the first one's, hashed linearly: equal when all grew alike.
+    # A moment's signature is a linear hash of its counts minus the first count: equal if all counts grew equally.
     weight = [pow(3, 7 * n + 5, _PRIME) for n in range(len(slot))]
     counts, signature, total = [0] * len(slot), 0, sum(weight)
     position = [0] * problem.ranks
@@ -65,7 +64,7 @@ def find_body(problem: Problem, order: Order) -> Periodic | None:
         signature = (signature + weight[at] - (total if at == 0 else 0)) % _PRIME
         position[rank] = i + 1
         if n + 1 < len(events) and events[n + 1][0] == start:
-            continue  # a moment lies between different times
+            continue  # a moment lies between two distinct times
         if signature in seen:
             count, where, then = seen[signature]
             if counts[0] > count:

@@ -1,15 +1,15 @@
-"""A portfolio of orders for one number of stages a rank, and the search in it.
+"""Portfolio search for an order, for one number of stages per rank.
 
-**Seeds**: the hand-written schedules. **List schedules** with nested reserves (`greedy`): first a handful of policies that are
-often best, then random ones and mutations of the best so far; also as if messages were free or twice as dear, since greedy
-choices are short-sighted and what they find for other costs is often better for the true ones. **Modulo schedules**
-(`modulo`). At last the best is **fused** and **improved** (`improve`).
+**Seeds**: the hand-written schedules. **List schedules** with nested reserves (`greedy`): first a few policies that are often
+best, then random ones and mutations of the best so far. They also run with other costs (messages free, or twice as expensive):
+greedy choices are short-sighted, and an order found for other costs is often better under the true ones. **Modulo
+schedules** (`modulo`). Finally the best is **fused** and **improved** (`improve`).
 
-Where a whole backward is cheaper than its halves (an instruction less, or measured so), which backwards to split is part of
-the search; else all are split, which then can only help.
+If an unsplit backward is cheaper than I plus W (one instruction less, or measured so), the search also chooses which backwards
+to split; otherwise all are split, which can only help.
 
-Many micro-batches are reduced to few by the periodic form (`periodic`): the search runs on three to four times as many as
-there are ranks, and the body of what it finds is repeated.
+For many micro-batches the search runs on three to four times as many micro-batches as ranks, and the periodic body of the
+result (`periodic`) is repeated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STARTERS = (
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked for."""
+    """The arguments of a search."""
 
     ranks: int
     micro_batches: int
@@ -61,7 +61,7 @@ class SearchRequest:
     split_backward: Literal["auto"] | bool
 
     def arena(self, name: str, micro_batches: int) -> Arena:
-        """One placement, with its layers balanced, for a number of micro-batches."""
+        """The problem of one placement with balanced layers, for a number of micro-batches."""
         placement = PLACEMENTS[name](self.ranks, self.stages_per_rank)
         costs, counts = self.costs, None
         if self.layers is not None:
@@ -75,14 +75,14 @@ class SearchRequest:
 
 @dataclass
 class Arena:
-    """One placement with its costs, in whole numbers."""
+    """One placement and its problem, in integers."""
 
     name: str
     problem: Problem
     costs: Costs
     layers: tuple[int, ...] | None
     bound: Any
-    """No order can be faster, in ticks."""
+    """Lower bound on the makespan, in ticks."""
 
     def __post_init__(self) -> None:
         c = self.problem.costs
@@ -92,31 +92,31 @@ class Arena:
             "true": self.problem,
             "even": self._with(forward=third, input_grad=third, weight_grad=third, down=none, up=none),
         }
-        """The problem, and what it would be with other costs: all ops alike, messages free or twice as dear."""
+        """The problem with its true costs, and with others: all ops equal; messages free; messages twice as expensive."""
         if any(c.down):
             self.variants["free"] = self._with(down=none, up=none)
-            self.variants["dear"] = self._with(down=tuple(2 * x for x in c.down), up=tuple(2 * x for x in c.up))
+            self.variants["double"] = self._with(down=tuple(2 * x for x in c.down), up=tuple(2 * x for x in c.up))
 
     def _with(self, **tables: Any) -> Problem:
         return replace(self.problem, costs=replace(self.problem.costs, **tables))
 
     def value(self, ticks: Any) -> Fraction:
-        """Ticks as time, comparable between arenas."""
+        """Ticks in the caller's unit of time, comparable between arenas."""
         return Fraction(ticks) * Fraction(self.problem.tick)
 
 
 @dataclass
 class ScheduleCandidate:
-    """An order that was timed."""
+    """An order and its makespan."""
 
     makespan: Any
     order: Order
     arena: Arena
     origin: str
     policy: Policy | None = None
-    """Of the list scheduler, where one led here."""
+    """The list scheduler's policy that led to it, if any."""
     variant: str = "true"
-    """What the policy was run on."""
+    """The cost variant on which the policy was run."""
 
     @property
     def time(self) -> Fraction:
@@ -132,30 +132,30 @@ class ScheduleCandidate:
 
 
 class Portfolio:
-    """The search for one number of stages a rank."""
+    """The search for one number of stages per rank."""
 
-    def __init__(self, setting: SearchRequest, budget: int, seed: int):
-        self.setting, self.budget, self.timed = setting, budget, 0
-        ranks, micro_batches = setting.ranks, setting.micro_batches
-        self.rng = random.Random(f"{seed} {ranks} {micro_batches} {setting.stages_per_rank}")
-        whole_arenas = [setting.arena(name, micro_batches) for name in setting.placements]
+    def __init__(self, request: SearchRequest, budget: int, seed: int):
+        self.request, self.budget, self.timed = request, budget, 0
+        ranks, micro_batches = request.ranks, request.micro_batches
+        self.rng = random.Random(f"{seed} {ranks} {micro_batches} {request.stages_per_rank}")
+        whole_arenas = [request.arena(name, micro_batches) for name in request.placements]
         self.bound = min(arena.value(arena.bound) for arena in whole_arenas)
-        """No schedule with this number of stages can be faster."""
-        # Beyond four rounds of micro-batches a steady state repeats; what is left out is a whole number of rounds.
+        """Lower bound for this number of stages."""
+        # Beyond four rounds of micro-batches the steady state repeats; only whole rounds are left out.
         self.searched = 3 * ranks + micro_batches % ranks if micro_batches > 4 * ranks else micro_batches
-        cheaper_whole = setting.costs.instruction > 0 or setting.costs.backward is not None
-        self.choose_split = setting.split_backward == "auto" and cheaper_whole
-        self.best: list[ScheduleCandidate] = []  # the fastest of every arena and set of kinds
+        cheaper_whole = request.costs.instruction > 0 or request.costs.backward is not None
+        self.choose_split = request.split_backward == "auto" and cheaper_whole
+        self.best: list[ScheduleCandidate] = []  # the fastest per arena and set of op kinds
 
     def search(self) -> tuple[ScheduleCandidate, Number, Number]:
         """The best candidate for all micro-batches, its makespan and its lower bound."""
-        arenas = [self.setting.arena(name, self.searched) for name in self.setting.placements]
+        arenas = [self.request.arena(name, self.searched) for name in self.request.placements]
         for arena in arenas:
             self._try_hand_written(arena)
             for policy in self._starters(arena):
                 self._try_policy(arena, policy, "true")
             for variant in ("true", "even"):
-                self._try_modulo(arena, variant, unroll=1, delay=0, split=self.setting.split_backward is not False)
+                self._try_modulo(arena, variant, unroll=1, delay=0, split=self.request.split_backward is not False)
         self._evolve(int(self.budget * 0.75))
         if self.choose_split:
             winner = self._winner()
@@ -165,7 +165,7 @@ class Portfolio:
             order, tried = improve(winner.arena.problem, winner.order, self.rng, max(0, self.budget - self.timed))
             self.timed += tried
             self._consider(winner.arena, order, f"{winner.origin}, improved")
-        if self.searched < self.setting.micro_batches:
+        if self.searched < self.request.micro_batches:
             self._extend()
         winner = self._winner()
         problem, costs = winner.arena.problem, winner.arena.costs
@@ -179,18 +179,18 @@ class Portfolio:
     def _consider(
         self, arena: Arena, order: Order, origin: str, policy: Policy | None = None, variant: str = "true"
     ) -> None:
-        """Time an order; keep it if it is the fastest of its kind within the cap."""
+        """Time an order; keep it if it fits the cap and is the fastest of its arena and op kinds."""
         problem = arena.problem
         self.timed += 1
         if policy is None and problem.cap is not None and max(peaks(problem, order)) > problem.cap:
-            return  # list schedules keep to the cap themselves
+            return  # list schedules respect the cap by construction
         times = run(problem, order)
         if times.stuck:
             return
         new = ScheduleCandidate(times.makespan, order, arena, origin, policy, variant)
         for i, old in enumerate(self.best):
             if old.arena is arena and old.kinds == new.kinds:
-                if policy is None:  # mutations go on from the best policy
+                if policy is None:  # later mutations start from the best policy
                     new.policy, new.variant = old.policy, old.variant
                 # Equally good policies replace each other: the search drifts over plateaus.
                 if new.makespan < old.makespan or (policy is not None and new.makespan == old.makespan):
@@ -202,15 +202,15 @@ class Portfolio:
         return min(self.best, key=lambda candidate: candidate.time)
 
     def _proven(self, candidate: ScheduleCandidate) -> bool:
-        """Whether it meets its lower bound: no search can do better on its placement."""
+        """Whether it meets its lower bound, and so is optimal on its placement."""
         return bool(candidate.makespan <= candidate.arena.bound)
 
     def _try_hand_written(self, arena: Arena) -> None:
-        for name, options in _hand_written(arena.name, self.setting.stages_per_rank):
-            schedule = build(name, self.setting.ranks, arena.problem.micro_batches, **options)
-            if self.setting.split_backward is True:
+        for name, options in _hand_written(arena.name, self.request.stages_per_rank):
+            schedule = build(name, self.request.ranks, arena.problem.micro_batches, **options)
+            if self.request.split_backward is True:
                 schedule = split(schedule)
-            elif self.setting.split_backward is False:
+            elif self.request.split_backward is False:
                 schedule = fused(schedule)
             self._consider(arena, schedule.order, schedule.name)
 
@@ -225,7 +225,7 @@ class Portfolio:
             self._consider(arena, order, "modulo")
 
     def _starters(self, arena: Arena) -> Iterator[Policy]:
-        """Policies that are often best: earliest first or deepest first, with full reserves."""
+        """Policies that are often best: earliest or deepest first, with full reserves."""
         for whole in self._ways(arena.problem.micro_batches):
             for forward, backward, lead, patience in _STARTERS:
                 yield Policy.by_time(
@@ -239,15 +239,15 @@ class Portfolio:
                 )
 
     def _ways(self, micro_batches: int) -> list[tuple[int, int]]:
-        """Which backwards are whole: none, all, or, where it is to choose, also all but those of the cool-down."""
+        """Ranges of micro-batches whose backward is not split: none or all; if the search may choose, also all but the last."""
         if self.choose_split:
-            return [(0, 0), (0, micro_batches), (0, max(0, micro_batches - self.setting.ranks))]
-        return [(0, micro_batches) if self.setting.split_backward is False else (0, 0)]
+            return [(0, 0), (0, micro_batches), (0, max(0, micro_batches - self.request.ranks))]
+        return [(0, micro_batches) if self.request.split_backward is False else (0, 0)]
 
     # ---- evolution ----
 
     def _evolve(self, until: int) -> None:
-        """Random policies, mutations of the best ones and modulo schedules, mostly on the best kind."""
+        """Try random policies, mutations of the best ones and modulo schedules, mostly on the best arena."""
         rng = self.rng
         while self.timed < until:
             ranking = sorted(self.best, key=lambda candidate: candidate.time)
@@ -271,7 +271,7 @@ class Portfolio:
         rng, count = self.rng, problem.micro_batches
         whole = rng.choice(self._ways(count))
         if self.choose_split and rng.random() < 0.5:
-            ranks = self.setting.ranks
+            ranks = self.request.ranks
             ramps = (0, ranks // 2, ranks, 3 * ranks // 2, 2 * ranks)
             begin = min(rng.choice(ramps), count)
             whole = (begin, max(begin, count - rng.choice(ramps)))
@@ -289,7 +289,7 @@ class Portfolio:
         )
 
     def _mutated(self, problem: Problem, policy: Policy) -> Policy:
-        """A policy with some reserves, or some keys, or one of its traits changed."""
+        """A copy of a policy with some reserves, some keys or one field changed."""
         rng = self.rng
         draw = rng.random()
         if draw < 0.6 and problem.cap is not None:
@@ -306,7 +306,7 @@ class Portfolio:
         return replace(policy, forward=shaken(policy.forward), input_grad=shaken(policy.input_grad))
 
     def _nudged(self, problem: Problem, reserve: Sequence[int]) -> tuple[int, ...]:
-        """Reserves with a micro-batch more or less for some stages, still at least one each and within the cap."""
+        """Reserves with one micro-batch more or less for some stages; at least one each, together within the cap."""
         rng, size = self.rng, problem.costs.activation
         assert problem.cap is not None
         new = list(reserve)
@@ -321,15 +321,15 @@ class Portfolio:
     # ---- more micro-batches ----
 
     def _extend(self) -> None:
-        """The two best for all micro-batches: their bodies repeated, or else their policies run again; and the seeds."""
+        """Extend the two best to all micro-batches, by repeating their bodies or rerunning their policies; add the seeds."""
         ranking = sorted(self.best, key=lambda candidate: candidate.time)
-        more = self.setting.micro_batches - self.searched
-        arenas = {name: self.setting.arena(name, self.setting.micro_batches) for name in self.setting.placements}
+        more = self.request.micro_batches - self.searched
+        arenas = {name: self.request.arena(name, self.request.micro_batches) for name in self.request.placements}
         self.best, extended = [], 0
-        for candidate in ranking:  # a policy can always be run again, and every arena has had one
+        for candidate in ranking:  # a policy can always be rerun, and every arena has one
             arena = arenas[candidate.arena.name]
             body = find_body(candidate.arena.problem, candidate.order)
-            if body is not None and more % body.step == 0:
+            if body is not None and more % body.stride == 0:
                 self._consider(arena, body.extended(more), f"{candidate.origin}, repeated")
             elif candidate.policy is not None:
                 begin, stop = candidate.policy.whole
@@ -345,7 +345,7 @@ class Portfolio:
 
 
 def _hand_written(placement: str, count: int) -> list[tuple[str, dict[str, Any]]]:
-    """The hand-written schedules of a placement and a number of stages a rank."""
+    """The hand-written schedules for a placement and a number of stages per rank."""
     if count == 1:
         return [("1f1b", {}), ("1f1b", {"slack": 1}), ("1f1b", {"slack": 2}), ("zb-h1", {}), ("gpipe", {})]
     if placement == "loop":

@@ -1,13 +1,12 @@
-"""The checks on programs: that their messages, collectives and parameters fit together.
+"""Checks that a set of programs can run: messages, collectives, parameters and gradients are consistent.
 
-One walk over every program, with what it has computed, received, gathered and reduced so far; then the programs against
-each other:
+Each program is walked once, tracking what it has computed, received, gathered and reduced; then programs are compared:
 
-- every message that is needed is sent once, after it was made, and received once, before it is used; both ends of an edge
-  have one order;
-- no circle, even if every SEND waited for its receive to be posted;
-- ranks that share a collective start their shared collectives in one order;
-- units are gathered when used, released in the end, reduced when all their gradients are there; buckets follow their units.
+- every needed message is sent once, after it was produced, and received once, before it is used; both ends of an edge use
+  the same order;
+- there is no cycle of waits, even if every SEND blocks until its receive is posted;
+- ranks of a group issue their shared collectives in the same order;
+- units are gathered when used, released at the end, and reduced when all their gradients exist; buckets follow their units.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def validate_programs(programs: Programs) -> Schedule:
         _check_edges(programs, replica)
         _check_replica(programs, replica)
     _check_shared(programs)
-    _check_circles(programs)
+    _check_cycles(programs)
     order = tuple(tuple(rows[0, rank]) for rank in range(programs.ranks))
     return Schedule(order, programs.placement, programs.micro_batches)
 
@@ -57,7 +56,7 @@ def _name(program: Program, index: int, what: object) -> str:
 
 
 def _check_set(programs: Programs) -> int:
-    """Every rank of every replica once; returns the number of replicas."""
+    """Check that every rank of every replica has one program; returns the number of replicas."""
     found = sorted((p.replica, p.rank) for p in programs.programs)
     ranks, replicas = max(programs.placement) + 1, max((p.replica for p in programs.programs), default=-1) + 1
     wanted = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
@@ -72,26 +71,26 @@ def _check_set(programs: Programs) -> int:
     return replicas
 
 
-def _check_circles(programs: Programs) -> None:
-    """Nothing waits for itself, even if SEND waits until its receive is posted."""
+def _check_cycles(programs: Programs) -> None:
+    """Check that there is no deadlock, even if SEND blocks until its receive is posted."""
     graph = build_graph(programs, rendezvous=True)
-    *_, circle = graph.times(lambda node: 1)
-    if circle:
-        nodes = [graph.nodes[i] for i in circle]
-        # Of a run of instructions on one rank, the one that waits for another rank tells.
-        telling = [a for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if a.row != b.row] or nodes
-        steps = [_name(programs.programs[n.row], n.index, n.what) for n in telling]
-        raise ScheduleError(f"deadlock: {', which waits for '.join(steps)}, which waits for the first")
+    *_, cycle = graph.times(lambda node: 1)
+    if cycle:
+        nodes = [graph.nodes[i] for i in cycle]
+        # Among consecutive instructions of one rank, only the one that waits for another rank is reported.
+        reported = [a for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if a.row != b.row] or nodes
+        waits = [_name(programs.programs[n.row], n.index, n.what) for n in reported]
+        raise ScheduleError(f"deadlock: {', which waits for '.join(waits)}, which waits for the first")
 
 
 class _ProgramWalk:
-    """One program from start to end."""
+    """Checks one program from start to end."""
 
     def __init__(self, programs: Programs, program: Program, forward_only: bool):
         self.set, self.program, self.forward_only = programs, program, forward_only
         self.rank, self.place = program.rank, programs.placement
         self.at, self.what = 0, ""
-        self.done: dict[Op, int] = {}  # op -> how many of its parts ran; whole ops: all of them
+        self.done: dict[Op, int] = {}  # op -> number of its unit ops that ran; a whole op counts as all of them
         self.order: list[Op] = []
         self.sent: set[tuple[int, str, int]] = set()
         self.received: set[tuple[int, str, int]] = set()
@@ -102,10 +101,10 @@ class _ProgramWalk:
         self.here = {u.name for s, units in enumerate(programs.units) for u in units if self.place[s] == self.rank}
 
     def ops(self) -> list[Op]:
-        """Walk; returns the ops in order."""
+        """Check the program; returns its ops in order."""
         for at, instruction in enumerate(self.program.instructions):
             self.at, self.what = at, str(instruction)
-            self._step(instruction)
+            self._check(instruction)
         self.at, self.what = len(self.program.instructions), "the end"
         self._finish()
         return self.order
@@ -113,7 +112,7 @@ class _ProgramWalk:
     def _fail(self, reason: str) -> ScheduleError:
         return ScheduleError(f"{_name(self.program, self.at, self.what)}: {reason}")
 
-    def _step(self, instruction: Instruction) -> None:
+    def _check(self, instruction: Instruction) -> None:
         match instruction:
             case Op():
                 self._compute(instruction, None)
@@ -127,7 +126,7 @@ class _ProgramWalk:
                 if instruction.unit in self.gathered:
                     raise self._fail("the unit is gathered already")
                 if self.set.unit[instruction.unit].mode == "replicate":
-                    raise self._fail("a unit in mode replicate is always whole")
+                    raise self._fail("a unit in mode replicate is never gathered: it is not sharded")
                 self.gathered.add(instruction.unit)
             case Release():
                 self._known(instruction.unit)
@@ -175,7 +174,7 @@ class _ProgramWalk:
             self.order.append(op)
 
     def _input(self, op: Op) -> None:
-        """An op's inputs: its own stage's earlier ops, and what the neighbouring stage made."""
+        """Check an op's inputs: earlier ops of its own stage, and the result of the neighbouring stage."""
         stage, kind, m = op
         if kind == "W":
             if not self._complete(Op(stage, "I", m)):
@@ -191,7 +190,9 @@ class _ProgramWalk:
             if (other, carried, m) not in self.received:
                 raise self._fail(f"it needs RECV {other} {carried} {m} from {self.place[other]} before it")
         elif not self._made(other, carried, m):
-            raise self._fail(f"it comes before the {carried} of stage {other}, micro-batch {m}, is made on this rank")
+            raise self._fail(
+                f"it comes before stage {other} on this rank has produced the {carried} of micro-batch {m}"
+            )
 
     def _made(self, stage: int, carried: str, m: int) -> bool:
         kinds = "F" if carried == "activation" else "BI"
@@ -211,9 +212,9 @@ class _ProgramWalk:
             raise self._fail(f"the {carried} of stage {stage} goes from rank {ends[0]} to rank {ends[1]}")
         seen = self.sent if isinstance(message, Send) else self.received
         if (stage, carried, m) in seen:
-            raise self._fail("it stands twice; every message goes once")
+            raise self._fail("it appears twice; every message is sent and received once")
         if isinstance(message, Send) and not self._made(stage, carried, m):
-            raise self._fail(f"it comes before the {carried} is made, by stage {stage} on this rank")
+            raise self._fail(f"it comes before stage {stage} on this rank has produced the {carried}")
         seen.add((stage, carried, m))
 
     def _known(self, unit: str) -> None:
@@ -221,7 +222,7 @@ class _ProgramWalk:
             raise self._fail(f"this rank has no unit '{unit}'{schema.nearest(unit, sorted(self.here))}")
 
     def _contributions(self, unit: str) -> int:
-        """How many times gradients of a unit are made on this rank in a step."""
+        """How many times this rank computes gradients of a unit in a step."""
         stages = [s for s in self.set.stages_with[unit] if self.place[s] == self.rank]
         return 0 if self.forward_only else len(stages) * self.set.micro_batches
 
@@ -229,10 +230,10 @@ class _ProgramWalk:
         self._known(unit)
         have = self.gradients.get(unit, 0)
         if have == self.reduced.get(unit, 0):
-            raise self._fail("there are no gradients that were not reduced already")
+            raise self._fail("all its gradients are reduced already")
         if self.set.unit[unit].reduce == "step" and have < self._contributions(unit):
             raise self._fail(
-                f"{have} of {self._contributions(unit)} gradients are there; reduce = 'step' waits for all"
+                f"{have} of {self._contributions(unit)} gradients are computed; reduce = 'step' needs all of them"
             )
         self.reduced[unit] = have
 
@@ -241,7 +242,7 @@ class _ProgramWalk:
         if bucket is None:
             raise self._fail(f"there is no bucket '{name}'{schema.nearest(name, [b.name for b in self.set.buckets])}")
         if name in self.streamed:
-            raise self._fail("it stands twice; every bucket is updated once")
+            raise self._fail("it appears twice; every bucket is updated once")
         for unit in bucket.units:
             if unit in self.here and self.reduced.get(unit, 0) < self._contributions(unit):
                 raise self._fail(f"it comes before the gradients of {unit} are reduced")
@@ -266,7 +267,7 @@ class _ProgramWalk:
                     raise self._fail(f"STREAM {bucket.name} is missing")
 
     def _finish_op(self, stage: int, m: int) -> None:
-        """Ops and messages of one stage and micro-batch are all there."""
+        """Check that no op and no message of one stage and micro-batch is missing."""
         kinds = [kind for kind in "FBIW" if Op(stage, kind, m) in self.done]  # type: ignore[arg-type]
         if kinds not in ([["F"]] if self.forward_only else [["F", "B"], ["F", "I", "W"]]):
             raise self._fail(f"stage {stage}, micro-batch {m} ran {' '.join(kinds) or 'nothing'}; it runs F B or F I W")
@@ -278,7 +279,7 @@ class _ProgramWalk:
 
 
 def _check_edges(programs: Programs, replica: int) -> None:
-    """Both ends of every edge have the same messages in the same order."""
+    """Check that both ends of every edge have the same messages in the same order."""
     sent: dict[tuple[int, int], list[tuple[Program, int, Send | Recv]]] = {}
     received: dict[tuple[int, int], list[tuple[Program, int, Send | Recv]]] = {}
     for program in programs.programs:
@@ -296,7 +297,7 @@ def _check_edges(programs: Programs, replica: int) -> None:
                     f"but rank {edge[1]} receives {r[2] if r else 'nothing more'}" if s else "but nothing more is sent"
                 )
                 raise ScheduleError(
-                    f"{_name(program, index, what)}: is next from rank {edge[0]} to rank {edge[1]}, {other}; "
+                    f"{_name(program, index, what)}: is the next message from rank {edge[0]} to rank {edge[1]}, {other}; "
                     "both ends of an edge need the same order"
                 )
 
@@ -306,14 +307,14 @@ def _message(i: Send | Recv) -> tuple[int, str, int]:
 
 
 def _check_replica(programs: Programs, replica: int) -> None:
-    """The replicas of a rank start their collectives in one order."""
+    """Check that the replicas of a rank issue their collectives in the same order."""
     for rank in range(programs.ranks):
         first, this = programs.of(rank), programs.of(rank, replica)
         _check_same(programs, first, this, [_collectives(first), _collectives(this)])
 
 
 def _check_shared(programs: Programs) -> None:
-    """Ranks that share units start the reductions of those in one order."""
+    """Check that ranks that share units issue their reductions in the same order."""
     homes = {name: programs.ranks_with(name) for name in programs.unit}
     pairs = {(a, b) for ranks in homes.values() for a in ranks for b in ranks if a < b}
     for a, b in sorted(pairs):
@@ -338,5 +339,5 @@ def _check_same(
             other = mine[1] if theirs and mine else "nothing more"
             raise ScheduleError(
                 f"{_name(program, index, what)}: rank {a.rank} of replica {a.replica} has {other} there; "
-                "ranks that share collectives start them in one order"
+                "ranks that share collectives must issue them in the same order"
             )

@@ -1,9 +1,9 @@
-"""The schedules by name: each a pure function from sizes to a `Schedule`.
+"""Named schedules: each is a pure function from sizes to a `Schedule`.
 
     build("wave", ranks=4, micro_batches=8, waves=2)
 
-In the formulas P is the number of ranks, B of micro-batches, v of stages on a rank; F, I, W a rank's whole share for one
-micro-batch, T_B = I + W. Any B ≥ 1 is legal everywhere. Memory is the most micro-batches (of a rank's share) held at once.
+In the formulas P is the number of ranks, B of micro-batches, v of stages per rank; F, I, W are a rank's times for one
+micro-batch, T_B = I + W. Any B ≥ 1 is allowed. Memory is the peak number of micro-batches held by a rank.
 
 | name | placement | idle time of a rank, messages free | memory |
 |---|---|---|---|
@@ -14,7 +14,7 @@ micro-batch, T_B = I + W. Any B ≥ 1 is legal everywhere. Memory is the most mi
 | zb-h1 | loop, v = 1 | (P - 1)(F + I - W) for B ≥ P | P |
 | zb-v | zig-zag, v = 2 | (P - 1) F / 2 for B ≥ 2P - 1 and F = I = W | P |
 
-Add one's own with `@register("name")`: see docs/schedules.md.
+Add your own with `@register("name")`: see docs/schedules.md.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["build", "forward_only", "fused", "loop", "names", "register", "split
 Generator = Callable[..., Schedule]
 
 MOST_OPS, MOST_RANKS, MOST_STAGES = 1_000_000, 10_000, 64
-"""Forwards and backwards of a schedule that is built, its ranks, and stages on each: orders are tried one by one, op by op."""
+"""Limits on the size of a schedule: forwards plus backwards, ranks, and stages per rank. Building is linear in the ops."""
 
 _REGISTRY: dict[str, Generator] = {}  # filled while modules load, by `register` alone
 
 
 def register(name: str) -> Callable[[Generator], Generator]:
-    """Make a function `(ranks, micro_batches, **options) -> Schedule` known to `build` by a name."""
+    """Register a function `(ranks, micro_batches, **options) -> Schedule` under a name, for `build`."""
 
     def add(generator: Generator) -> Generator:
         if name in _REGISTRY and _REGISTRY[name] is not generator:
@@ -61,7 +61,7 @@ def names() -> tuple[str, ...]:
 
 
 def build(name: str, ranks: int, micro_batches: int, **options: Any) -> Schedule:
-    """The schedule of a name: gpipe, 1f1b (slack), interleaved (stages_per_rank), wave (waves), zb-h1, zb-v, or one's own."""
+    """Build a schedule by name: gpipe, 1f1b (slack), interleaved (stages_per_rank), wave (waves), zb-h1, zb-v, or your own."""
     if name not in _REGISTRY:
         raise ScheduleError(f"there is no schedule '{name}'{schema.nearest(name, _REGISTRY)}")
     at_least(ranks=(ranks, 1), micro_batches=(micro_batches, 1))
@@ -72,22 +72,22 @@ def build(name: str, ranks: int, micro_batches: int, **options: Any) -> Schedule
             hint = schema.nearest(option, allowed) if allowed else f"; {name} has no options"
             raise ScheduleError(f"schedule '{name}' has no option '{option}'{hint}")
     schedule = generator(ranks, micro_batches, **options)
-    told = [f"{k}={v}" for k, v in options.items() if v != allowed[k]]
-    return schedule if schedule.name else replace(schedule, name=" ".join([name, *told]))
+    given = [f"{k}={v}" for k, v in options.items() if v != allowed[k]]
+    return schedule if schedule.name else replace(schedule, name=" ".join([name, *given]))
 
 
 _SIZES = ("ranks", "micro_batches")
 
 
 def at_least(**values: tuple[Any, int]) -> None:
-    """Raise unless every value is a whole number of at least its least."""
+    """Raise unless every value is an integer of at least its minimum, given as name=(value, minimum)."""
     for name, (value, least) in values.items():
         if not schema.whole(value, least):
             raise ScheduleError(f"{name} = {value!r} must be a whole number of at least {least}; use {least}")
 
 
 def check_size(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> None:
-    """Raise where a schedule would have too many ops to be built in a minute or two."""
+    """Raise if a schedule would have too many ops to be built within a minute or two."""
     for count, what, most in ((ranks, "ranks", MOST_RANKS), (stages_per_rank, "stages on a rank", MOST_STAGES)):
         if count > most:
             raise ScheduleError(f"{count} {what} are too many; use at most {most}")
@@ -104,17 +104,17 @@ def check_size(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> None
 
 
 def loop(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Stage s on rank s mod P: after the last rank comes the first."""
+    """Placement of stage s on rank s mod P."""
     return tuple(s % ranks for s in range(ranks * stages_per_rank))
 
 
 def zigzag(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Legs down and up again. Where a leg turns, neighbouring stages share a rank: a hand-off without a message."""
+    """Zig-zag placement: legs down and up the ranks. At a turn, neighbouring stages share a rank and need no message."""
     legs = [range(ranks) if leg % 2 == 0 else range(ranks - 1, -1, -1) for leg in range(stages_per_rank)]
     return tuple(rank for leg in legs for rank in leg)
 
 
-# ---- one stage on a rank ----
+# ---- one stage per rank ----
 
 
 @register("gpipe")
@@ -127,7 +127,7 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 @register("1f1b")
 def one_f_one_b(ranks: int, micro_batches: int, slack: int = 0) -> Schedule:
-    """Warm up with as many forwards as there are ranks behind (and `slack` more), then one forward, one backward."""
+    """Warm-up: one forward per rank behind this one (plus `slack`); then one forward, one backward in turn."""
     at_least(slack=(slack, 0))
     check_size(ranks, micro_batches)
     order = []
@@ -140,7 +140,7 @@ def one_f_one_b(ranks: int, micro_batches: int, slack: int = 0) -> Schedule:
 
 @register("zb-h1")
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with the backward split: rank r runs its W r micro-batches late, so that I goes up the ranks sooner."""
+    """1F1B with split backwards: rank r delays its W by r micro-batches, so that input gradients arrive earlier."""
     check_size(ranks, micro_batches)
     order = []
     for rank in range(ranks):
@@ -157,12 +157,12 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
     return _schedule(order, loop(ranks, 1), micro_batches)
 
 
-# ---- several stages on a rank ----
+# ---- several stages per rank ----
 
 
 @register("interleaved")
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Schedule:
-    """1F1B over several stages a rank, in groups of micro-batches: a group passes a leg of the loop, then the next leg."""
+    """1F1B with several stages per rank: groups of micro-batches pass one leg of the loop, then the next."""
     at_least(stages_per_rank=(stages_per_rank, 1))
     check_size(ranks, micro_batches, stages_per_rank)
     groups = _groups(micro_batches, ranks)
@@ -178,7 +178,7 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Sch
 
 
 def _groups(micro_batches: int, size: int) -> list[range]:
-    """As many groups as have at least `size` micro-batches, as even as can be; fewer micro-batches: one group."""
+    """Groups of at least `size` micro-batches, as even as possible; a single group if there are fewer."""
     count = max(1, micro_batches // size)
     bounds = [micro_batches * i // count for i in range(count + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
@@ -186,12 +186,12 @@ def _groups(micro_batches: int, size: int) -> list[range]:
 
 @register("wave")
 def wave(ranks: int, micro_batches: int, waves: int = 1, paper: bool = False) -> Schedule:
-    """Hanayo: `waves` waves, each a leg down the ranks and a leg up, over 2 · waves stages a rank.
+    """Hanayo's wave pipeline: `waves` waves, each a leg down the ranks and a leg up, with 2 · waves stages per rank.
 
-    With B = P micro-batches this is the order of Hanayo's figures, and there the best for unsplit backwards. For other
-    numbers the paper says nothing. Its rule, in units of at most P micro-batches one after another, pays the bubble for
-    every unit (`paper = True`). Otherwise list scheduling within the same memory, P micro-batches, lets the next ones
-    fill the bubbles, and the fastest at T_B = 2 F is taken.
+    With B = P micro-batches this is the order of Hanayo's figures, optimal there for unsplit backwards. The paper gives no
+    order for other B. With `paper = True`, groups of at most P micro-batches run one after another, each with its own bubble.
+    By default, list scheduling with the same memory (P micro-batches) fills the bubbles with later micro-batches; the fastest
+    order at T_B = 2 F is taken.
     """
     at_least(waves=(waves, 1))
     if 2 * waves > MOST_STAGES:
@@ -199,24 +199,24 @@ def wave(ranks: int, micro_batches: int, waves: int = 1, paper: bool = False) ->
             f"waves = {waves}: {2 * waves} stages on a rank are too many; use at most {MOST_STAGES // 2}"
         )
     check_size(ranks, micro_batches, 2 * waves)
-    units = [range(a, min(a + ranks, micro_batches)) for a in range(0, micro_batches, ranks)]
-    order: Order = [[op for unit in units for op in _wave_unit(ranks, waves, unit, rank)] for rank in range(ranks)]
+    groups = [range(a, min(a + ranks, micro_batches)) for a in range(0, micro_batches, ranks)]
+    order: Order = [[op for group in groups for op in _wave_group(ranks, waves, group, rank)] for rank in range(ranks)]
     placement = zigzag(ranks, 2 * waves)
     if micro_batches != ranks and not paper:
         order = _filled(order, placement, ranks, micro_batches)
     return _schedule(order, placement, micro_batches)
 
 
-def _wave_unit(ranks: int, waves: int, unit: Sequence[int], rank: int) -> list[Op]:
-    """Hanayo's order of one rank for at most P micro-batches. Even legs go down the ranks, odd legs up."""
+def _wave_group(ranks: int, waves: int, group: Sequence[int], rank: int) -> list[Op]:
+    """Hanayo's order of one rank for a group of at most P micro-batches. Even legs go down the ranks, odd legs up."""
     stage = [leg * ranks + (rank if leg % 2 == 0 else ranks - 1 - rank) for leg in range(2 * waves)]
 
     def ops(kind: Kind, legs: Iterable[int]) -> list[Op]:
-        return [Op(stage[leg], kind, m) for leg in legs for m in unit]
+        return [Op(stage[leg], kind, m) for leg in legs for m in group]
 
     down, up = iter(ops("F", range(0, 2 * waves, 2))), ops("F", range(1, 2 * waves, 2))
     back_up, back_down = iter(ops("B", range(2 * waves - 1, 0, -2))), ops("B", range(2 * waves - 2, -1, -2))
-    order = [next(down) for _ in range(min(ranks - rank, len(unit)))]  # warm-up: until the first leg has turned
+    order = [next(down) for _ in range(min(ranks - rank, len(group)))]  # warm-up: until the first leg has turned
     for op in up:
         order.append(op)
         order.append(next(down, None) or next(back_up))
@@ -226,15 +226,15 @@ def _wave_unit(ranks: int, waves: int, unit: Sequence[int], rank: int) -> list[O
     return order
 
 
-def _filled(units: Order, placement: tuple[int, ...], ranks: int, micro_batches: int) -> Order:
-    """The fastest of the units one after another and some list schedules with unsplit backwards."""
+def _filled(groups: Order, placement: tuple[int, ...], ranks: int, micro_batches: int) -> Order:
+    """The fastest of the groups run one after another and some list schedules with unsplit backwards."""
     problem = Problem.in_integers(placement, ranks, micro_batches, Costs(backward=2), ranks)
     policies = [
         Policy.by_time(problem, forward=f, backward=b, lead=lead, reserve=reserve, whole=(0, micro_batches))
         for f, b, lead in ((0, 0, -1), (1, 1, 0), (1, 1, 0.5), (-2, -2, 0))
         for reserve in (1, 0)
     ]
-    return _fastest(problem, [units, *(list_schedule(problem, policy) for policy in policies)])
+    return _fastest(problem, [groups, *(list_schedule(problem, policy) for policy in policies)])
 
 
 def _fastest(problem: Problem, orders: Iterable[Order]) -> Order:
@@ -243,9 +243,9 @@ def _fastest(problem: Problem, orders: Iterable[Order]) -> Order:
 
 @register("zb-v")
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
-    """One wave with the backward split. Without bubbles but the first, when F = I = W and B ≥ 2P - 1.
+    """One wave with split backwards: no bubble after the warm-up if F = I = W and B ≥ 2P - 1.
 
-    The order is written for 2P - 1 micro-batches or more; with fewer, it is that order without the missing ones.
+    The order is defined for 2P - 1 micro-batches or more; with fewer, the missing ones are left out of it.
     """
     total = max(2 * ranks - 1, micro_batches)
     if 8 * ranks**2 > MOST_OPS:
@@ -254,7 +254,7 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
     order = []
     for rank in range(ranks):
         behind = ranks - 1 - rank
-        steps = [
+        phases = [
             *["F0"] * (2 * behind + 1),  # until the first micro-batch is back from the turn
             *["F1", "F0"] * rank,  # until the last stage begins its backward
             *["F1", "I1", "W1"] * (behind + 1),  # until that backward is back from the turn
@@ -266,23 +266,23 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
             *["W0"] * rank,
         ]
         stage = {"0": rank, "1": 2 * ranks - 1 - rank}
-        order.append([op for op in _numbered(steps, stage) if op.micro_batch < micro_batches])
+        order.append([op for op in _numbered(phases, stage) if op.micro_batch < micro_batches])
     return _schedule(order, zigzag(ranks, 2), micro_batches)
 
 
-def _numbered(steps: Iterable[str], stage: dict[str, int]) -> Iterable[Op]:
-    """Steps as ops: each kind of each stage takes the micro-batches in order."""
+def _numbered(kinds: Iterable[str], stage: dict[str, int]) -> Iterable[Op]:
+    """Ops from kinds and chunks such as "F0": each kind of each stage takes the micro-batches in order."""
     seen: dict[str, int] = {}
-    for step in steps:
-        seen[step] = seen.get(step, -1) + 1
-        yield Op(stage[step[1]], cast(Kind, step[0]), seen[step])
+    for kind in kinds:
+        seen[kind] = seen.get(kind, -1) + 1
+        yield Op(stage[kind[1]], cast(Kind, kind[0]), seen[kind])
 
 
 # ---- changing a schedule ----
 
 
 def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:
-    """Evaluation: F alone, on any placement."""
+    """A schedule of forwards only (evaluation), for any placement."""
     at_least(micro_batches=(micro_batches, 1))
     # A training problem whose backwards take neither time nor memory; they are left out of the order.
     costs = Costs(input_grad=0, weight_grad=0, activation=0)
@@ -295,7 +295,7 @@ def forward_only(placement: Sequence[int], micro_batches: int) -> Schedule:
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The schedule with every B as I and, right after it, W."""
+    """The schedule with every B replaced by I directly followed by W."""
 
     def halves(op: Op) -> tuple[Op, ...]:
         return (op._replace(kind="I"), op._replace(kind="W")) if op.kind == "B" else (op,)
@@ -304,7 +304,7 @@ def split(schedule: Schedule) -> Schedule:
 
 
 def fused(schedule: Schedule) -> Schedule:
-    """The schedule with every I and W as one B, in the place of the I."""
+    """The schedule with every I and W replaced by one B, at the position of the I."""
     return replace(
         schedule,
         order=tuple(
@@ -319,7 +319,7 @@ def _ops(kind: Kind, stage: int, micro_batches: Iterable[int]) -> list[Op]:
 
 
 def _alternate(forwards: list[Op], backwards: list[Op], warm: int) -> list[Op]:
-    """`warm` forwards, then a forward and a backward in turn, then the other backwards."""
+    """`warm` forwards, then forwards and backwards alternating, then the remaining backwards."""
     pairs = zip(forwards[warm:], backwards, strict=False)
     return [*forwards[:warm], *(op for pair in pairs for op in pair), *backwards[len(forwards) - warm :]]
 

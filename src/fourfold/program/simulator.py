@@ -1,8 +1,8 @@
-"""Simulation: how long a schedule or a set of programs takes, and what it holds.
+"""Simulation: time and memory of a schedule or a set of programs.
 
-A schedule is timed by `engine.run`, its messages implied. Programs are timed as written: every SEND, RECV, GATHER, REDUCE and
-STREAM at its place (see `graph`). A lowered schedule with free collectives and a free issue takes the same time as the
-schedule, unless its receives are posted late.
+A schedule is timed by `engine.run`, with implied messages. Programs are timed as written, with every SEND, RECV, GATHER,
+REDUCE and STREAM (see `graph`). If collectives and issuing instructions cost nothing, a lowered schedule takes the same time as
+the schedule, unless its receives are posted late.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["simulate"]
 
 
 def simulate(what: Schedule | Programs, costs: Costs | None = None) -> Timeline:
-    """Time a schedule or a set of programs under costs (default: F = I = W = 1, all else free)."""
+    """Simulate a schedule or a set of programs under costs (default: F = I = W = 1, everything else 0)."""
     costs = costs or Costs()
     return _simulate_schedule(what, costs) if isinstance(what, Schedule) else _simulate_programs(what, costs)
 
@@ -69,8 +69,8 @@ def _simulate_programs(programs: Programs, costs: Costs) -> Timeline:
     )
     table = raw.scaled(time=ticks.counts, memory=lambda values: values)
     graph = build_graph(programs, costs.link)
-    starts, ends, bindings, circle = graph.times(lambda node: ticks.count(price.of(node, raw.times)))
-    assert not circle, "validated"
+    starts, ends, bindings, cycle = graph.times(lambda node: ticks.count(price.of(node, raw.times)))
+    assert not cycle, "validated"
 
     rows = range(len(programs.programs))
     ops: list[list[Op | UnitOp]] = [[] for _ in rows]
@@ -110,7 +110,7 @@ def _simulate_programs(programs: Programs, costs: Costs) -> Timeline:
 
 
 def _chain(nodes: list[Node], starts: list[Any], ends: list[Any], bindings: list[int]) -> tuple[Entry, ...]:
-    """The critical path, without what took no time."""
+    """The critical path, without nodes of zero duration."""
     n = max(range(len(nodes)), key=lambda i: ends[i])
     chain: list[Entry] = []
     while n >= 0:
@@ -121,7 +121,7 @@ def _chain(nodes: list[Node], starts: list[Any], ends: list[Any], bindings: list
 
 
 class _Prices:
-    """What a node of the graph costs, in the caller's unit."""
+    """Cost of each node of the graph, in the caller's unit."""
 
     def __init__(self, programs: Programs, costs: Costs):
         self.programs, self.costs = programs, costs
@@ -161,7 +161,7 @@ class _Prices:
         return price[name]
 
     def all_times(self, times: Mapping[str, Any]) -> list[Number]:
-        """All the numbers that `of` can add up, for a common measure."""
+        """All numbers that `of` can return, to find a common unit."""
         out: list[Number] = [self.costs.instruction]
         for (stage, _), share in self.share.items():
             out += [table[stage] * share for table in times.values()]

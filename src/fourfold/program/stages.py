@@ -1,8 +1,8 @@
-"""From a plan and a model to stages and programs: which units each stage holds, and what each rank does in a step.
+"""From a plan and a model to stages and programs: the units of each stage, and the instructions of each rank.
 
-Layers are dealt out so that no rank has much more to do than another (`partition`), the embedding being nearly free and the
-head as dear as its product; or as the plan's `layers` says, in blocks: the embedding goes with the first stage, the head
-with the last.
+Layers are partitioned into stages so that the ranks' work is balanced (`partition`): the embedding is nearly free, the head
+costs as much as its matmul. Or the plan's `layers` gives the number of blocks per stage; the embedding belongs to the first
+stage, the head to the last.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["PipelineLayout", "lay_out_pipeline"]
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """What a plan's pipeline is made of."""
+    """The pipeline of a plan: its schedule, stages and programs."""
 
     schedule: Schedule
     units: tuple[tuple[str, ...], ...]
-    """Units of every stage, in the order of the forward; slices of a split unit one by one."""
+    """Unit names of every stage, in forward order; the slices of a split unit are listed one by one."""
     programs: Programs
     evaluation: Programs
     choices: dict[str, UnitChoice]
@@ -43,16 +43,16 @@ class PipelineLayout:
         return {unit: self.schedule.placement[s] for s, names in enumerate(self.units) for unit in names}
 
     def edges(self) -> set[tuple[int, int]]:
-        """Pairs of pipeline ranks (source, target) between which messages go."""
+        """Pairs of pipeline ranks (sender, receiver) that exchange messages."""
         place = self.schedule.placement
-        steps = [(a, b) for a, b in pairwise(place) if a != b]
-        return {*steps, *((b, a) for a, b in steps)}
+        hops = [(a, b) for a, b in pairwise(place) if a != b]
+        return {*hops, *((b, a) for a, b in hops)}
 
 
 def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early: bool = False) -> PipelineLayout:
-    """The stages and programs of a plan; raises PlanError where they cannot be made.
+    """The stages and programs of a plan; raises PlanError if the plan does not suit the model.
 
-    Where optimizer state is not on the device, every unit is a bucket; `early`: updates need not wait for the norm.
+    If optimizer state is streamed, every unit is a bucket; `early`: updates do not wait for the gradient norm.
     """
     micro_batches = plan.micro_batches(global_batch)
     layers = _layers(model)
@@ -88,10 +88,10 @@ def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early
 
 
 def _check_tied(model: ModelConfig, layout: PipelineLayout) -> None:
-    """A weight that two ranks use is exchanged once a step."""
+    """Check that a tied weight on two ranks is reduced once per step."""
     embed, head = layout.choices["embed"], layout.choices["head"]
-    apart = layout.rank_of[embed.names[0]] != layout.rank_of[head.names[0]]
-    if model.tie and apart and embed.reduce == "micro-batch":
+    on_two_ranks = layout.rank_of[embed.names[0]] != layout.rank_of[head.names[0]]
+    if model.tie and on_two_ranks and embed.reduce == "micro-batch":
         raise PlanError(
             "unit 'embed': reduce = 'micro-batch', but its weight is tied to the head's on another rank; use reduce = 'step'"
         )
@@ -103,17 +103,17 @@ def _layers(model: ModelConfig) -> list[list[str]]:
 
 
 def _counts(model: ModelConfig, plan: Plan, layers: list[list[str]], schedule: Schedule) -> list[int]:
-    """Layers (embedding and head among them) of every stage."""
-    wish, stages = plan.pipeline.layers, schedule.stages
-    if isinstance(wish, tuple):
-        if len(wish) != stages:
+    """Number of layers of every stage, embedding and head included."""
+    given, stages = plan.pipeline.layers, schedule.stages
+    if isinstance(given, tuple):
+        if len(given) != stages:
             raise PlanError(
-                f"pipeline.layers has {len(wish)} numbers, but {schedule.name or 'the schedule'} has {stages} stages "
+                f"pipeline.layers has {len(given)} numbers, but {schedule.name or 'the schedule'} has {stages} stages "
                 f"on {schedule.ranks} ranks; give one for each"
             )
-        if sum(wish) != model.layers:
-            raise PlanError(f"pipeline.layers sums to {sum(wish)}, but the model has {model.layers} layers")
-        counts = [n + (s == 0) + (s == stages - 1) for s, n in enumerate(wish)]
+        if sum(given) != model.layers:
+            raise PlanError(f"pipeline.layers sums to {sum(given)}, but the model has {model.layers} layers")
+        counts = [n + (s == 0) + (s == stages - 1) for s, n in enumerate(given)]
         if 0 in counts:
             raise PlanError(f"pipeline.layers leaves stage {counts.index(0)} empty; give it at least one layer")
         return counts

@@ -1,12 +1,12 @@
-"""The synthesizer: the best schedule a bounded search finds, for any costs and any memory cap.
+"""The synthesizer: searches for the fastest schedule under given costs and a memory cap.
 
-1. *Layers to stages.* With `layers`, every placement gets its own balanced split (`partition`).
-2. *A portfolio of orders* for every number of stages a rank (`portfolio`), timed under the true costs.
-3. *The best of them*, with a lower bound that says how good it is at least (`bounds`).
+1. *Layers to stages.* With `layers`, they are partitioned into balanced stages for every placement (`partition`).
+2. *A portfolio search* for every number of stages per rank (`portfolio`), timed under the true costs.
+3. *The best of them*, with a lower bound on the makespan of any schedule (`bounds`).
 
-The budget is a number of timed orders for every number of stages, and random choices come from a seeded generator: the same
-call gives the same schedule on any machine. Numbers of stages are searched independently of each other, and one is left out
-only if its lower bound is no better than what was found; so the choice is never worse than a fixed number.
+The budget is a number of timed orders per number of stages, and random choices come from a seeded generator: the same
+call gives the same schedule on any machine. Each number of stages is searched independently, and skipped only if its lower
+bound is no better than the best schedule so far; so the result is never worse than with a fixed number of stages.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ __all__ = ["Synthesis", "default_evaluations", "search", "synthesize"]
 
 @dataclass(frozen=True)
 class Synthesis:
-    """What a search found, and how good it is."""
+    """The result of a search, with its lower bound."""
 
     schedule: Schedule
     costs: Costs
-    """The costs it was made for; with layers, stage by stage."""
+    """The costs of the search; with `layers`, one number per stage."""
     makespan: Number
     lower_bound: Number
-    """No schedule on the same placement and under the same cap can be faster."""
+    """Lower bound on the makespan of any schedule on the same placement under the same cap."""
     origin: str
-    """How it was found."""
+    """Which method found it."""
     layers: tuple[int, ...] | None
-    """Layers of every stage, where layers were given."""
+    """Number of layers of every stage, if layers were given."""
     evaluations: int
-    """Orders timed."""
+    """Number of orders timed."""
 
     @property
     def gap(self) -> Number:
-        """How far above the lower bound, as a share of it; 0: proven optimal for its placement."""
+        """(makespan - lower bound) / lower bound; 0: proven optimal for its placement."""
         return divide(self.makespan, self.lower_bound) - 1 if self.lower_bound else 0
 
     def explain(self) -> str:
-        """One line for people."""
+        """A one-line summary."""
         proof = "proven optimal" if self.gap <= 1e-9 else f"at most {float(self.gap):.1%} above the lower bound"
         return (
             f"{self.schedule.name}: makespan {float(self.makespan):g}, {proof} {float(self.lower_bound):g} "
@@ -70,7 +70,7 @@ def synthesize(
     evaluations: int | None = None,
     seed: int = 0,
 ) -> Schedule:
-    """The best schedule found for these costs within the memory cap; `search` also says how good it is."""
+    """The fastest schedule found under the memory cap; `search` also returns its lower bound."""
     return search(
         ranks,
         micro_batches,
@@ -100,9 +100,10 @@ def search(
 ) -> Synthesis:
     """Search for the fastest schedule.
 
-    `memory_cap` is on the activations a rank holds, in the unit of `costs.activation` (default: micro-batches of a rank's
-    share). `stages_per_rank`: a number, several to choose from, or None for 1, 2 and 4. `evaluations`: orders to time for
-    every number of stages a rank; None: by size.
+    Args:
+        memory_cap: limit on a rank's activations, in the unit of `costs.activation` (default: micro-batches of one rank).
+        stages_per_rank: a number, several to choose from, or None for 1, 2 and 4.
+        evaluations: orders to time for every number of stages per rank; None: by size.
     """
     at_least(ranks=(ranks, 1), micro_batches=(micro_batches, 1))
     costs = costs or Costs()
@@ -110,11 +111,11 @@ def search(
         at_least(evaluations=(evaluations, 1))
     for name in placements:
         if name not in PLACEMENTS:
-            raise ScheduleError(f"placement '{name}' is neither 'wave' nor 'loop'")
+            raise ScheduleError(f"placement '{name}' is invalid; choose 'wave' or 'loop'")
     portfolios = []
     for count in _stage_counts(ranks, costs, layers, stages_per_rank):
         check_size(ranks, micro_batches, count)
-        setting = SearchRequest(
+        request = SearchRequest(
             ranks=ranks,
             micro_batches=micro_batches,
             stages_per_rank=count,
@@ -125,7 +126,7 @@ def search(
             split_backward=split_backward,
         )
         budget = evaluations or default_evaluations(ranks * count * micro_batches)
-        portfolios.append(Portfolio(setting, budget, seed))
+        portfolios.append(Portfolio(request, budget, seed))
     best: Synthesis | None = None
     for portfolio in sorted(portfolios, key=lambda portfolio: portfolio.bound):
         if best is None or portfolio.bound < best.makespan:  # else it cannot win
@@ -140,7 +141,7 @@ def _synthesis(portfolio: Portfolio) -> Synthesis:
     winner, makespan, bound = portfolio.search()
     arena = winner.arena
     return Synthesis(
-        schedule=winner.schedule(f"synthesized {arena.name} v={portfolio.setting.stages_per_rank}"),
+        schedule=winner.schedule(f"synthesized {arena.name} v={portfolio.request.stages_per_rank}"),
         costs=arena.costs,
         makespan=makespan,
         lower_bound=bound,
@@ -151,14 +152,14 @@ def _synthesis(portfolio: Portfolio) -> Synthesis:
 
 
 def default_evaluations(ops: int) -> int:
-    """Orders to time for a schedule of about so many forwards: some hundred for small ones, some tens for large."""
+    """Default number of orders to time for a schedule of `ops` forwards: 240 for small schedules, 44 for large ones."""
     return max(44, min(240, 140_000 // max(1, ops)))
 
 
 def _stage_counts(
     ranks: int, costs: Costs, layers: Sequence[Layer] | None, wanted: int | Sequence[int] | None
 ) -> list[int]:
-    """The numbers of stages a rank to try."""
+    """The numbers of stages per rank to try."""
     counts = [1, 2, 4] if wanted is None else [wanted] if isinstance(wanted, int) else list(wanted)
     for count in counts:
         at_least(stages_per_rank=(count, 1))

@@ -1,10 +1,10 @@
-"""A timeline: when everything happened, and what follows from it.
+"""Timelines: start and end of every op, message, collective and update, and the figures derived from them.
 
-A value made by `simulate`, or from the trace of a run. Times and memory are in the units of the costs; when those had no
-floats, results are exact.
+Made by `simulate`, or from the trace of a run. Times and memory are in the units of the costs; if those have no floats,
+results are exact.
 
-Rows are ranks (of a simulated set of programs with replicas: programs). On each row, ops run one after another; messages,
-collectives and updates run beside them.
+Rows are ranks (or programs, if there are replicas). On each row, ops run one after another; messages, collectives and
+updates run concurrently with them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fourfold.program.ops import Op
 __all__ = ["MemoryPeak", "Timeline", "TimelineSpan"]
 
 Entry = tuple[int, str, Instruction, Any, Any]
-"""A span in ticks."""
+"""A TimelineSpan as a tuple, in ticks."""
 MessageEntry = tuple[int, int, int, Carried, int, Any, Any]
 """(row of the sender, receiving rank, stage, kind, micro-batch, start, end), in ticks."""
 
 
 class TimelineSpan(NamedTuple):
-    """One thing that took time. `lane` is compute, message, collective or stream."""
+    """One timed event; `lane` is compute, message, collective or stream."""
 
     row: int
     lane: str
@@ -37,7 +37,7 @@ class TimelineSpan(NamedTuple):
 
 
 class MemoryPeak(NamedTuple):
-    """The most memory a rank held, and when it first did."""
+    """A rank's peak memory, and the first time at which it is reached."""
 
     memory: Number
     at: Number
@@ -45,27 +45,27 @@ class MemoryPeak(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of everything, and the figures that follow."""
+    """Start and end of every event, and the figures derived from them."""
 
     ops: tuple[tuple[Op | UnitOp, ...], ...]
-    """What each row computed, in order."""
+    """The ops of each row, in order."""
     starts: tuple[tuple[Any, ...], ...] = field(repr=False)
-    """When, in ticks; `spans` has the same in the caller's unit."""
+    """Start times in ticks; `spans` has them in the caller's unit."""
     ends: tuple[tuple[Any, ...], ...] = field(repr=False)
     tick: Number
     costs: StageCosts = field(repr=False)
     """Costs by stage: times in ticks, memory in the caller's unit."""
     placement: tuple[int, ...]
     lower_bound: Number
-    """No order of these ops on this placement can be faster."""
+    """Lower bound on the makespan of any order of these ops on this placement."""
     messages: tuple[MessageEntry, ...] = field(default=(), repr=False)
-    """In ticks; of a schedule only if messages take time."""
+    """In ticks; for a schedule only if messages take time."""
     others: tuple[Entry, ...] = field(default=(), repr=False)
     """Collectives and updates, in ticks."""
     unit_memory: tuple[tuple[tuple[Any, Number], ...], ...] = field(default=(), repr=False)
     """By row: (tick, change) for gathered and released units."""
     bindings: tuple[Entry, ...] | None = field(default=None, repr=False, compare=False)
-    """The critical path where the simulator knows it already, in ticks."""
+    """The critical path in ticks, if the simulator has computed it."""
 
     @property
     def rows(self) -> int:
@@ -73,7 +73,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> Number:
-        """From the start to the end of the last thing."""
+        """Time from 0 to the end of the last event."""
         ends = (
             [row[-1] for row in self.ends if row]
             + [end for *_, end in self.messages]
@@ -83,61 +83,60 @@ class Timeline:
 
     @cached_property
     def work(self) -> tuple[Number, ...]:
-        """How long each row computed."""
+        """Compute time of each row."""
         return tuple((sum(e) - sum(s)) * self.tick for s, e in zip(self.starts, self.ends, strict=True))
 
     @cached_property
     def idle(self) -> tuple[Number, ...]:
-        """How long each row did not compute."""
-        return tuple(max(0, self.makespan - w) for w in self.work)  # of floats, it may be a little less
+        """Idle time of each row."""
+        return tuple(max(0, self.makespan - w) for w in self.work)  # max: floating-point error may make it negative
 
     @cached_property
     def bubble(self) -> Number:
-        """The idle share of all ranks' time."""
+        """Bubble ratio: idle time divided by total time, over all rows."""
         return divide(sum(self.idle), self.rows * self.makespan) if self.makespan else 0
 
     @property
     def gap(self) -> Number:
-        """How far above the lower bound, as a share of it: 0 is proven optimal."""
+        """(makespan - lower bound) / lower bound; 0: proven optimal."""
         return divide(self.makespan, self.lower_bound) - 1 if self.lower_bound else 0
 
     @cached_property
     def peaks(self) -> tuple[MemoryPeak, ...]:
-        """The most each row holds, gathered units included, and when."""
+        """Peak memory of each row, gathered units included."""
         return tuple(_peak(self.memory(row)) for row in range(self.rows))
 
     @cached_property
     def peak_activations(self) -> tuple[Number, ...]:
-        """The most activations each row holds; by default in micro-batches of one rank's share."""
+        """Peak activation memory of each row; by default in micro-batches of one rank."""
         return tuple(_peak(self._curve(self._changes(row))).memory for row in range(self.rows))
 
     def memory(self, row: int) -> list[tuple[Number, Number]]:
-        """The memory curve of a row: (time, memory from then on)."""
+        """Memory of a row over time: points (time, memory from then on)."""
         changes = self._changes(row)
         if self.unit_memory:
             changes = sorted([*changes, *self.unit_memory[row]], key=lambda x: (x[0], x[1] > 0))
         return self._curve(changes)
 
-    def spans(self, beside: bool = True) -> Iterator[TimelineSpan]:
-        """Everything that took time, row by row; `beside = False`: the ops only."""
+    def spans(self) -> Iterator[TimelineSpan]:
+        """All timed events, row by row."""
         for row, (ops, starts, ends) in enumerate(zip(self.ops, self.starts, self.ends, strict=True)):
             for op, start, end in zip(ops, starts, ends, strict=True):
                 yield TimelineSpan(row, "compute", op, start * self.tick, end * self.tick)
-        if beside:
-            for row, lane, what, start, end in [*map(_entry, self.messages), *self.others]:
-                yield TimelineSpan(row, lane, what, start * self.tick, end * self.tick)
+        for row, lane, what, start, end in [*map(_entry, self.messages), *self.others]:
+            yield TimelineSpan(row, lane, what, start * self.tick, end * self.tick)
 
     @cached_property
     def critical_path(self) -> tuple[TimelineSpan, ...]:
-        """A chain of spans, each starting when the one before ends, from time 0 to the end: why it takes so long.
+        """A chain of spans from time 0 to the end, each starting when the previous one ends.
 
-        In a measured timeline each starts some time after: what the machine took between the two.
+        In a measured timeline there may be gaps between them: time not explained by ops and messages.
         """
         chain = self.bindings if self.bindings is not None else self._chain()
         return tuple(TimelineSpan(row, lane, what, s * self.tick, e * self.tick) for row, lane, what, s, e in chain)
 
     def to_dict(self, *, spans: bool = True, path: bool = True) -> dict[str, Any]:
-        """Plain numbers, for files and programs; with or without every span, and those of the critical path."""
+        """The figures as plain numbers; with every span, and with the critical path, if wanted."""
         figures: dict[str, Any] = {
             "makespan": float(self.makespan),
             "lower_bound": float(self.lower_bound),
@@ -152,7 +151,7 @@ class Timeline:
             figures["critical_path"] = [_plain(s) for s in self.critical_path]
         return figures
 
-    # ---- how ----
+    # ---- implementation ----
 
     def _curve(self, changes: list[tuple[Any, Number]]) -> list[tuple[Number, Number]]:
         held: Number = 0
@@ -163,7 +162,7 @@ class Timeline:
         return curve
 
     def _changes(self, row: int) -> list[tuple[Any, Number]]:
-        """(tick, change) of activations, in order: taken when F starts, given back when I, W or B ends."""
+        """(tick, change) of activation memory, in order: allocated when F starts, freed when I, W or B ends."""
         c, out = self.costs, []
         with_backward = any(op.kind != "F" for op in self.ops[row])
         for op, first, last, start, end in self._bounds(row):
@@ -182,7 +181,7 @@ class Timeline:
         return out
 
     def _bounds(self, row: int) -> Iterator[tuple[Op | UnitOp, bool, bool, Any, Any]]:
-        """Ops with whether they are the first and the last part of theirs."""
+        """(op, is first, is last, start, end): whether an entry is the first and the last unit op of its op."""
         ops = self.ops[row]
         for i, (op, start, end) in enumerate(zip(ops, self.starts[row], self.ends[row], strict=True)):
             first = i == 0 or not _same_op(ops[i - 1], op)
@@ -190,7 +189,7 @@ class Timeline:
             yield op, first, last, start, end
 
     def _chain(self) -> list[Entry]:
-        """Back from the last end, from every op to what ended last: the op before it on its row, or what it waited for."""
+        """Walk back from the last end: from every op to its predecessor on the row or to the input that it waited for."""
         ops = {op: (row, i) for row, ops in enumerate(self.ops) for i, op in enumerate(ops)}
         messages = {message[2:5]: message for message in self.messages}
         ending = {(message[0], message[-1]): message for message in self.messages}
@@ -222,7 +221,7 @@ class Timeline:
 
 
 def _source(op: Op | UnitOp, ops: dict[Any, Any]) -> Op | None:
-    """The op of another stage whose result `op` waits for, if there is one: W, and the ends of the model, wait for none."""
+    """The op of another stage whose result `op` needs; None for W, and at both ends of the model."""
     if op.kind == "W":
         return None
     source = _backward(op.stage + 1, op.micro_batch, ops) if op.kind != "F" else Op(op.stage - 1, "F", op.micro_batch)

@@ -1,11 +1,11 @@
-"""Proof, before anything runs, that a schedule or a set of programs can run: to the end, in any timing, within memory.
+"""Checks, before anything runs, that a schedule or a set of programs completes under any timing, within memory.
 
-Of a schedule: every op once, on its rank; F before its backward, I before its W; the last stage in the order of the
-micro-batches (losses come out in that order); no circle of ranks that wait for each other; memory within the cap.
+For a schedule: every op runs once, on its rank; F before its backward, I before its W; the last stage processes micro-batches
+in order (losses come out in that order); no deadlock; memory within the cap.
 
-Of programs, besides (see `program_checks`): messages and collectives.
+For programs, in addition (see `program_checks`): messages and collectives.
 
-Whatever is wrong is a `ScheduleError` that names the op or instruction, the rank and the reason.
+Errors are `ScheduleError`s that name the op or instruction, the rank and the reason.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ __all__ = ["check_cap", "check_ops", "explain_stuck", "validate", "validate_sche
 def validate(what: Schedule | Programs, memory_cap: Number | None = None, costs: Costs | None = None) -> None:
     """Raise ScheduleError unless a schedule, or a set of programs, can run within the memory cap.
 
-    The cap is on what a rank holds of activations at once: in micro-batches of a rank's share, or, with `costs`, in the
-    unit of their `activation`.
+    The cap limits a rank's activations: in micro-batches of one rank, or, with `costs`, in the unit of their `activation`.
     """
     if isinstance(what, Schedule):
         validate_schedule(what, memory_cap, costs)
@@ -56,7 +55,7 @@ def validate_schedule(schedule: Schedule, memory_cap: Number | None = None, cost
 
 
 def check_cap(problem: Problem, memory_cap: Number) -> None:
-    """Raise unless the cap holds at least one micro-batch on every rank."""
+    """Raise unless the cap admits at least one micro-batch on every rank."""
     for rank, stages in enumerate(problem.stages_of):
         least = sum(problem.costs.activation[s] for s in stages)
         if memory_cap * (1 + 1e-9) < least:
@@ -71,7 +70,7 @@ _NEEDS = {"F": 0, "B": 1, "I": 1, "W": 5}
 
 
 def check_ops(schedule: Schedule) -> None:
-    """Every op once, on its rank, after the ops of its own stage and micro-batch that it needs."""
+    """Check that every op runs once, on its rank, after the ops of its own stage and micro-batch that it needs."""
     place, total, ranks = schedule.placement, schedule.micro_batches, schedule.ranks
     stages = len(place)
     if not stages or not ranks or total < 1:
@@ -128,15 +127,15 @@ def _check_last_stage(schedule: Schedule) -> None:
 
 
 def explain_stuck(placement: Sequence[int], order: Sequence[Sequence[Op]], times: OpTimes) -> str:
-    """The circle of ranks that wait for each other, as text."""
+    """Describe the cycle of ranks that wait for each other."""
     rank = next(r for r, ends in enumerate(times.ends) if len(ends) < len(order[r]))
     path: list[int] = []
     lines: dict[int, str] = {}
     while rank not in lines:
         op = order[rank][len(times.ends[rank])]
-        step, kind = (-1, "F") if op.kind == "F" else (1, "backward")
-        to = placement[op.stage + step]
-        awaited = f"{kind} of stage {op.stage + step}, micro-batch {op.micro_batch}"
+        offset, kind = (-1, "F") if op.kind == "F" else (1, "backward")
+        to = placement[op.stage + offset]
+        awaited = f"{kind} of stage {op.stage + offset}, micro-batch {op.micro_batch}"
         lines[rank] = f"rank {rank} at {op} waits for the {awaited}, on rank {to}"
         path.append(rank)
         rank = to

@@ -1,11 +1,11 @@
-"""How many waves: more of them shorten the bubble and add messages.
+"""Chooses the number of waves: more waves shorten the bubble and add messages.
 
-With W waves, B = P micro-batches and every hop exposed, a rank idles  (P - 1) T_B / W + (4 W (P - 1) + 2 P - 4) T_C,  and a
-fixed cost per instruction adds 4 W B more. The sum is least at
+With W waves, B = P micro-batches and every message exposed, a rank idles  (P - 1) T_B / W + (4 W (P - 1) + 2 P - 4) T_C,  and a
+fixed cost t per instruction adds 4 W B t. The sum is minimal at
 
     W* = sqrt( (P - 1) T_B / (4 (P - 1) T_C + 4 B t) )          without fixed costs t:  sqrt(T_B / (4 T_C)), whatever P
 
-which is where the search starts; the simulator has the last word.
+where the search starts; candidates are then compared by simulation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["choose_waves", "first_guess"]
 
 
 def first_guess(ranks: int, micro_batches: int, costs: Costs) -> float:
-    """W* of the formula; infinite when neither messages nor instructions cost anything."""
+    """W* of the formula; infinite if messages and instructions cost nothing."""
     if isinstance(costs.message, tuple):
         message = max(costs.hop(a, b, ranks) for a in range(ranks) for b in range(ranks))
     else:
@@ -40,7 +40,7 @@ def _share(value: Number | tuple[Number, ...]) -> Number:
 def choose_waves(
     ranks: int, micro_batches: int, costs: Costs, *, most: int = 8, memory_cap: Number | None = None
 ) -> int:
-    """The number of waves, at most `most` (layers / 2P), whose schedule is fastest within the cap: from W* downhill."""
+    """The number of waves, at most `most` (layers / 2P), with the fastest schedule within the cap; local search from W*."""
     at_least(ranks=(ranks, 1), micro_batches=(micro_batches, 1), most=(most, 1))
     most = min(most, MOST_STAGES // 2)
     timed: dict[int, float] = {}
@@ -55,10 +55,10 @@ def choose_waves(
 
     best = max(1, min(most, round(min(first_guess(ranks, micro_batches, costs), most))))
     while True:
-        step = min((w for w in (best - 1, best, best + 1) if 1 <= w <= most), key=lambda w: (time(w), w))
-        if step == best:
+        better = min((w for w in (best - 1, best, best + 1) if 1 <= w <= most), key=lambda w: (time(w), w))
+        if better == best:
             break
-        best = step
+        best = better
     if timed[best] == math.inf:
         raise ScheduleError(
             f"no wave schedule of {micro_batches} micro-batches fits in {float(memory_cap or 0):g}; "
