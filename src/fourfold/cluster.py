@@ -1,17 +1,17 @@
-"""What to train on: devices, hosts and networks, as the planner sees them. Presets, files, what-ifs. No torch.
+"""The cluster model: devices, hosts and network levels, as the planner uses them. Presets, files, what-if changes. No torch.
 
     Cluster.preset("h100-sxm", nodes=8)      Cluster.local(4)      Cluster.load("cluster.toml")
 
-A cluster is `nodes` nodes of equal devices under one or more **levels** of network, the innermost first: a level joins `ranks`
-devices, and every device sends into it at `bandwidth` bytes a second and receives at the same rate, at once. A ring over a group
-goes as fast as the slowest level it crosses; of k members under one lower level, each brings its own link, so the group
-crosses with k times the bandwidth of one. Received bytes of a buffer of S bytes over n ranks:
+A cluster is `nodes` nodes of equal devices, connected by one or more **levels** of network, innermost first: a level connects
+`ranks` devices, and every device sends and receives at `bandwidth` bytes/s simultaneously. A ring over a group is as fast as the
+slowest level it crosses; if k members share a lower level, the group crosses with the bandwidth of k links. Bytes received
+per rank, for a buffer of S bytes over n ranks:
 
     all_gather, reduce_scatter   (n - 1)/n · S          all_reduce   2 (n - 1)/n · S          message   S
 
-Latency is paid once per hop of the ring. `factor` multiplies the time of a collective where a backend is worse than a ring
-(gloo's own reduce_scatter moves what an all_reduce does). `fourfold calibrate` measures all of it on a machine or job, and writes
-factors of several sizes and groups in place of one (`measured`): those between are interpolated, and the nearest group's count.
+Latency is paid once per hop of the ring. `factor` multiplies the time of a collective if a backend is slower than a ring
+(gloo's reduce_scatter transfers as much as an all_reduce). `fourfold calibrate` measures all of this, with factors for
+several buffer sizes and groups (`measured`): sizes are interpolated, and the group of the nearest size is used.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ __all__ = ["Cluster", "Device", "Host", "Level", "preset_names"]
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "message"]
 LOCAL_RESERVE = "256MiB"
-"""What a rank on this machine has besides tensors."""
+"""Memory of a rank on this machine besides its tensors."""
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9))
-"""Blocks of the output that a processor of a GPU computes at once, and how well each keeps it busy."""
+"""Matmul tiles: rows and columns of output that one multiprocessor computes at once, and the relative efficiency."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device: what a rank computes on."""
+    """One device; each rank computes on one."""
 
     name: str = "device"
-    """For people."""
+    """Display name."""
     kind: Literal["cuda", "cpu"] = "cuda"
-    """Which kernels run: a GPU's fused ones or a CPU's."""
+    """Which kernels run."""
     memory: str = "80GB"
-    """All of its memory."""
+    """Total memory."""
     reserve: str = "2GiB"
-    """Of it, what no tensor can have: driver context, communication buffers."""
+    """Memory unavailable to tensors: driver context, communication buffers."""
     margin: float = 0.04
-    """Share of the rest that the allocator loses to rounding and fragmentation."""
+    """Fraction of the remaining memory lost to the allocator's rounding and fragmentation."""
     matrix: dict[str, float] = field(default_factory=lambda: {"bf16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12})
-    """Peak FLOP/s of matrix products by type."""
+    """Peak matmul FLOP/s by dtype."""
     stated: dict[str, float] = field(default_factory=dict)
-    """By type, FLOP/s that the vendor states, where those of `matrix` are measured: what MFU is a share of."""
+    """Vendor's peak FLOP/s by dtype, if `matrix` is measured; the denominator of MFU."""
     efficiency: float = 0.8
-    """Share of the peak that large products reach."""
+    """Fraction of the peak that large matmuls reach."""
     attention: float = 0.65
-    """Share of `efficiency` that fused attention reaches."""
+    """Fraction of `efficiency` that fused attention reaches."""
     attention_backward: float = 2.5
-    """Time of its backward over its forward's."""
+    """Time of the attention backward relative to its forward."""
     processors: int = 0
-    """Processors that blocks of a product are dealt to, for the loss at the last round; 0: none is modelled."""
+    """Multiprocessors, to model partly filled waves of matmul tiles; 0: not modelled."""
     memory_rate: float = 2.0e12
-    """Bytes a second that large memory-bound operators reach."""
+    """Memory bandwidth in bytes/s that large memory-bound operators reach."""
     eager: float = 1.0
-    """Share of it that a model's operators between products reach, one by one; 1: fused."""
+    """Fraction of `memory_rate` that a model's unfused memory-bound operators reach; 1: fused."""
     operator: float = 5e-6
-    """Seconds that starting an operator takes at least."""
+    """Launch overhead per operator, in seconds."""
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s that MFU is a share of."""
+        """Peak FLOP/s: the denominator of MFU."""
         return self.stated.get(dtype, self.matrix[dtype])
 
     def fullness(self, m: float, k: float, n: float) -> float:
-        """Of what large products reach, the share that [m, k] · [k, n] can: short sums, and idle processors in the last round."""
+        """Efficiency of the matmul [m, k] · [k, n] relative to a large one: short inner dim, partly filled last wave of tiles."""
         if not self.processors:
             return 1.0
         return (
@@ -91,33 +91,33 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the devices of a node share."""
+    """The host of a node, shared by its devices."""
 
     memory: str = "1TiB"
-    """Of a node."""
+    """Host memory of a node."""
     link: float = 25e9
-    """Bytes a second between a device and its host, in each direction at once, while all devices of a node do the same."""
+    """Bytes/s between a device and its host, per direction, with both directions and all devices of a node active."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One level of network."""
+    """One level of the network."""
 
     name: str = "network"
-    """For people."""
+    """Display name."""
     ranks: int = 0
-    """Devices that one piece of this level joins; 0: all."""
+    """Devices connected by one switch of this level; 0: all."""
     bandwidth: float = 25e9
-    """Bytes a second that every device sends and receives at, as rings reach them."""
+    """Bytes/s that every device sends and receives, as reached by ring collectives."""
     latency: float = 5e-6
-    """Seconds of one hop."""
+    """Latency of one hop, in seconds."""
     factor: dict[str, float] = field(default_factory=dict)
-    """By collective, its time over a ring's; 1 where not given."""
+    """By collective: its time relative to an ideal ring; default 1."""
     measured: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By collective and ranks of a group ("all_gather 4"): [bytes, its time over a ring's] of some sizes, the smallest first."""
+    """By collective and group size ("all_gather 4"): pairs [bytes, time relative to an ideal ring], by increasing size."""
 
-    def slower(self, kind: str, size: float, members: int) -> float:
-        """The time of a collective over a ring's, for a buffer of `size` bytes."""
+    def relative_time(self, kind: str, size: float, members: int) -> float:
+        """Time of a collective relative to an ideal ring, for a buffer of `size` bytes."""
         if not self.measured:
             return self.factor.get(kind, 1.0)
         found = [(int(n), points) for name, points in self.measured.items() for k, n in [name.split()] if k == kind]
@@ -129,35 +129,35 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of devices."""
+    """Nodes of equal devices, their hosts and their network."""
 
     name: str = "cluster"
-    """For people."""
+    """Display name."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     devices: int = 8
-    """Devices of a node."""
+    """Devices per node."""
     device: Device = field(default_factory=Device)
-    """What every device is."""
+    """The model of every device."""
     host: Host = field(default_factory=Host)
-    """What every node is."""
+    """The host of every node."""
     level: tuple[Level, ...] = ()
-    """Networks, the innermost first; the last joins everything."""
+    """Network levels, innermost first; the last connects all devices."""
     overlap: float = 0.9
-    """Share of gathers, reductions and messages that can hide behind computing."""
+    """Fraction of gathers, reductions and messages that can overlap with compute."""
     call: float = 0.0
-    """Seconds of computing that a collective takes even where it hides."""
+    """Compute seconds lost per collective even if it is overlapped."""
     small: float = 0.0
-    """Bytes; collectives of fewer run beside the others of their group, not after those that were started before."""
+    """Bytes; smaller collectives run concurrently with others of their group instead of queueing behind them."""
     queue: float = 0.0
-    """Seconds that a collective waits at most, on a link that others use, for what they have on the way there."""
+    """Maximum seconds that a collective queues behind in-flight traffic of other groups on the same link."""
     source: str = ""
-    """Where the numbers are from."""
+    """Where the numbers come from."""
 
     def __post_init__(self) -> None:
         check_cluster(self)
 
-    # ---- where clusters come from ----
+    # ---- presets and files ----
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Cluster:
@@ -168,22 +168,22 @@ class Cluster:
             return cls.local(nodes)
         if name not in PRESETS:
             raise ClusterError(
-                f"there is no cluster '{name}'; known: {', '.join(preset_names())}, or the path of a file"
+                f"unknown cluster '{name}'; choose one of {', '.join(preset_names())}, or give the path of a cluster file"
             )
         return replace(PRESETS[name], nodes=nodes)
 
     @classmethod
     def local(cls, ranks: int) -> Cluster:
-        """This machine as `ranks` CPU devices that share its cores and memory. Rough; `fourfold calibrate` measures."""
+        """This machine as `ranks` CPU devices that share its cores and memory: a rough guess, see `fourfold calibrate`."""
         schema.check_count("ranks of this machine", ranks, ClusterError)
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         most = int(memory * 0.8) // (schema.parse_bytes(LOCAL_RESERVE, "reserve") + 2**20)
         if ranks > most:
             raise ClusterError(
-                f"{ranks} ranks are too many for this machine: of its {schema.format_bytes(memory)} of memory each would "
-                f"have {schema.format_bytes(memory * 0.8 / ranks)}, but takes {LOCAL_RESERVE} "
-                f"before its first tensor; use {most} or fewer"
+                f"{ranks} ranks are too many for this machine: each would have {schema.format_bytes(memory * 0.8 / ranks)} "
+                f"of its {schema.format_bytes(memory)} of memory, but needs {LOCAL_RESERVE} besides its tensors; "
+                f"use {most} or fewer"
             )
         share = min(cores, ranks) / ranks
         rate = 40e9 * share
@@ -207,14 +207,14 @@ class Cluster:
             host=Host(memory=str(int(memory * 0.8)), link=4e9),
             level=(inside,),
             overlap=0.0,
-            source="a guess from the number of cores; `fourfold calibrate` measures",
+            source="a guess from the number of cores; run `fourfold calibrate` to measure",
         )
 
     @classmethod
     def load(cls, path: str | Path, nodes: int | None = None) -> Cluster:
-        """Read a cluster file (TOML, JSON, YAML). `preset = "h100-sxm"` in it takes what it does not say from there.
+        """Read a cluster file (TOML, JSON, YAML). With `preset = "h100-sxm"` in it, missing fields come from the preset.
 
-        `nodes`: instead of the file's; those of `preset = "local"` are ranks that share this machine.
+        `nodes` overrides the file's; with `preset = "local"` it is the number of ranks on this machine.
         """
         data = schema.read(path, ClusterError) | ({} if nodes is None else {"nodes": nodes})
         known = ["preset", *(f.name for f in fields(cls))]
@@ -240,7 +240,7 @@ class Cluster:
 
     @classmethod
     def find(cls, name: str, nodes: int | None = None) -> Cluster:
-        """A preset or a file, with as many nodes as asked for."""
+        """A preset or a cluster file, optionally with another number of nodes."""
         if name in preset_names() or not Path(name).suffix:
             return cls.preset(name, 1 if nodes is None else nodes)
         return cls.load(name, nodes)
@@ -249,7 +249,7 @@ class Cluster:
         return schema.dump(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the cluster; TOML or JSON by the file's ending."""
+        """Write the cluster as .toml or .json."""
         path = Path(path)
         if path.suffix == ".json":
             schema.write_json(path, self.to_dict())
@@ -259,17 +259,17 @@ class Cluster:
             raise ClusterError(f"{path}: a cluster is saved as .json or .toml; found '{path.suffix}'")
 
     def what_if(self, changes: Mapping[str, str | int]) -> Cluster:
-        """This cluster with some things changed: memory=40GiB, nodes=16, bandwidth=x2, flops=x1.5, latency, host, link."""
+        """A changed copy of this cluster: memory=40GiB, nodes=16, bandwidth=x2, flops=x1.5, latency, host, link."""
         return _changed(self, {name: str(value) for name, value in changes.items()})
 
     def with_devices(self, devices: int) -> Cluster:
-        """This cluster with so many devices a node; what joined a node still does."""
+        """A copy of this cluster with `devices` devices per node; a level that connected a node still does."""
         levels = [replace(x, ranks=devices) if x.ranks == self.devices else x for x in self.level]
-        if devices == 1:  # what joined a node has nothing to join
+        if devices == 1:  # drop the level inside a node
             levels = [x for x in levels if x.ranks != 1]
         return replace(self, devices=devices, level=tuple(levels))
 
-    # ---- what it can do ----
+    # ---- sizes and times ----
 
     @property
     def ranks(self) -> int:
@@ -277,18 +277,18 @@ class Cluster:
 
     @property
     def memory(self) -> int:
-        """Bytes of a device."""
+        """Memory of a device in bytes."""
         return schema.parse_bytes(self.device.memory, "device.memory", ClusterError)
 
     @cached_property
     def usable(self) -> int:
-        """Bytes of a device that tensors can have."""
+        """Bytes of a device that are available to tensors."""
         reserve = schema.parse_bytes(self.device.reserve, "device.reserve", ClusterError)
         return int((self.memory - reserve) * (1 - self.device.margin))
 
     @property
     def host_memory(self) -> float:
-        """Bytes of a host, for each of its devices."""
+        """Host memory per device, in bytes."""
         return schema.parse_bytes(self.host.memory, "host.memory", ClusterError) / self.devices
 
     @property
@@ -297,7 +297,7 @@ class Cluster:
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     def collective(self, kind: Collective, size: float, members: int, stride: int = 1) -> float:
-        """Seconds of a collective over a buffer of `size` bytes, for `members` ranks that lie `stride` apart."""
+        """Seconds of a collective over a buffer of `size` bytes among `members` ranks with numbers `stride` apart."""
         if members <= 1 or size <= 0:
             return 0.0
         known = self._rings.get((kind, members, stride))
@@ -305,7 +305,7 @@ class Cluster:
             bandwidth, hops, crossed = self._crossed(members, stride)
             passes = 2 if kind == "all_reduce" else 1
             latency = passes * hops
-            if kind == "all_reduce":  # a tree of small messages has fewer hops
+            if kind == "all_reduce":  # for small buffers a tree has fewer hops than a ring
                 latency = min(latency, 2 * math.ceil(math.log2(members)) * self._latency(members, stride))
             factor = None if any(level.measured for level in crossed) else self._factor(crossed, kind, size, members)
             known = latency, passes * (members - 1) / members, bandwidth, factor, crossed
@@ -316,32 +316,32 @@ class Cluster:
         return factor * (latency + share * size / bandwidth)
 
     def message(self, size: float, distance: int) -> float:
-        """Seconds of a message of `size` bytes to the rank `distance` away, if both are on what joins so many."""
+        """Seconds of a message of `size` bytes to a rank `distance` away, on the innermost level that connects so many."""
         bandwidth, hops, crossed = self._crossed(2, distance)
         return self._factor(crossed, "message", size, 2) * (hops + size / bandwidth)
 
     def messages(self, size: float, first: int, other: int, ranks: int) -> float:
-        """Seconds until each of `ranks` ranks from `first` on has sent one to its peer among those from `other` on."""
+        """Seconds until each of the `ranks` ranks from `first` on has sent a message to its peer among those from `other` on."""
         if not self.level:
             return 0.0
         for level in self.level:
             joined = level.ranks or self.ranks
             if all((first + i) // joined == (other + i) // joined for i in range(ranks)):
-                break  # else some are on two of what this level joins
+                break  # otherwise some pair is on two switches of this level
         return self._factor([level], "message", size, 2) * (level.latency + size / level.bandwidth)
 
     def link(self, members: int, stride: int = 1) -> int:
-        """The level whose links a group's collectives keep busy, by its number: the outermost that it crosses."""
+        """Index of the level whose links a group's collectives occupy: the outermost that the group crosses."""
         crossed = self._crossed(members, stride)[2]
         return self.level.index(crossed[-1]) if crossed else -1
 
     @staticmethod
     def _factor(crossed: Sequence[Level], kind: str, size: float, members: int) -> float:
-        """The time of a collective over a ring's."""
+        """Time of a collective relative to an ideal ring."""
         factor = 1.0
         for level in crossed:
-            slower = level.slower(kind, size, members)
-            factor = slower if level.measured else max(factor, slower)
+            ratio = level.relative_time(kind, size, members)
+            factor = ratio if level.measured else max(factor, ratio)
         return factor
 
     def _crossed(self, members: int, stride: int) -> tuple[float, float, list[Level]]:
@@ -353,38 +353,40 @@ class Cluster:
             joined = level.ranks or self.ranks
             inside = max(1, min(members, joined // stride)) if stride < joined else 1
             if inside > under:
-                lines = members % under or under  # where a group fills its last node in part, fewer cross there
+                lines = members % under or under  # a partly filled last node has fewer links
                 bandwidth = min(bandwidth, level.bandwidth * max(1, min(lines, below // stride)))
-                latency += (members / under - members / inside) * level.latency  # hops on the way past all members
+                latency += (
+                    members / under - members / inside
+                ) * level.latency  # hops of this level in a ring over all members
                 crossed.append(level)
                 under = inside
             below = joined
             if under >= members:
                 break
-        if not crossed and members > 1 and self.level:  # further apart than whole strides reach
+        if not crossed and members > 1 and self.level:  # the stride exceeds every level
             bandwidth, latency, crossed = self.level[-1].bandwidth, self.level[-1].latency, [self.level[-1]]
         self._groups[members, stride] = bandwidth, latency, crossed
         return bandwidth, latency, crossed
 
     @cached_property
     def _groups(self) -> dict[tuple[int, int], tuple[float, float, list[Level]]]:
-        """What `_crossed` has found."""
+        """Cache of `_crossed`."""
         return {}
 
     @cached_property
     def _rings(self) -> dict[tuple[str, int, int], tuple[float, float, float, float | None, list[Level]]]:
-        """By collective, members and stride: latency, share of a buffer that passes a link, bandwidth, factor, levels."""
+        """Cache by collective, members and stride: latency, fraction of the buffer received, bandwidth, factor, levels."""
         return {}
 
     def _latency(self, members: int, stride: int) -> float:
-        """Of one hop over the outermost level that a group crosses."""
+        """Latency of one hop on the outermost level that a group crosses."""
         for level in self.level:
             if (level.ranks or self.ranks) >= stride * members:
                 return level.latency
         return self.level[-1].latency
 
     def product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
-        """Seconds of [m, k] · [k, n] of elements of `width` bytes."""
+        """Seconds of the matmul [m, k] · [k, n] with elements of `width` bytes."""
         d = self.device
         rate = d.matrix[dtype] * d.efficiency * d.fullness(m, k, n)
         return max(2.0 * m * k * n / rate, width * (m * k + k * n + m * n) / d.memory_rate) + d.operator
@@ -401,16 +403,16 @@ class Cluster:
 
 
 def preset_names() -> list[str]:
-    """Names that `Cluster.preset` knows."""
+    """Names accepted by `Cluster.preset`."""
     from fourfold.presets import PRESETS
 
     return [*PRESETS, "local"]
 
 
 def _interpolated(points: Sequence[Sequence[float]], x: float) -> float:
-    """The value at x of a curve by its points, straight over the logarithm of x; after the last point, that of it.
+    """Interpolate the ratio at x bytes, linearly in log(x); constant after the last point.
 
-    Before the first one, as much more as x is less: nothing takes less time than the smallest that was measured.
+    Below the first point the ratio grows as 1/x, so that the time stays that of the smallest size measured.
     """
     if x <= points[0][0]:
         return points[0][1] * points[0][0] / max(1.0, x)
@@ -421,7 +423,7 @@ def _interpolated(points: Sequence[Sequence[float]], x: float) -> float:
 
 
 def _full_rounds(m: float, n: float, rows: int, columns: int, processors: int) -> float:
-    """How full the rounds of blocks are: the useful share of rounds · processors · block."""
+    """Utilisation of the waves of tiles: useful output divided by waves · processors · tile size."""
     blocks = math.ceil(m / rows) * math.ceil(n / columns)
     return (m * n) / (math.ceil(blocks / processors) * processors * rows * columns)
 
@@ -470,6 +472,6 @@ def _changed(c: Cluster, changes: Mapping[str, str]) -> Cluster:
 
 
 def _times(value: float, text: str) -> float | None:
-    """`value` times the number after an x; None where the text is no factor."""
+    """`value` times the number after an x, as in x2; None if the text is not a factor."""
     match = re.fullmatch(r"[x×*](\d+(?:\.\d+)?)", text)
     return value * float(match[1]) if match and float(match[1]) > 0 else None

@@ -1,8 +1,8 @@
-"""Clusters by name. Peak rates are the vendors'; shares of them, ring bandwidths and links are what public benchmarks reach.
+"""Cluster presets. Peak rates are the vendors'; efficiencies, ring bandwidths and host links are from public benchmarks.
 
-Every preset's `source` says where its numbers are from. `fourfold calibrate` measures better ones on your machines. Memory is
-what torch finds on such a device, of which GPUs have more than their name says. A host's link is what each device of a full node
-has while all of them use it: memory channels of the host, not PCIe, are what they share.
+Every preset's `source` names the origin of its numbers. `fourfold calibrate` measures better ones on your machines. `memory` is
+what torch reports for such a device. `host.link` is the bandwidth per device while all devices of a node copy at once, which the
+host's memory channels limit, not PCIe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _gpus(name: str, source: str, device: Device, *, node: Level, network: Level
 
 
 def _presets() -> dict[str, Cluster]:
-    """Vendors' peak rates; shares of them, ring bandwidths and links as measured in public benchmarks of each."""
+    """The presets by name."""
 
     def nvlink(bandwidth: float) -> Level:
         return Level(name="NVLink", ranks=8, bandwidth=bandwidth, latency=2e-6)
