@@ -15,7 +15,7 @@ import pytest
 from fourfold.cli import COMMANDS, main
 from fourfold.schema import format_bytes
 from fourfold.train.rundir import RunDir
-from fourfold.view.run import look_at
+from fourfold.view.run import compare_step
 from tests.helpers import make_config
 
 
@@ -207,7 +207,7 @@ def test_view_shows_a_run_as_it_was(tmp_path: Path, capfd: pytest.CaptureFixture
     assert seen["step"] == 2
     assert len(seen["measured"]["spans"]) == len(seen["simulated"]["spans"]) > 0
     assert seen["measured"]["makespan"] >= seen["simulated"]["lower_bound"] > 0
-    measured = look_at(RunDir(tmp_path / "run")).measured
+    measured = compare_step(RunDir(tmp_path / "run")).measured
     assert min(start for row in measured.starts for start in row) == 0
     assert measured.critical_path[-1].end == measured.makespan
     assert main(["view", str(tmp_path / "run")]) == 0

@@ -1,6 +1,6 @@
-"""The command line: `fourfold COMMAND …`. Finds the command, reads its arguments, turns errors into messages and exit codes.
+"""The command line, `fourfold COMMAND …`: parses arguments, runs the command, turns errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a run failed (or two runs diverge), 2 the input is at fault and nothing was started, 130 stopped by Ctrl-C.
+Exit codes: 0 success, 1 a run failed (or two runs diverge), 2 invalid input (nothing was started), 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -57,15 +57,13 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
 }
 
 
-atexit.register(
-    gc.freeze
-)  # what a command leaves goes with the process: looking through it would take a second of a long plan
+atexit.register(gc.freeze)  # no garbage collection at exit: after a long plan it would take a second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):  # where a terminal has no "×", "?" is better than nothing
+    for stream in (sys.stdout, sys.stderr):  # print "?" for characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="replace")
     if not args or args[0] in ("-h", "--help"):
@@ -88,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output is gone
+    except BrokenPipeError:  # the reader closed the pipe, as in `fourfold … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
 
@@ -103,7 +101,7 @@ def _parse(kind: type, name: str, args: list[str]) -> Any:
 
 
 def _joined(args: list[str], flags: Sequence[str]) -> list[str]:
-    """Arguments with the values of a flag that is given several times in one place: none of them is dropped."""
+    """Merge the values of repeated flags into the first occurrence, since tyro would keep only the last."""
     for flag in flags:
         at = [i for i, a in enumerate(args) if a == flag]
         for i in reversed(at[1:]):

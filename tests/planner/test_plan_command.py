@@ -81,7 +81,7 @@ def test_misfits_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([CONFIG, "--cluster", "h1000"], "there is no cluster 'h1000'"),
+        ([CONFIG, "--cluster", "h1000"], "unknown cluster 'h1000'"),
         (["configs/lama.toml", "--cluster", "h200"], "no such file"),
         ([CONFIG, "--cluster", "h200", "--fix", "cl=2"], "did you mean 'col'"),
         ([CONFIG, "--cluster", "h200", "--global-batch", "0"], "must be at least 1"),
@@ -254,9 +254,9 @@ def test_the_table_says_why_it_is_short(capsys: pytest.CaptureFixture[str]) -> N
     args = ["plan", CONFIG, "--cluster", "a100-40g", "--global-batch", "64", "--top"]
     assert main([*args, "400"]) == 0
     text = capsys.readouterr().out
-    assert "layouts: the others were not built out" in text
+    assert "layouts: the others were not evaluated" in text
     assert main([*args, "1"]) == 0
-    assert "not built out" not in capsys.readouterr().out
+    assert "not evaluated" not in capsys.readouterr().out
 
 
 def test_a_rank_of_the_pipeline_is_named_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:

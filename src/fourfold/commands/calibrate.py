@@ -1,4 +1,4 @@
-"""`fourfold calibrate`: measure this machine, or the job this is a rank of, and write a cluster file."""
+"""`fourfold calibrate`: measure this machine, or the job this process belongs to, and write a cluster file."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fourfold.schema import check_writable
 __all__ = ["CalibrateArgs", "calibrate_command"]
 
 LOOK, BUSY = 0.3, 30.0
-"""Seconds to look at what the machine does before anything is measured, and the percentage from which on it is too much."""
+"""Seconds to sample the machine's load before measuring, and the load in percent above which a warning is printed."""
 
 
 @dataclass(frozen=True)
 class CalibrateArgs:
-    """Measure matrix products, collectives and links here, and write a cluster file for `fourfold plan`."""
+    """Measure matmuls, collectives and links on this machine, and write a cluster file for `fourfold plan`."""
 
     out: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "cluster.toml"
     """Cluster file to write (.toml, .json)."""
     nproc: int | None = None
-    """Ranks to start on this machine; default: one per GPU, else one per two cores. Under torchrun or srun: the job's."""
+    """Ranks to start on this machine; default: one per GPU, or one per two cores. Ignored under torchrun or srun."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA when there is a GPU."""
+    """auto: CUDA if there is a GPU."""
     json: bool = False
     """Print the cluster as JSON."""
     debug: bool = False
@@ -58,10 +58,10 @@ def calibrate_command(args: CalibrateArgs) -> int:
     from fourfold.launch.local import launch_local
 
     ranks = args.nproc or _gpus(args.device) or max(1, (os.cpu_count() or 2) // 2)
-    Cluster.local(ranks)  # refuses more than this machine has memory for
+    Cluster.local(ranks)  # raises if this machine lacks the memory for so many ranks
     busy = psutil.cpu_percent(LOOK)
     if busy > BUSY:
-        _warn(f"other work keeps this machine busy ({busy:.0f} % of its cores): it will seem slower than it is")
+        _warn(f"this machine is busy ({busy:.0f} % of its cores in use): the measured rates will be too low")
     if not args.json:
         Console(highlight=False).print(f"measuring with {ranks} {'ranks' if ranks > 1 else 'rank'} …", style="dim")
     with tempfile.TemporaryDirectory(prefix="fourfold-calibrate-") as logs:
@@ -81,8 +81,8 @@ def _warn(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]warning:[/] {escape(text)}")
 
 
-def _gpus(wish: str) -> int:
-    if wish == "cpu" or not (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()):
+def _gpus(device: str) -> int:
+    if device == "cpu" or not (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()):
         return 0
     import torch
 
@@ -90,7 +90,7 @@ def _gpus(wish: str) -> int:
 
 
 def _measure(args: CalibrateArgs, place: object, store: object, screen: IO[str] | None) -> bool:
-    """One rank's part; rank 0 says what it is at, and writes the file."""
+    """Measure on one rank; rank 0 prints progress and writes the file."""
     import torch
 
     from fourfold.launch.place import Place, choose_device, join, leave
@@ -116,7 +116,7 @@ def _tell(args: CalibrateArgs) -> None:
     cluster = Cluster.load(args.out)
     _, _, doubt = cluster.source.partition("; ")
     if doubt:
-        _warn(f"{doubt}; calibrate again when the machine does nothing else")
+        _warn(f"{doubt}; calibrate again when the machine is otherwise idle")
     if args.json:
         print(json.dumps(cluster.to_dict(), indent=2))
         return
@@ -130,20 +130,20 @@ def _tell(args: CalibrateArgs) -> None:
     d = cluster.device
     rows = [
         ("devices", f"{cluster.nodes} × {cluster.devices} {d.name}, {format_bytes(cluster.memory)} each"),
-        ("products", ", ".join(f"{k} {number(v)}FLOP/s" for k, v in d.matrix.items())),
+        ("matmuls", ", ".join(f"{k} {number(v)}FLOP/s" for k, v in d.matrix.items())),
         (
             "memory",
-            f"{number(d.memory_rate)}B/s, {d.eager:.0%} of it between products; "
-            f"an operator takes {d.operator * 1e6:.1f} µs at least",
+            f"{number(d.memory_rate)}B/s, {d.eager:.0%} of it for unfused operators; "
+            f"launch overhead {d.operator * 1e6:.1f} µs per operator",
         ),
         ("host link", f"{number(cluster.host.link)}B/s"),
     ]
     for level in cluster.level:
-        rows.append((level.name, f"{number(level.bandwidth)}B/s, {level.latency * 1e6:.0f} µs a hop"))
+        rows.append((level.name, f"{number(level.bandwidth)}B/s, {level.latency * 1e6:.0f} µs per hop"))
         for kind, points in level.measured.items():
-            told = ", ".join(f"{format_bytes(size)} × {ratio:.2f}" for size, ratio in points)
-            rows.append((f"  {kind}", f"over a ring's: {told}"))
+            ratios = ", ".join(f"{format_bytes(size)} × {ratio:.2f}" for size, ratio in points)
+            rows.append((f"  {kind}", f"relative to an ideal ring: {ratios}"))
     if cluster.ranks > 1:
-        rows.append(("overlap", f"{cluster.overlap:.0%} of a gather hides behind computing"))
+        rows.append(("overlap", f"{cluster.overlap:.0%} of a gather can overlap with compute"))
     rows.append(("written to", f"{args.out}  (use it: fourfold plan CONFIG --cluster {args.out})"))
     facts(rows, Console(highlight=False))

@@ -1,4 +1,4 @@
-"""`fourfold demo`: the first five minutes."""
+"""`fourfold demo`: train a small model on this machine and sample from it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["DemoArgs", "demo"]
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Train a small GPT on Python's own source in four processes, then let it write."""
+    """Train a small GPT on Python's own source in four processes, then generate text from it."""
 
     steps: int = 220
     """Optimizer steps."""
     nproc: int = 4
     """Ranks."""
     run_dir: str | None = None
-    """Where to write the run; default: runs/demo, or the next free runs/demo-2, …"""
+    """Run directory; default: runs/demo, or the next free runs/demo-2, …"""
     debug: bool = False
     """Show tracebacks of errors."""
 
@@ -53,7 +53,7 @@ def demo(args: DemoArgs) -> int:
     if trained:
         return trained
     prompt = "def read"
-    console.print(f"\nwhat it writes after [bold]{prompt}[/]:\n")
+    console.print(f"\ngenerated from the prompt [bold]{prompt}[/]:\n")
     sample(SampleArgs(run_dir=run_dir, prompt=prompt, tokens=160))
     console.print()
     from fourfold.view.console import facts
@@ -72,8 +72,8 @@ def demo(args: DemoArgs) -> int:
     return 0
 
 
-def _free_run_dir(wish: str) -> str:
+def _free_run_dir(base: str) -> str:
     number = 1
-    while os.path.exists(path := wish if number == 1 else f"{wish}-{number}"):
+    while os.path.exists(path := base if number == 1 else f"{base}-{number}"):
         number += 1
     return path

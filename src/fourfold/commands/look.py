@@ -1,4 +1,4 @@
-"""Commands that look at something: sample, view, compare, tokenize, doctor."""
+"""The commands sample, view, compare, tokenize and doctor."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SampleArgs:
-    """Let a trained model write: continue a prompt (gpt, llama), or fill its [MASK]s (bert)."""
+    """Generate text from a trained model: continue a prompt (gpt, llama), or fill its [MASK]s (bert)."""
 
     run_dir: Annotated[str, tyro.conf.Positional]
     """Run directory with a checkpoint."""
     prompt: str = "def "
     """Text to start from."""
     tokens: int = 200
-    """How many tokens to write at most."""
+    """Maximum number of tokens to generate."""
     temperature: float = 0.8
-    """0: always the likeliest token; higher: more varied."""
+    """Sampling temperature; 0: always the most likely token."""
     top_k: int = 50
-    """Choose among this many likeliest tokens; 0: all."""
+    """Sample among this many most likely tokens; 0: all."""
     seed: int = 0
-    """Another seed, another text."""
+    """Random seed."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -55,14 +55,14 @@ class SampleArgs:
 
 @dataclass(frozen=True)
 class ViewArgs:
-    """Show what every rank of a run did and when, beside what the simulator says: makespan, bubble, memory."""
+    """Show the timeline of a traced step of a run, next to its simulation: makespan, bubble, memory."""
 
     run_dir: Annotated[str, tyro.conf.Positional]
     """Run directory with traces (config: log.trace)."""
     step: int | None = None
-    """Which traced step; default: the last."""
+    """Traced step to show; default: the last."""
     save_schedule: str | None = None
-    """Write the order of ops as it ran to this file (.json, .csv): a schedule that a plan can replay."""
+    """Write the measured order of ops to this file (.json, .csv), as a schedule that a plan can use."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -71,12 +71,12 @@ class ViewArgs:
 
 @dataclass(frozen=True)
 class CompareArgs:
-    """Compare two runs step by step: identical, rounding, or diverges at step k (exit code 1)."""
+    """Compare two runs step by step: identical, equal up to rounding, or diverged at step k (exit code 1)."""
 
     run_a: Annotated[str, tyro.conf.Positional]
-    """A run directory."""
+    """First run directory."""
     run_b: Annotated[str, tyro.conf.Positional]
-    """Another."""
+    """Second run directory."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -85,7 +85,7 @@ class CompareArgs:
 
 @dataclass(frozen=True)
 class TokenizeArgs:
-    """Encode text once into a token file that training maps into memory."""
+    """Tokenize text once into a token file, which training memory-maps."""
 
     source: Annotated[str, tyro.conf.Positional]
     """Text file, JSONL file, folder, or stdlib."""
@@ -101,7 +101,7 @@ class TokenizeArgs:
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Look at this machine: versions, devices, backends, memory, disk."""
+    """Check this machine: versions, devices, backends, memory, disk."""
 
     json: bool = False
     """Print one JSON object."""
@@ -134,21 +134,21 @@ def sample(args: SampleArgs) -> int:
 
 def view(args: ViewArgs) -> int:
     from fourfold.train.rundir import RunDir
-    from fourfold.view.run import look_at
+    from fourfold.view.run import compare_step
 
-    look = look_at(RunDir.find(args.run_dir), args.step)
+    traced = compare_step(RunDir.find(args.run_dir), args.step)
     if args.save_schedule:
-        look.schedule.save(args.save_schedule)
-    both = {"measured": look.measured, "simulated": look.simulated}
+        traced.schedule.save(args.save_schedule)
+    both = {"measured": traced.measured, "simulated": traced.simulated}
     if args.json:
         figures = {name: t.to_dict(path=False) for name, t in both.items()}
-        print(json.dumps({"step": look.step, **figures}))
+        print(json.dumps({"step": traced.step, **figures}))
         return 0
     from fourfold.view.timeline import draw
 
     console = Console(highlight=False)
     for name, timeline in both.items():
-        console.print(f"[bold]{name}[/], step {look.step}: {float(timeline.makespan):.3f} s")
+        console.print(f"[bold]{name}[/], step {traced.step}: {float(timeline.makespan):.3f} s")
         for row, line in enumerate(draw(timeline, max(20, console.width - 4))):
             console.print(Text.assemble((f"{row:>3} ", "dim"), line), no_wrap=True, crop=True)
     table = Table("", "measured", "simulated", "ratio", box=None, header_style="dim")
@@ -158,11 +158,11 @@ def view(args: ViewArgs) -> int:
         ("most idle rank, s", lambda t: float(max(t.idle))),
         ("peak in flight, micro-batches", lambda t: float(max(t.peak_activations))),
     ):
-        a, b = read(look.measured), read(look.simulated)
+        a, b = read(traced.measured), read(traced.simulated)
         table.add_row(name, f"{a:.4g}", f"{b:.4g}", f"{a / b:.2f}" if b else "")
     console.print(table)
     if args.save_schedule:
-        console.print(f"order of ops written to {args.save_schedule}")
+        console.print(f"schedule written to {args.save_schedule}")
     return 0
 
 
@@ -179,9 +179,9 @@ def compare(args: CompareArgs) -> int:
         for key, (gap, step) in c.worst.items():
             table.add_row(key, f"{gap:.2e}" if gap else "none", str(step) if gap else "")
         verdict = {
-            "identical": "[green]identical[/]: the same bits",
-            "rounding": f"[green]rounding[/]: equal but for the order of sums, from step {c.first_difference} on",
-            "diverges": f"[red]diverges at step {c.step}[/] by more than rounding (first difference: {c.first_difference})",
+            "identical": "[green]identical[/], bit for bit",
+            "rounding": f"[green]rounding[/]: equal up to the order of summation; first difference at step {c.first_difference}",
+            "diverges": f"[red]diverges at step {c.step}[/] by more than rounding; first difference at step {c.first_difference}",
         }[c.verdict]
         console.print(f"{c.steps} steps in common: {verdict}")
         console.print(table)
@@ -201,7 +201,9 @@ def tokenize(args: TokenizeArgs) -> int:
     if args.json:
         print(json.dumps(facts_ | {"fingerprint": corpus.fingerprint}))
     else:
-        print(f"{out}: {len(corpus.tokens)} tokens of {corpus.vocab} kinds, {schema.format_bytes(out.stat().st_size)}")
+        print(
+            f"{out}: {len(corpus.tokens):,} tokens, vocabulary {corpus.vocab:,}, {schema.format_bytes(out.stat().st_size)}"
+        )
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Pictures for people. No torch."""
+"""Terminal output: timelines, plans, comparisons, the training console. No torch."""

@@ -1,9 +1,9 @@
-"""Are two runs the same? identical, rounding, or diverged at step k. No torch.
+"""Compares two runs step by step: identical, equal up to rounding, or diverged at step k. No torch.
 
-Two runs are compared step by step over the steps both have, loss and gradient norm. *Identical*: the same bits. *Rounding*:
-different sums in different orders; the difference of one step is within the numerics contract at first (1e-9 of fp64, 1e-5 of
-fp32 losses and ten times that of norms, 1e-2 of bf16) and may grow by 20 % a step after the eighth, up to 5 %, since training
-amplifies small differences. Anything more is a divergence, and its first step is named.
+Losses and gradient norms are compared over the steps that both runs have. *Identical*: the same bits. *Rounding*: the
+difference is explained by another order of summation. It starts within the numerics contract (relative 1e-9 in fp64; 1e-5
+for losses and 1e-4 for norms in fp32; 1e-2 in bf16) and may grow by 20 % per step after the contract's steps (20 in fp64,
+otherwise 8), up to 5 %, since training amplifies small differences. A larger difference is a divergence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS = ("loss", "grad_norm")
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two runs compare; `worst` is the largest relative difference per metric and the step it occurred at."""
+    """Result of a comparison; `worst` has the largest relative difference of each metric, with its step."""
 
     verdict: Literal["identical", "rounding", "diverges"]
     steps: int
@@ -60,7 +60,7 @@ def _by_step(run: RunDir) -> dict[int, dict[str, Any]]:
 
 
 def _gap(x: float | None, y: float | None) -> float:
-    """Relative difference; a number against a non-finite one (null) is infinitely far."""
+    """Relative difference; infinite if only one of the values is finite (non-finite ones are stored as null)."""
     if x == y:
         return 0.0
     if x is None or y is None:

@@ -1,4 +1,4 @@
-"""Plans in the terminal: the table of the best, the report, what-ifs, and progress while the search runs."""
+"""Plans in the terminal: the table of the best plans, the report, what-if comparisons, and the search's progress bar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["progress_bar", "show_plan", "show_what_if"]
 
 
 def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
-    """The table, then the report; where a judged plan does not fit, that first. `top`: how many were asked for."""
+    """Print the table and the report, preceded by a warning if the plan does not fit. `top`: number of plans requested."""
     console = Console(file=file, highlight=False, soft_wrap=False)
     lines = explain(plan).splitlines()
     if (plan.predicted or {}).get("misfit"):
@@ -30,7 +30,13 @@ def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
         console.print()
     rows = table(plan)
     out = Table("", "plan", "units", box=None, header_style="dim")
-    for name in ("step", "MFU", "memory", "network", "bubble"):  # figures stay whole, however narrow the terminal
+    for name in (
+        "step",
+        "MFU",
+        "memory",
+        "network",
+        "bubble",
+    ):  # numbers are never wrapped, however narrow the terminal
         out.add_column(name, no_wrap=True, min_width=len(name), justify="right")
     for i, row in enumerate(rows):
         out.add_row(*row, style="bold" if i == 0 else "")
@@ -38,44 +44,44 @@ def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
     total = (plan.certificate or {}).get("layouts", 0)
     if len(rows) < min(top, total):
         shown = f"{len(rows)} plan{'s' * (len(rows) > 1)} of {total:,} layouts"
-        why = "are too large, or by their bounds no better than the certificate says"
-        console.print(f"{shown}: the others were not built out, as they {why}", style="dim", soft_wrap=True)
+        why = "they do not fit, or their lower bounds show that they are not faster"
+        console.print(f"{shown}: the others were not evaluated, because {why}", style="dim", soft_wrap=True)
     console.print()
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
 def show_what_if(plan: Plan | str, other: Plan | str, changes: Sequence[str], file: IO[str] | None = None) -> None:
-    """A changed cluster's plan beside this one's; either may be the reason why there is none."""
+    """Print the plan of a changed cluster, compared with this one. A string is the reason why there is no plan."""
     console = Console(file=file, highlight=False, soft_wrap=True)
-    asked = f"\n[bold]what if {escape(' '.join(changes))}[/]: "
+    question = f"\n[bold]what if {escape(' '.join(changes))}[/]: "
     if isinstance(other, str):
-        console.print(asked + escape(other))
+        console.print(question + escape(other))
         return
     assert other.predicted is not None
     misfit, seconds = other.predicted.get("misfit"), other.predicted["seconds"]
-    told = (f"does NOT fit: {misfit}; " if misfit else "") + f"{format_seconds(seconds)} a step"
+    answer = (f"does NOT fit: {misfit}; " if misfit else "") + f"{format_seconds(seconds)} per step"
     if isinstance(plan, Plan) and plan.predicted is not None:
-        told += f", {seconds / plan.predicted['seconds'] - 1:+.1%}"
-    console.print(asked + told)
+        answer += f", {seconds / plan.predicted['seconds'] - 1:+.1%}"
+    console.print(question + answer)
     if other.alternatives:
         best = other.alternatives[0]
-        held = f"{format_bytes(best['peak_bytes'])} of {format_bytes(other.predicted['usable_bytes'])}"
-        console.print(f"  {best['plan']}; {told_units(best)}; memory {held}", markup=False, soft_wrap=True)
+        memory = f"{format_bytes(best['peak_bytes'])} of {format_bytes(other.predicted['usable_bytes'])}"
+        console.print(f"  {best['plan']}; {told_units(best)}; memory {memory}", markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Report]:
-    """A bar on standard error while layouts are searched."""
+    """A progress bar on standard error during the search."""
     console = Console(stderr=True)
-    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.fields[told]}"))
+    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.fields[status]}"))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, told="layouts")
+        task = bar.add_task("", total=None, status="layouts")
 
         def report(done: int, total: int, best: float | None) -> None:
-            told = f"{done} of {total} layouts" + (f", best {format_seconds(best)}" if best is not None else "")
+            status = f"{done} of {total} layouts" + (f", best {format_seconds(best)}" if best is not None else "")
             if done == total and best is None:
-                told = "nothing fits: looking for what would do"
-            bar.update(task, completed=done, total=max(1, total), told=told)
+                status = "nothing fits: looking for what would fit"
+            bar.update(task, completed=done, total=max(1, total), status=status)
 
         yield report

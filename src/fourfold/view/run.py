@@ -1,9 +1,9 @@
-"""What a run really did beside what a simulation says it should have: makespan, bubble, memory. No torch.
+"""A traced step of a run, compared with its simulation: makespan, bubble, memory. No torch.
 
-The measured timeline is one traced step: when each pipeline rank (of the first replica) computed what. The simulated one runs
-the plan's schedule with the costs the trace itself shows: for every stage the median time of its F, B, I and W over all traced
-steps but the first. What separates the two is what a simulation of computing alone does not have: messages, the executor,
-and the machine's other work.
+The measured timeline shows when each pipeline rank of the first replica computed what in one traced step. The simulated one
+runs the plan's schedule with compute times from the trace: for every stage the median time of its F, B, I and W over all
+traced steps but the first. The two differ by what the simulation leaves out: messages, the executor's overhead, and other load
+on the machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fourfold.program import Costs, Op, Schedule, Timeline, simulate
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_trace
 
-__all__ = ["Look", "look_at"]
+__all__ = ["StepComparison", "compare_step"]
 
 
 @dataclass(frozen=True)
-class Look:
-    """One traced step of a run, and the same simulated."""
+class StepComparison:
+    """One traced step of a run, and its simulation."""
 
     step: int
     schedule: Schedule
@@ -34,15 +34,15 @@ class Look:
 
 @dataclass(frozen=True)
 class _TracedStep:
-    """One line of a rank's trace, ops whole."""
+    """One line of a rank's trace, with unit ops merged into whole ops."""
 
     step: int
     origin: float
     ops: dict[Op, tuple[float, float]]
 
 
-def look_at(run: RunDir, step: int | None = None) -> Look:
-    """A traced step of a run (default: the last)."""
+def compare_step(run: RunDir, step: int | None = None) -> StepComparison:
+    """Compare a traced step of a run (default: the last) with its simulation."""
     config, plan = run.read()
     layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
     ranks = _ranks(run, plan.mesh.ranks // plan.mesh.pipe, plan.mesh.pipe)
@@ -65,20 +65,20 @@ def look_at(run: RunDir, step: int | None = None) -> Look:
         placement=placement,
         lower_bound=simulated.lower_bound,
     )
-    return Look(chosen, Schedule.of((row.ops for row in rows), "measured"), measured, simulated)
+    return StepComparison(chosen, Schedule.of((row.ops for row in rows), "measured"), measured, simulated)
 
 
 def _times(rows: list[_TracedStep]) -> list[list[tuple[float, float]]]:
-    """By row, start and end of its ops, from the first start on."""
-    late = [row.origin - rows[0].origin for row in rows]  # beside the time of day itself, microseconds would be rounded
-    begin = min(x + start for x, row in zip(late, rows, strict=True) for start, _ in row.ops.values())
-    return [[(x + a - begin, x + b - begin) for a, b in row.ops.values()] for x, row in zip(late, rows, strict=True)]
+    """By row: start and end of its ops, relative to the first start of all."""
+    offset = [row.origin - rows[0].origin for row in rows]  # differences first: a float time of day rounds microseconds
+    begin = min(x + start for x, row in zip(offset, rows, strict=True) for start, _ in row.ops.values())
+    return [[(x + a - begin, x + b - begin) for a, b in row.ops.values()] for x, row in zip(offset, rows, strict=True)]
 
 
 def _ranks(run: RunDir, stride: int, pipe: int) -> list[int]:
     """The ranks of the first replica's pipeline: `pipe` is the slowest axis of the mesh."""
     if not (run.path / "trace").is_dir():
-        raise RunDirError(f"{run.path}: there is no trace in it; train with --log.trace 10")
+        raise RunDirError(f"{run.path}: the run has no trace; train with --log.trace 10")
     return [p * stride for p in range(pipe)]
 
 
@@ -96,7 +96,7 @@ def _read(run: RunDir, rank: int, ops: set[Op]) -> list[_TracedStep]:
 
 
 def _step(line: dict[str, Any]) -> _TracedStep:
-    """Parts of an op (`3F0 blocks.1.mlp`) are put together; what lies between them is the op's."""
+    """Merge the unit ops of an op (`3F0 blocks.1.mlp`); the time between them counts as the op's."""
     ops: dict[Op, tuple[float, float]] = {}
     for what, start, end, _ in line["spans"]:
         op = Op.parse(what.partition(" ")[0])

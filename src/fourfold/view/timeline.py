@@ -2,7 +2,7 @@
 
     F forward   B backward   I gradient of the input   W gradient of the weights   · idle
 
-Where an op is wide enough its micro-batch stands in it.
+An op that is wide enough shows its micro-batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def draw(timeline: Timeline, width: int) -> list[Text]:
 
 
 def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None) -> None:
-    """The drawing, then a table by rank and the figures of the whole."""
+    """Print the drawing, a table by rank, and the totals."""
     console = Console(file=file, highlight=False)
     console.print(f"[bold]{name}[/]")
     margin = len(f"{timeline.rows - 1} ")
@@ -54,7 +54,7 @@ def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None) ->
     for kind in dict.fromkeys(op.kind for ops in timeline.ops for op in ops):
         legend.append(f" {kind} ", style=_STYLE[kind])
     console.print(legend)
-    table = Table("rank", "works", "idles", "peak memory", "at", box=None, header_style="dim")
+    table = Table("rank", "busy", "idle", "peak memory", "at", box=None, header_style="dim")
     for row in range(timeline.rows):
         peak = timeline.peaks[row]
         figures = (timeline.work[row], timeline.idle[row], peak.memory, peak.at)
@@ -67,7 +67,7 @@ def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None) ->
 
 
 def show_comparison(rows: Sequence[tuple[str, Timeline]], file: IO[str] | None = None) -> None:
-    """Timelines side by side, as given."""
+    """Print a table of several timelines, in the given order."""
     console = Console(file=file, highlight=False)
     table = Table(
         "schedule", "makespan", "bubble", "peak memory", "most idle", "above bound", box=None, header_style="dim"
