@@ -287,7 +287,7 @@ def test_a_body_can_be_repeated():
     problem = Problem.in_integers(schedule.placement, 4, 16, Costs(), 4)
     body = find_body(problem, schedule.order)
     assert body is not None
-    assert body.step == 1
+    assert body.stride == 1
     longer = body.extended(24)
     bigger = Problem.in_integers(schedule.placement, 4, 40, Costs(), 4)
     assert max(peaks(bigger, longer)) <= bigger.cap
