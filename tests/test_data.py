@@ -127,7 +127,7 @@ def test_token_file_round_trip(tmp_path: Path) -> None:
         (lambda data: data + b"x", "longer than its header says"),
         (lambda data: data[:20], "damaged header"),
         (lambda data: data.replace(b'"uint8"', b'"uint9"'), "damaged header"),
-        (lambda data: data.replace(b'"version": 1', b'"version": 9'), "version 9"),
+        (lambda data: data.replace(b'"version": 2', b'"version": 9'), "version 9"),
     ],
 )
 def test_damaged_token_files_are_refused(tmp_path: Path, damage: object, message: str) -> None:
@@ -149,7 +149,7 @@ def test_bad_sources(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not UTF-8"):
         open_corpus(str(tmp_path / "binary.txt"))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
-    with pytest.raises(DataError, match=r"bad.jsonl:2: expected"):
+    with pytest.raises(DataError, match=r"bad.jsonl:2: no example: has 'txt'; expected"):
         open_corpus(str(tmp_path / "bad.jsonl"))
     with pytest.raises(DataError, match="fewer than one sample"):
         samples(text_file(tmp_path / "short.txt", 9))

@@ -9,6 +9,7 @@ a resolved config says everything. A zero in a size field means "the default", a
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,11 +185,28 @@ class DataConfig:
     """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files carry their own."""
     eval_fraction: float = 0.01
     """Share of the corpus, at its end, kept for evaluation."""
+    template: str = "auto"
+    """How chats become text: auto (the template beside the tokenizer), plain ("role: content"), or the path of a jinja file."""
+    template_date: str = "2024-07-26"
+    """What a template that asks for today's date is told, so that data does not depend on the day."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of an example that the loss counts: the assistant's turns or the answer, or all of them."""
+    packing: Literal["auto", "none", "concat"] = "auto"
+    """none: a sample is one whole example, padded. concat: documents one after another, cut into windows. auto: none for chats
+    and for prompts with answers, concat for text."""
+    overlong: Literal["cut", "drop", "error"] = "cut"
+    """Examples longer than seq_len, where packing is none: cut at the end, left out, or refused."""
     mask_rate: float = 0.15
     """bert: share of tokens to predict (80 % masked, 10 % random, 10 % kept)."""
 
     def __post_init__(self) -> None:
         _require(self, "data")
+        try:
+            datetime.date.fromisoformat(self.template_date)
+        except ValueError:
+            raise ConfigError(
+                f"data.template_date = '{self.template_date}' is not a date; write it as 2024-07-26"
+            ) from None
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"data.eval_fraction = {self.eval_fraction} must be at least 0 and below 1")
         if not 0 < self.mask_rate < 1:

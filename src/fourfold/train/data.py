@@ -6,17 +6,22 @@ token i · T. Sample k of a run, counted over all steps and epochs, is window pe
 of (seed, k) alone, so of (seed, step), never of the number of ranks. What a resumed run needs is two integers, the epoch
 and the next sample in it, and the corpus's fingerprint to know it is the same.
 
-Sources: `stdlib`, text files and folders of them, JSONL (`{"text": ...}` or `{"prompt": ..., "answer": ...}`, where only the
-answer is predicted), and token files. Documents are packed one after another with an end-of-text token between them.
+Plain text is cut into windows (`packing = "concat"`): documents follow one another with an end-of-text token between them.
+Examples of fine-tuning (chats, prompts with answers) are samples of their own (`packing = "none"`): sample k is one example,
+padded with the end token to T; attention is causal, so the padding changes nothing, and it is never predicted. Encoding is
+in encode.py, formats and chat templates in chats.py.
 
 [Note: token file]
     bytes 0..7    magic  b"4FOLDTOK"
     bytes 8..11   length of the header in bytes, little-endian uint32 (the header is padded with spaces so that the tokens
                   start on a multiple of 64 bytes)
-    header        JSON: version 1, dtype ("uint8" | "uint16" | "uint32"), tokens (count), masked (bool), vocab, end, mask_token,
+    header        JSON: version 2, dtype ("uint8" | "uint16" | "uint32"), tokens (count), masked (bool), documents (count),
+                  prompted (whether examples are prompts with answers), left_out (count), vocab, end, mask_token,
                   tokenizer (name), fingerprint (hex)
     tokens        count little-endian values
     mask          if masked: count bytes, 1 where the token is to be predicted
+    starts        documents + 1 little-endian uint64: where each document begins, and where the last one ends
+Version 1 has neither documents nor starts, and is still read.
 """
 
 from __future__ import annotations
@@ -24,17 +29,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from fourfold import files
 from fourfold.config import Config
 from fourfold.errors import ConfigError, DataError
+from fourfold.train.chats import ChatTemplate
+from fourfold.train.encode import Encoder, Encoding, cached_tokens, encode_to_file, examples, needs_cache, source_files
 
 __all__ = [
     "ByteTokenizer",
@@ -62,6 +69,19 @@ class Tokenizer(Protocol):
     def end(self) -> int: ...
     @property
     def mask(self) -> int | None: ...
+    @property
+    def begin(self) -> int | None:
+        """The token that a text begins with, where the tokenizer has one."""
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Control tokens, such as the one that ends a turn of a chat."""
+
+    def encode_all(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """For every text its ids, and where the characters of each token begin and end."""
+
     def encode(self, text: str) -> npt.NDArray[Any]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
 
@@ -69,7 +89,16 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes. Two control bytes that text does not hold serve as end of text (0) and mask (1)."""
 
-    name, vocab, end, mask = "bytes", 256, 0, 1
+    name, vocab, end, mask, begin = "bytes", 256, 0, 1, None
+    special: frozenset[int] = frozenset()
+
+    def encode_all(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        for text in texts:
+            ids = self.encode(text)
+            of = np.cumsum((ids & 0xC0) != 0x80) - 1  # a character begins with a byte that continues none
+            yield ids, of, of + 1
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -94,15 +123,29 @@ class HuggingFaceTokenizer:
             raise DataError(f"{path}: not a tokenizer.json: {e}") from None
         self.name, self.vocab = str(path), self._library.get_vocab_size()
         names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end|>")
-        end = self._first(*names)
+        config = path.parent / "tokenizer_config.json"
+        found = files.read_json(config, DataError) if config.is_file() else {}
+        tokens = ChatTemplate.special_tokens(found if isinstance(found, dict) else {})
+        end = self._first(*(tokens[k] for k in ("eos_token",) if k in tokens), *names)
         if end is None:
             raise DataError(f"{path}: has no end-of-text token; looked for {', '.join(names)}")
         self.end = end
         self.mask = self._first("[MASK]", "<mask>")
+        added = self._library.get_added_tokens_decoder()
+        self.special = frozenset(i for i, token in added.items() if token.special)
+        begin = self._first(tokens["bos_token"]) if "bos_token" in tokens else None
+        self.begin = begin if begin in self._library.encode("", add_special_tokens=True).ids[:1] else None
 
     def _first(self, *names: str) -> int | None:
         ids = (self._library.token_to_id(name) for name in names)
         return next((i for i in ids if i is not None), None)
+
+    def encode_all(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        for found in self._library.encode_batch(list(texts), add_special_tokens=False):
+            places = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
+            yield np.asarray(found.ids, dtype=_dtype_for(self.vocab)), places[:, 0], places[:, 1]
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         return np.asarray(self._library.encode(text, add_special_tokens=False).ids, dtype=_dtype_for(self.vocab))
@@ -127,20 +170,43 @@ class Corpus:
     mask_token: int | None
     tokenizer: str
     fingerprint: str
+    starts: npt.NDArray[Any] | None = None
+    """Where each document begins, and where the last one ends."""
+    prompted: bool = False
+    """Whether the documents are examples of fine-tuning: prompts with answers, or chats."""
+    left_out: int = 0
+    """Examples that were not encoded, since their answer says nothing."""
 
 
-def open_corpus(source: str, tokenizer: str = "bytes") -> Corpus:
+def open_corpus(source: str, tokenizer: str = "bytes", encoding: Encoding | None = None) -> Corpus:
     """Open a corpus by name or path; raises DataError when it is missing, empty or damaged."""
-    if source != "stdlib" and not os.path.exists(source):
-        raise DataError(f"data.source = '{source}': no such file; use a path, or 'stdlib' for Python's own source")
     if os.path.isfile(source) and _starts_with(source, MAGIC):
         return _open_tokens(Path(source))
-    codec = load_tokenizer(tokenizer)
-    tokens, mask = _pack(_documents(source), codec)
-    if len(tokens) == 0:
+    encoding = replace(encoding or Encoding(), tokenizer=tokenizer or "bytes")
+    if needs_cache(source, encoding.tokenizer):
+        return replace(_open_tokens(cached_tokens(source, encoding)), name=source)
+    codec = load_tokenizer(encoding.tokenizer)
+    encoder = Encoder(codec, encoding)
+    found = list(encoder(examples(source, source_files(source))))
+    if not found:
         raise DataError(f"data.source = '{source}': there is no text in it")
-    fingerprint = _fingerprint(tokens, mask)
-    return Corpus(source, tokens, mask, codec.vocab, codec.end, codec.mask, codec.name, fingerprint)
+    tokens, mask = np.concatenate([ids for ids, _ in found]), None
+    if any(marks is not None for _, marks in found):
+        mask = np.concatenate([np.ones(len(ids), np.uint8) if marks is None else marks for ids, marks in found])
+    starts = np.cumsum([0, *(len(ids) for ids, _ in found)])
+    return Corpus(
+        source,
+        tokens,
+        mask,
+        codec.vocab,
+        codec.end,
+        codec.mask,
+        codec.name,
+        _fingerprint(tokens, mask),
+        starts,
+        encoder.prompted,
+        encoder.empty,
+    )
 
 
 def _starts_with(path: str, magic: bytes) -> bool:
@@ -160,109 +226,13 @@ def _dtype_for(vocab: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]
     return np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.uint32
 
 
-# ---- documents ----
-
-
-@dataclass(frozen=True)
-class _Document:
-    """Text to predict, after a prompt that is only read."""
-
-    text: str
-    prompt: str = ""
-
-
-def _documents(source: str) -> Iterator[_Document]:
-    if source == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        paths = sorted(p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
-    elif os.path.isdir(source):
-        paths = sorted(p for p in Path(source).rglob("*") if p.suffix in (".txt", ".md", ".py", ".jsonl"))
-    else:
-        paths = [Path(source)]
-    for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            if source == "stdlib":  # a few files there test other encodings
-                continue
-            raise DataError(f"{path}: not UTF-8 text") from None
-        except OSError as e:
-            raise DataError(f"{path}: cannot be read: {e.strerror}") from None
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path, text)
-        elif text:
-            yield _Document(text)
-
-
-_SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
-
-
-def _json_lines(path: Path, text: str) -> Iterator[_Document]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise DataError(f"{path}:{number}: not JSON: {e}") from None
-        match item:
-            case {"text": str(body)}:
-                yield _Document(body)
-            case {"prompt": str(prompt), "answer": str(answer)}:
-                yield _Document(answer, prompt)
-            case _:
-                raise DataError(f'{path}:{number}: expected {{"text": ...}} or {{"prompt": ..., "answer": ...}}')
-
-
-def _pack(documents: Iterable[_Document], codec: Tokenizer) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
-    """All documents in one array, each followed by the end token; a mask only when some document has a prompt."""
-    dtype = _dtype_for(codec.vocab)
-    end = np.array([codec.end], dtype=dtype)
-    tokens, masks, prompted = [], [], False
-    for document in documents:
-        prompt, body = codec.encode(document.prompt), codec.encode(document.text)
-        tokens += [prompt.astype(dtype, copy=False), body.astype(dtype, copy=False), end]
-        masks.append((len(prompt), len(body) + 1))
-        prompted |= len(prompt) > 0
-    if not tokens:
-        return np.zeros(0, dtype), None
-    mask = None
-    if prompted:
-        mask = np.concatenate([np.repeat(np.array([0, 1], np.uint8), lengths) for lengths in masks])
-    return np.concatenate(tokens), mask
-
-
 # ---- token files: [Note: token file] ----
 
 
-def write_tokens(source: str, tokenizer: str, path: Path) -> Corpus:
+def write_tokens(source: str, tokenizer: str, path: Path, encoding: Encoding | None = None) -> Corpus:
     """Encode a source and write it as a token file; the file appears whole or not at all."""
-    corpus = open_corpus(source, tokenizer)
-    header = {
-        "version": 1,
-        "dtype": corpus.tokens.dtype.name,
-        "tokens": len(corpus.tokens),
-        "masked": corpus.mask is not None,
-        "vocab": corpus.vocab,
-        "end": corpus.end,
-        "mask_token": corpus.mask_token,
-        "tokenizer": corpus.tokenizer,
-        "fingerprint": corpus.fingerprint,
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-(len(MAGIC) + 4 + len(text)) % 64)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as f:
-            f.write(MAGIC + len(text).to_bytes(4, "little") + text)
-            f.write(corpus.tokens.astype(corpus.tokens.dtype.newbyteorder("<"), copy=False).data)
-            if corpus.mask is not None:
-                f.write(corpus.mask.data)
-        partial.replace(path)
-    except OSError as e:
-        partial.unlink(missing_ok=True)
-        raise DataError(f"{path}: cannot be written: {e.strerror}") from None
-    return corpus
+    encode_to_file(source, replace(encoding or Encoding(), tokenizer=tokenizer), path)
+    return _open_tokens(path)
 
 
 def _open_tokens(path: Path) -> Corpus:
@@ -274,13 +244,14 @@ def _open_tokens(path: Path) -> Corpus:
         h = json.loads(text)
         dtype = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}[h["dtype"]]
         count, masked, version = int(h["tokens"]), bool(h["masked"]), h["version"]
+        documents, prompted, left_out = int(h.get("documents", -1)), bool(h.get("prompted")), int(h.get("left_out", 0))
         meaning = (int(h["vocab"]), int(h["end"]), h["mask_token"], str(h["tokenizer"]), str(h["fingerprint"]))
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{path}: damaged header of a token file; write it again with 'fourfold tokenize'") from None
-    if version != 1:
-        raise DataError(f"{path}: token file of version {version}; this program reads version 1")
+    if version not in (1, 2):
+        raise DataError(f"{path}: token file of version {version}; this program reads versions 1 and 2")
     offset = 12 + length
-    wanted = offset + count * np.dtype(dtype).itemsize + (count if masked else 0)
+    wanted = offset + count * np.dtype(dtype).itemsize + (count if masked else 0) + 8 * (documents + 1)
     if (size := path.stat().st_size) != wanted:
         what = "truncated" if size < wanted else "longer than its header says"
         raise DataError(f"{path}: {what}: {size} bytes, but the header promises {wanted} ({count} tokens)")
@@ -288,7 +259,12 @@ def _open_tokens(path: Path) -> Corpus:
         raise DataError(f"{path}: there are no tokens in it")
     tokens = np.memmap(path, dtype, "r", offset, (count,))
     mask = np.memmap(path, np.uint8, "r", offset + tokens.nbytes, (count,)) if masked else None
-    return Corpus(str(path), tokens, mask, *meaning)
+    starts = np.memmap(path, "<u8", "r", wanted - 8 * (documents + 1), (documents + 1,)) if documents >= 0 else None
+    if starts is not None and (starts[0] or starts[-1] != count or (np.diff(starts.astype(np.int64)) < 0).any()):
+        raise DataError(
+            f"{path}: damaged: its documents do not follow one another; write it again with 'fourfold tokenize'"
+        )
+    return Corpus(str(path), tokens, mask, *meaning, starts, prompted, left_out)
 
 
 # ---- samples ----
@@ -320,7 +296,8 @@ class Samples:
     """The samples of a run: sample k as (tokens, targets), each [T] int64; targets are IGNORE where nothing is predicted.
 
     `split` is "train" (all but the last share of the corpus) or "eval" (that share). A bidirectional model's samples
-    are T tokens with some hidden, chosen by (seed, k); others are windows of T + 1 tokens, shifted by one.
+    are T tokens with some hidden, chosen by (seed, k); others are windows of T + 1 tokens, shifted by one, or whole documents
+    (`packing`). `overlong` says what becomes of documents of more than T + 1 tokens.
     """
 
     def __init__(
@@ -334,8 +311,11 @@ class Samples:
         eval_fraction: float = 0.0,
         bidirectional: bool = False,
         mask_rate: float = 0.15,
+        packing: str = "auto",
+        overlong: str = "cut",
     ):
         self.corpus, self.seq_len, self.seed, self.split = corpus, seq_len, seed, split
+        self.whole = packing == "none" or (packing == "auto" and corpus.prompted and not bidirectional)
         self.bidirectional, self.mask_rate = bidirectional, mask_rate
         if corpus.vocab > vocab:
             raise DataError(
@@ -344,7 +324,21 @@ class Samples:
             )
         if bidirectional and corpus.mask_token is None:
             raise DataError(f"{corpus.name}: a bert model needs a mask token, which '{corpus.tokenizer}' does not have")
-        windows = (len(corpus.tokens) - (0 if bidirectional else 1)) // seq_len
+        if self.whole and bidirectional:
+            raise DataError(
+                "data.packing = 'none' is for models that predict the next token; a bert model needs 'concat'"
+            )
+        if self.whole and corpus.starts is None:
+            raise DataError(
+                f"{corpus.name}: a token file of version 1 does not say where documents begin, which data.packing = 'none' "
+                "needs; write it again with 'fourfold tokenize', or use 'concat'"
+            )
+        self.cut = self.dropped = 0
+        """Documents of more than T + 1 tokens that are cut, or left out."""
+        self._documents = self._whole_documents(overlong) if self.whole else np.zeros(0, np.int64)
+        windows = len(self._documents) if self.whole else (len(corpus.tokens) - (0 if bidirectional else 1)) // seq_len
+        if self.whole and not windows:
+            raise DataError(f"{corpus.name}: no example has a token to predict within model.seq_len = {seq_len}")
         if windows < 1:
             raise DataError(
                 f"{corpus.name}: {len(corpus.tokens)} tokens are fewer than one sample of model.seq_len = {seq_len} "
@@ -356,7 +350,45 @@ class Samples:
     @property
     def all_valid(self) -> bool:
         """Whether every token of every sample is predicted, so that the number of them is known beforehand."""
-        return self.corpus.mask is None and not self.bidirectional
+        return self.corpus.mask is None and not self.bidirectional and not self.whole
+
+    def _whole_documents(self, overlong: str) -> npt.NDArray[np.int64]:
+        """The documents that are samples: those with a token to predict among their first T + 1."""
+        starts, mask, room = np.asarray(self.corpus.starts, np.int64), self.corpus.mask, self.seq_len + 1
+        lengths = np.diff(starts)
+        kept, long = lengths > 1, lengths > room
+        if long.any() and overlong == "error":
+            raise DataError(
+                f"{self.corpus.name}: {long.sum()} of {len(lengths)} examples are longer than model.seq_len = {self.seq_len}, "
+                f"the longest has {lengths.max()} tokens; use a longer seq_len, or data.overlong = 'cut' or 'drop'"
+            )
+        if overlong == "drop":
+            kept &= ~long
+        if mask is not None:
+            stops = np.minimum(starts[1:], starts[:-1] + room)
+            total = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))  # trained tokens before each place
+            kept &= total[stops] - total[np.minimum(starts[:-1] + 1, stops)] > 0
+        self.cut, self.dropped = int((kept & long).sum()), int((~kept).sum())
+        return np.nonzero(kept)[0]
+
+    def describe(self, global_batch: int, steps: int) -> str:
+        """What a run sees of its data, in a line."""
+        tokens, epochs = len(self.corpus.tokens), global_batch * steps / max(1, self.count)
+        if not self.whole:
+            return f"{tokens:,} tokens, {self.count:,} windows of {self.seq_len}; {steps} steps are {epochs:.3g} epochs"
+        assert self.corpus.starts is not None
+        lengths = np.diff(np.asarray(self.corpus.starts, np.int64))[self._documents]
+        filled = np.minimum(lengths - 1, self.seq_len).mean() / self.seq_len
+        share = "" if self.corpus.mask is None else f" ({self.corpus.mask.mean():.0%} trained)"
+        said = [
+            f"{self.count:,} examples, {tokens:,} tokens{share}",
+            f"{filled:.0%} of each {self.seq_len} places filled",
+        ]
+        said.append(f"{steps} steps are {epochs:.3g} epochs")
+        said += [f"{self.cut:,} cut to fit"] if self.cut else []
+        missing = self.dropped + self.corpus.left_out
+        said += [f"{missing:,} left out (too long, or nothing to predict)"] if missing else []
+        return "; ".join(said)
 
     def window(self, k: int) -> int:
         """Which window sample k is."""
@@ -364,6 +396,8 @@ class Samples:
         return self.first + permute(place, self.count, _hash(self.seed, epoch, self.split == "eval"))
 
     def __getitem__(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        if self.whole:
+            return self._whole_example(self._documents[self.window(k)])
         start = self.window(k) * self.seq_len
         if self.bidirectional:
             return self._hide(k, start)
@@ -371,6 +405,17 @@ class Samples:
         tokens, targets = window[:-1], window[1:].copy()
         if self.corpus.mask is not None:
             targets[self.corpus.mask[start + 1 : start + self.seq_len + 1] == 0] = IGNORE
+        return tokens, targets
+
+    def _whole_example(self, document: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        assert self.corpus.starts is not None
+        start = int(self.corpus.starts[document])
+        stop = min(int(self.corpus.starts[document + 1]), start + self.seq_len + 1)
+        found = np.asarray(self.corpus.tokens[start:stop], dtype=np.int64)
+        tokens, targets = (np.full(self.seq_len, fill, np.int64) for fill in (self.corpus.end, IGNORE))
+        tokens[: stop - start - 1], targets[: stop - start - 1] = found[:-1], found[1:]
+        if self.corpus.mask is not None:
+            targets[: stop - start - 1][self.corpus.mask[start + 1 : stop] == 0] = IGNORE
         return tokens, targets
 
     def _hide(self, k: int, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -393,13 +438,18 @@ class Samples:
     def state(self, consumed: int) -> dict[str, Any]:
         """What a resumed run needs to go on after `consumed` samples."""
         epoch, following = divmod(consumed, self.count)
-        return {"epoch": epoch, "next": following, "fingerprint": self.corpus.fingerprint}
+        return {"epoch": epoch, "next": following, "fingerprint": self.fingerprint}
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the corpus and how it is cut into samples."""
+        return self.corpus.fingerprint + ("-whole" if self.whole else "")
 
     def consumed(self, state: dict[str, Any]) -> int:
         """The inverse of `state`; refuses another corpus."""
-        if state["fingerprint"] != self.corpus.fingerprint:
+        if state["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"{self.corpus.name}: not the corpus this run was trained on (fingerprint {self.corpus.fingerprint}, "
+                f"{self.corpus.name}: not the corpus this run was trained on (fingerprint {self.fingerprint}, "
                 f"the run has {state['fingerprint']}); give the old one, or start a new run"
             )
         return state["epoch"] * self.count + state["next"]
@@ -407,7 +457,9 @@ class Samples:
 
 def open_samples(config: Config) -> tuple[Samples, Samples | None]:
     """The training samples, and those for evaluation when it is asked for; raises DataError for bad data."""
-    corpus = open_corpus(config.data.source, config.data.tokenizer)
+    data = config.data
+    encoding = Encoding(data.tokenizer, data.template, data.template_date, data.loss_on)
+    corpus = open_corpus(data.source, data.tokenizer, encoding)
     kinds: dict[str, Any] = {
         "seq_len": config.model.seq_len,
         "vocab": config.model.vocab,
@@ -415,6 +467,8 @@ def open_samples(config: Config) -> tuple[Samples, Samples | None]:
         "eval_fraction": config.data.eval_fraction,
         "bidirectional": config.model.family == "bert",
         "mask_rate": config.data.mask_rate,
+        "packing": config.data.packing,
+        "overlong": config.data.overlong,
     }
     train = Samples(corpus, split="train", **kinds)
     if not config.train.eval_every:

@@ -1,0 +1,437 @@
+"""Examples for fine-tuning: the formats people have, chat templates, and which tokens of a chat are trained. No torch.
+
+Formats of an example (a JSON object), by its keys:
+
+    messages         [{"role", "content", ...}]          OpenAI; `conversations` and from/value (ShareGPT) are read as well
+    prompt           with `completion` or `answer`: both text, or both lists of messages
+    instruction      with `output`, and `input` or `system` if wanted (Alpaca)
+    text             plain text, trained as a whole
+
+A chat is turned into text by the model's own template (jinja2), which is a stranger's program: it runs in jinja's immutable
+sandbox, with plain JSON values, a limit on its time and on the size of what it writes.
+
+[Note: which characters are trained]
+By default the loss counts the assistant's turns alone. Where they are in the rendered text is found in three ways, in order:
+
+1. The template marks them itself (`{% generation %}`).
+2. Two private-use characters are put around the content of each turn before rendering, and taken out of the result. This is
+   accepted only if the rest equals the plain rendering.
+3. The chat is rendered again with the content of one turn replaced: where the two texts differ is the turn. Two replacements
+   without common characters at their ends are used, and the union is taken.
+
+If none of them finds every turn, the example is refused. In the last two ways the token that ends the turn is trained, too: the
+first special token among the three tokens that follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.errors import DataError
+
+__all__ = ["Chat", "ChatTemplate", "PlainExample", "parse_example", "time_limit"]
+
+START, END = "\ue000", "\ue001"
+"""Mark the trained characters of a rendered chat; both are private-use code points."""
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+"""ShareGPT's names of roles."""
+LONGEST = 1 << 26
+"""Characters that a template may write for one chat."""
+SECONDS = 10.0
+"""Time that a template may take for one chat."""
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+)
+"""`data.template = "plain"`: `role: content` and a newline for each message."""
+
+
+@dataclass(frozen=True)
+class PlainExample:
+    """Text to train on, after a prompt that is only read."""
+
+    text: str
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages of plain JSON values; `trained` are the indices of the assistant turns that the loss counts."""
+
+    messages: tuple[dict[str, Any], ...]
+    trained: tuple[int, ...]
+    tools: Any = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether some trained turn says nothing."""
+        return any(not self.messages[i].get("content") and not self.messages[i].get("tool_calls") for i in self.trained)
+
+
+# ---- formats ----
+
+
+def parse_example(item: Any, where: str) -> PlainExample | Chat:
+    """An example in any of the formats above; `where` names file and line in errors."""
+    if not isinstance(item, Mapping):
+        raise DataError(f"{where}: expected a JSON object, found {_kind(item)}")
+    item = {key: value for key, value in item.items() if value is not None}  # parquet adds absent keys as null
+    kinds = [kind for kind in ("messages", "conversations", "instruction", "prompt", "text") if kind in item]
+    if len(kinds) > 1 and kinds != ["instruction", "prompt"]:
+        raise DataError(f"{where}: has both '{kinds[0]}' and '{kinds[1]}'; keep the one to train on")
+    match kinds[:1]:
+        case ["messages" | "conversations" as key]:
+            messages = _messages(item[key], f"{where}: {key}")
+            return _chat(_with_system(item, messages), where, item.get("tools"))
+        case ["instruction"]:
+            asked = [_text(item, key, where) for key in ("instruction", "input") if item.get(key)]
+            turns = [{"role": "user", "content": "\n".join(asked)}]
+            answer = {"role": "assistant", "content": _text(item, "output", where)}
+            return _chat(_with_system(item, [*turns, answer]), where)
+        case ["prompt"]:
+            return _prompted(item, where)
+        case ["text"]:
+            return PlainExample(_text(item, "text", where))
+    found = ", ".join(f"'{_shown(key)}'" for key in list(item)[:6]) or "nothing"
+    raise DataError(
+        f"{where}: no example: has {found}; expected 'messages', 'conversations', 'prompt' with 'completion' or 'answer', "
+        "'instruction' with 'output', or 'text'"
+    )
+
+
+def _prompted(item: Mapping[str, Any], where: str) -> PlainExample | Chat:
+    key = next((k for k in ("completion", "answer") if k in item), None)
+    if key is None:
+        raise DataError(f"{where}: has 'prompt' without 'completion' or 'answer'")
+    prompt, answer = item["prompt"], item[key]
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return PlainExample(answer, prompt)
+    if isinstance(prompt, str) or isinstance(answer, str):
+        raise DataError(
+            f"{where}: 'prompt' is {_kind(prompt)} and '{key}' is {_kind(answer)}; use text or messages for both"
+        )
+    before, after = _messages(prompt, f"{where}: prompt"), _messages(answer, f"{where}: {key}")
+    chat = _chat([*before, *after], where, item.get("tools"))
+    return Chat(chat.messages, tuple(i for i in chat.trained if i >= len(before)), chat.tools)
+
+
+def _with_system(item: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A `system` column becomes the first message, unless the chat begins with one."""
+    system = item.get("system")
+    if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _chat(messages: list[dict[str, Any]], where: str, tools: Any = None) -> Chat:
+    if isinstance(tools, str):
+        tools = files.parse_json(tools, f"{where}: tools", DataError)
+    trained, plain = [], []
+    for i, message in enumerate(messages):
+        weights = [message.pop(key) for key in ("weight", "train", "training") if key in message]
+        if any(w not in (0, 1) for w in weights):
+            raise DataError(
+                f"{where}: message {i + 1} has weight {_shown(weights[0])}; a turn is trained (1) or not (0)"
+            )
+        if message["role"] == "assistant" and all(weights):
+            trained.append(i)
+        plain.append(message)
+    if not trained:
+        raise DataError(f"{where}: no assistant turn to train on")
+    return Chat(tuple(plain), tuple(trained), tools or None)
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: expected a list of messages, found {_kind(value)}")
+    found = []
+    for number, message in enumerate(value, start=1):
+        at = f"{where}, message {number}"
+        if not isinstance(message, Mapping):
+            raise DataError(f"{at}: expected an object with 'role' and 'content', found {_kind(message)}")
+        plain = {key: field for key, field in message.items() if field is not None}
+        role, content = (
+            plain.pop("role", None) or plain.pop("from", None),
+            plain.pop("content", plain.pop("value", None)),
+        )
+        if not isinstance(role, str):
+            raise DataError(f"{at}: has no 'role' (or 'from')")
+        if content is None and not plain.get("tool_calls"):
+            raise DataError(f"{at}: has no 'content' (or 'value')")
+        plain = {"role": ROLES.get(role, role), "content": _joined(content, at), **plain}
+        for call in plain.get("tool_calls", ()) if isinstance(plain.get("tool_calls"), list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = files.parse_json(function["arguments"], f"{at}: arguments", DataError)
+        found.append(plain)
+    return found
+
+
+def _joined(content: Any, where: str) -> str:
+    """Content as text: a string, or parts of which all are text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        for part in content:
+            if (
+                not isinstance(part, Mapping)
+                or part.get("type", "text") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+                raise DataError(f"{where}: a content part of type '{_shown(kind)}'; only text is supported")
+        return "".join(part["text"] for part in content)
+    raise DataError(f"{where}: 'content' is {_kind(content)}; expected text")
+
+
+def _text(item: Mapping[str, Any], key: str, where: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: '{key}' is {_kind(value)}; expected text")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
+    return "an empty list" if value == [] else names.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    return ascii(value).strip("'")[:40]
+
+
+# ---- templates ----
+
+
+@dataclass
+class ChatTemplate:
+    """A chat template, compiled in a sandbox. `tokens` are the special tokens it may use (`bos_token`, `eos_token` …)."""
+
+    source: str
+    name: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    date: datetime.date = datetime.date(2024, 7, 26)
+    """What `strftime_now` takes for today, so that data does not depend on the day on which it is encoded."""
+
+    def __post_init__(self) -> None:
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.nodes import Name, Output
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """`{% generation %}`: its body between START and END, where these are given."""
+
+            tags = {"generation"}  # noqa: RUF012  # as jinja declares it
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                start, end = (Output([Name(n, "load")], lineno=line) for n in ("generation_start", "generation_end"))
+                return [start, *body, end]
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        def strftime_now(form: str) -> str:
+            return self.date.strftime(form)
+
+        def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+        try:
+            self._compiled = environment.from_string(self.source)
+        except (jinja2.TemplateError, RecursionError, ValueError) as e:
+            raise DataError(f"{self.name}: not a chat template: {_short(e)}") from None
+        self._marks = re.search(r"{%[-+]?\s*generation\b", self.source) is not None
+
+    @classmethod
+    def load(cls, folder: Path, **options: Any) -> ChatTemplate | None:
+        """The template of a Hugging Face folder: `chat_template.jinja`, or in `tokenizer_config.json`; None without one."""
+        config: Any = {}
+        if (path := folder / "tokenizer_config.json").exists():
+            config = files.read_json(path, error=DataError)
+        if not isinstance(config, dict):
+            raise DataError(f"{path}: expected a table, found {_kind(config)}")
+        tokens = cls.special_tokens(config)
+        if (path := folder / "chat_template.jinja").exists():
+            return cls(files.read_text(path, error=DataError), str(path), tokens, **options)
+        found, name = config.get("chat_template"), f"{folder / 'tokenizer_config.json'}: chat_template"
+        if isinstance(found, list):  # several templates with names
+            named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+            found = named.get("default")
+            if found is None:
+                raise DataError(f"{name}: has {', '.join(map(_shown, named))}, but none named 'default'")
+        if found is None:
+            return None
+        if not isinstance(found, str):
+            raise DataError(f"{name} is {_kind(found)}; expected text")
+        return cls(found, name, tokens, **options)
+
+    @staticmethod
+    def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+        """`bos_token`, `eos_token` and the like of a tokenizer_config.json."""
+        return {key: _token(config[key]) for key in config if key.endswith("_token") and _token(config[key])}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        **more: Any,
+    ) -> str:
+        """The text of a chat; raises DataError with the template's own words where it refuses."""
+        import jinja2
+
+        given = {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        parts, size = [], 0
+        try:
+            for part in self._compiled.generate(**{**self.tokens, **given, **more}):
+                parts.append(part)
+                size += len(part)
+                if size > LONGEST:
+                    raise DataError(f"{self.name}: writes more than {LONGEST:,} characters for one chat")
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as e:
+            raise DataError(f"{self.name}: refuses the chat: {_short(e)}") from None
+        except (ArithmeticError, IndexError, MemoryError) as e:
+            raise DataError(f"{self.name}: fails: {_short(e)}") from None
+        return "".join(parts)
+
+    def render_trained(self, chat: Chat) -> tuple[str, list[tuple[int, int]], bool]:
+        """The text, the ranges of characters that are trained, and whether the token that ends a turn is still to be added."""
+        if any(mark in json.dumps(chat.messages, ensure_ascii=False) for mark in (START, END)):
+            raise DataError("the text holds the private-use characters U+E000 or U+E001")
+        text = self.render(chat.messages, tools=chat.tools)
+        if self._marks:
+            return text, self._marked_by_template(chat, text), False
+        found = self._marked_content(chat, text, trim=False) or self._marked_content(chat, text, trim=True)
+        found = found or self._compared(chat, text)
+        if found is None:
+            raise DataError(
+                f"{self.name}: the assistant's turns cannot be found in the rendered chat; put {{% generation %}} … "
+                "{% endgeneration %} around them in a copy of the template, or use data.loss_on = 'all'"
+            )
+        return text, found, True
+
+    def _marked_by_template(self, chat: Chat, text: str) -> list[tuple[int, int]]:
+        marked = self.render(chat.messages, tools=chat.tools, generation_start=START, generation_end=END)
+        rest, spans = _unmark(marked)
+        turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        if rest != text or len(spans) != len(turns):
+            raise DataError(
+                f"{self.name}: marks {len(spans)} turns with generation blocks, but the chat has {len(turns)}"
+            )
+        return [span for i, span in zip(turns, spans, strict=True) if i in chat.trained and span[0] < span[1]]
+
+    def _marked_content(self, chat: Chat, text: str, *, trim: bool) -> list[tuple[int, int]] | None:
+        """[Note: which characters are trained], 2; with `trim`, inside the white space that many templates cut off."""
+        messages = list(chat.messages)
+        for i in chat.trained:
+            content = messages[i]["content"]
+            core = content.strip() if trim else content
+            if not core:
+                return None
+            at = content.index(core)
+            messages[i] = {**messages[i], "content": content[:at] + START + core + END + content[at + len(core) :]}
+        try:
+            rest, spans = _unmark(self.render(messages, tools=chat.tools))
+        except DataError:
+            return None
+        return spans if rest == text and len(spans) == len(chat.trained) else None
+
+    def _compared(self, chat: Chat, text: str) -> list[tuple[int, int]] | None:
+        """[Note: which characters are trained], 3."""
+        spans = []
+        for i in chat.trained:
+            found = []
+            for other in ("q7Z", "x4W"):
+                messages = [*chat.messages[:i], {**chat.messages[i], "content": other}, *chat.messages[i + 1 :]]
+                changed = self.render(messages, tools=chat.tools)
+                first = next((k for k, (a, b) in enumerate(zip(text, changed, strict=False)) if a != b), None)
+                if first is None or other not in changed:
+                    return None
+                most = min(len(text), len(changed)) - first
+                last = next((k for k in range(most) if text[-1 - k] != changed[-1 - k]), most)
+                found.append((first, len(text) - last))
+            spans.append((min(a for a, _ in found), max(b for _, b in found)))
+        apart = all(a[1] <= b[0] for a, b in pairwise(spans))
+        return spans if apart and all(a < b for a, b in spans) else None
+
+
+def _unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Text without START and END, and the ranges that were between them; no ranges where the marks do not alternate."""
+    rest, spans, start, size = [], [], None, 0
+    for part in re.split(f"([{START}{END}])", text):
+        if part == START and start is None:
+            start = size
+        elif part == END and start is not None:
+            spans.append((start, size))
+            start = None
+        elif part in (START, END):
+            return text, []
+        else:
+            rest.append(part)
+            size += len(part)
+    return "".join(rest), spans if start is None else []
+
+
+def _token(value: Any) -> str:
+    """A special token of tokenizer_config.json: text, or an object with `content`."""
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else ""
+
+
+def _short(e: BaseException) -> str:
+    return " ".join(str(e).split())[:200] or type(e).__name__
+
+
+# ---- a limit on time ----
+
+
+class _Timeout(BaseException):
+    """Raised in a thread that takes too long; not an Exception, so that nothing on the way catches it."""
+
+
+@contextmanager
+def time_limit(what: str, seconds: float = SECONDS) -> Iterator[list[float]]:
+    """Raise DataError when more than `seconds` pass after the time in the yielded list, which the caller renews.
+
+    A template may loop; Python code can be interrupted from another thread alone.
+    """
+    since, thread, over = [time.monotonic()], threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.25):
+            if time.monotonic() - since[0] > seconds:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Timeout))
+                return
+
+    watcher = threading.Thread(target=watch, name="template time limit", daemon=True)
+    watcher.start()
+    try:
+        yield since
+    except _Timeout:
+        raise DataError(f"{what} takes longer than {seconds:g} s for one chat: does its template loop?") from None
+    finally:
+        over.set()
+        watcher.join()
