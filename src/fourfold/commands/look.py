@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -93,6 +93,10 @@ class TokenizeArgs:
     """Token file to write."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json (extra `hf`)."""
+    template: str = "auto"
+    """How chats become text: auto (the template beside the tokenizer), plain, or the path of a jinja file."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of an example that the loss counts."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -190,13 +194,15 @@ def compare(args: CompareArgs) -> int:
 
 def tokenize(args: TokenizeArgs) -> int:
     from fourfold.train.data import write_tokens
+    from fourfold.train.encode import Encoding
 
     out = Path(args.out)
     if out.exists():
         raise RunDirError(f"{out} exists; choose another name, or remove it first")
     console = Console(highlight=False, stderr=True)
     with console.status(f"encoding {args.source} …"):
-        corpus = write_tokens(args.source, args.tokenizer, out)
+        encoding = Encoding(template=args.template, loss_on=args.loss_on)
+        corpus = write_tokens(args.source, args.tokenizer, out, encoding)
     facts_ = {"file": str(out), "tokens": len(corpus.tokens), "bytes": out.stat().st_size, "vocab": corpus.vocab}
     if args.json:
         print(json.dumps(facts_ | {"fingerprint": corpus.fingerprint}))
