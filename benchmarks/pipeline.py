@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
 from fourfold.program import Costs, Op, Programs, Schedule, UnitSpec, build, lower, search, simulate
+from fourfold.runtime.direct import form_of
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
@@ -263,7 +264,8 @@ def our_executor(
     place = schedule.placement
     edges = {(a, b) for a, b in pairwise(place) if a != b}
     edges |= {(b, a) for a, b in edges}
-    transport = Transport(rank, edges, new_group, address=lambda r: offset + r, timeout=60)
+    form = form_of(SHAPE, torch.float32)
+    transport = Transport(rank, edges, new_group, address=lambda r: offset + r, timeout=60, form=form)
     stages, units = {}, {}
     for number, where in enumerate(place):
         if where == rank:

@@ -128,11 +128,12 @@ def run_rank(
     driven: bool = False,
     slack: int = 0,
     watch: Callable[[str], None] | None = None,
+    data: Data | None = None,
 ) -> tuple[list[float], dict[str, Tensor], list[str], Executor]:
     """One step on one rank: losses, gradients, the order of ops, and the executor."""
     split = any(getattr(i, "kind", "") == "I" for p in programs.programs for i in p.instructions)
     executor = make_executor(programs, rank, transport, split=split, watch=watch)
-    program, data = programs.of(rank), Data(programs.micro_batches)
+    program, data = programs.of(rank), data or Data(programs.micro_batches)
     if driven:
         stages = {u: tuple(s for s in at if programs.placement[s] == rank) for u, at in programs.stages_with.items()}
         outputs = run_driven(executor, drive(program, stages, slack), data)

@@ -134,26 +134,31 @@ def open_store(env: Mapping[str, str], place: Place, timeout: float) -> dist.Sto
 
 
 def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float = 0.02) -> dist.Store:
-    """A part of `store` that this attempt's ranks alone use: [Note: a fresh name for every attempt]."""
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    """A part of `store` that this attempt's ranks alone use: [Note: a fresh name for every attempt].
+
+    A poll is at most five operations on the store, whatever the number of ranks; polls are rarer the more ranks there are.
+    """
+    mine, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout, max(pause, ranks / 4000)
     keys = [f"fourfold/number/{r}" for r in range(ranks)]
     store.set(keys[rank], mine)
     offered: list[str] = []
-    session = ""
-    accepted = ""
+    session = seen = accepted = ""
     while True:
         if rank == 0:
-            numbers = [store.get(k).decode() if store.check([k]) else "" for k in keys]
-            if all(numbers) and numbers != offered:
+            numbers = _read_all(store, keys) if store.check(keys) else []
+            if numbers and numbers != offered:
                 offered, session = numbers, uuid.uuid4().hex
-                store.set("fourfold/session", json.dumps([session, offered]))
+                store.set(f"fourfold/{session}/numbers", json.dumps(offered))
+                store.set("fourfold/session", session)
             if session and store.add(f"fourfold/{session}/accepted", 0) == ranks:
                 store.set(f"fourfold/{session}/open", "yes")
         if store.check(["fourfold/session"]):
-            name, numbers = json.loads(store.get("fourfold/session"))
-            if name != accepted and len(numbers) == ranks and numbers[rank] == mine:
-                store.add(f"fourfold/{name}/accepted", 1)
-                accepted = name
+            name = store.get("fourfold/session").decode()
+            if name != seen:  # it may be that of a dead attempt
+                seen, numbers = name, json.loads(store.get(f"fourfold/{name}/numbers"))
+                if len(numbers) == ranks and numbers[rank] == mine:
+                    store.add(f"fourfold/{name}/accepted", 1)
+                    accepted = name
             if accepted and store.check([f"fourfold/{accepted}/open"]):
                 return dist.PrefixStore(f"fourfold/{accepted}", store)
         if time.monotonic() > deadline:
@@ -161,6 +166,12 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float
             who = f"ranks {missing} never came" if missing else "not all ranks accepted the same session"
             raise RankFailure(f"rank {rank} waited {timeout:.0f} s for the other ranks of the job: {who}")
         time.sleep(pause)
+
+
+def _read_all(store: dist.Store, keys: list[str]) -> list[str]:
+    """The values of keys that are there, in one operation where the store can."""
+    values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return [value.decode() for value in values]
 
 
 def current_place() -> Place:
@@ -304,6 +315,8 @@ def join(place: Place, store: dist.Store | None, device: torch.device, timeout: 
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if store is None:
         store = agree(open_store(os.environ, place, timeout), place.rank, place.ranks, timeout)
+    # gloo then reads all addresses of a group at once; it asks for them one by one where the store cannot
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     dist.init_process_group(
         chosen.name, store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout)
     )

@@ -109,7 +109,10 @@ class Executor:
             self.do(instruction)
         return self.end()
 
-    def begin(self, feed: Feed, *, evaluate: bool = False) -> None:
+    def begin(self, feed: Feed, *, evaluate: bool = False, ordered: bool = True) -> None:
+        """Start a step; `ordered`: messages come in the order of the program."""
+        if self.transport is not None:
+            self.transport.begin(ordered=ordered)
         self.values, self.spans = Values(), []
         self._feed, self._evaluating, self._whole, self._full = feed, evaluate, set(), set()
 
@@ -142,8 +145,8 @@ class Executor:
             case Send(stage, what, micro_batch, peer):
                 name = Name(stage, what, micro_batch)
                 self.messages.send(peer, name, self.values.made.pop(name))
-            case Recv(_, _, _, peer):
-                self.messages.post(peer)
+            case Recv(stage, what, micro_batch, peer):
+                self.messages.post(peer, Name(stage, what, micro_batch))
             case Gather(unit):
                 self.units[unit].gather()
             case Release(unit):

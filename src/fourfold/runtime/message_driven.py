@@ -131,7 +131,7 @@ class _Driver:
         self.leads = together is None or dist.get_rank(together) == 0
 
     def run(self, feed: Feed) -> dict[int, Any]:
-        self.executor.begin(feed)
+        self.executor.begin(feed, ordered=False)
         for source, count in self.plan.incoming.items():
             self.executor.messages.listen(source, count)
         for gather in self.plan.before:

@@ -6,9 +6,10 @@ more are a transfer of their own, from where they lie into a buffer of a generat
 
 from __future__ import annotations
 
-__all__ = ["HEADER_BYTES", "INLINE", "light_sends", "room_for"]
+__all__ = ["HEADER_BYTES", "INLINE", "NAME_BYTES", "light_sends", "room_for"]
 
 HEADER_BYTES = 1024
+NAME_BYTES = 32
 INLINE = 128 << 10
 
 

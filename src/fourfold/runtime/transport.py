@@ -40,16 +40,20 @@ from torch import Tensor
 
 from fourfold.errors import CommunicationError
 from fourfold.program.groups import edge_rounds
-from fourfold.runtime.sizes import HEADER_BYTES, INLINE, light_sends, room_for
+from fourfold.runtime.direct import DirectReceiver, DirectSender
+from fourfold.runtime.sizes import INLINE, light_sends, room_for
 from fourfold.runtime.wire import (
+    Form,
     Headers,
     HostPort,
     Kind,
     Name,
+    Pool,
     Port,
     flatten,
     join_bytes,
     joined_size,
+    plain,
     write_light,
 )
 
@@ -81,7 +85,8 @@ class Transport:
 
     `new_group(ranks)` makes a process group; it must not time out by itself: a receive may be posted long before its message.
     `address(rank)` is a rank's number in the job, where that is another. `usual` is the length of most messages in bytes, known
-    to all ranks alike: room for as much is kept behind every header, if it is short enough to travel with it.
+    to all ranks alike: room for as much is kept behind every header, if it is short enough to travel with it. `form`: that of all
+    messages, where it is known: ordered steps then have no headers (`direct.py`), message-driven ones short headers.
     """
 
     def __init__(
@@ -95,34 +100,62 @@ class Transport:
         timeout: float = 60.0,
         depth: int = 2,
         usual: int = INLINE,
+        form: Form | None = None,
     ):
         self.rank, self.timeout, self.depth, self.address = rank, timeout, depth, address
-        self.port, self.headers = port or HostPort(torch.device("cpu")), Headers()
+        self.port, self.headers = port or HostPort(torch.device("cpu")), Headers(form)
         self.inline = usual if usual <= self.port.inline else 0
         self.inbox = _Inbox()
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
+        self._direct_out: dict[int, DirectSender] = {}
+        self._direct_in: dict[int, DirectReceiver] = {}
+        self.direct = False  # whether the messages of this step have no headers
+        if form is not None:
+            self._values = Pool(_maker(form, self.port.device))
         for together in edge_rounds(edges):
             edge = next((edge for edge in together if rank in edge), None)
-            group = new_group(
-                list(edge or (rank,))
-            )  # a placeholder where it is in none: [Note: rounds] in program/groups.py
-            if edge is not None and rank == edge[0]:
-                self._out[edge[1]] = _Sender(self, edge[1], group)
-            elif edge is not None:
-                self._in[edge[0]] = _Receiver(self, edge[0], group)
+            # where a rank is in no edge it makes a placeholder: [Note: rounds] in program/groups.py
+            group = new_group(list(edge or (rank,)))
+            if edge is None:
+                continue
+            source, target = edge
+            peer = dist.get_group_rank(group, address(target if rank == source else source))
+            if rank == source:
+                self._out[target] = _Sender(self, target, group, peer)
+                if form is not None and self.port.direct:
+                    self._direct_out[target] = DirectSender(
+                        form, target, group, peer, self._values, self.fail, blocking=self.port.blocking
+                    )
+            else:
+                self._in[source] = _Receiver(self, source, group, peer)
+                if form is not None and self.port.direct:
+                    self._direct_in[source] = DirectReceiver(
+                        form, source, group, peer, self._values, blocking=self.port.blocking
+                    )
+
+    def begin(self, *, ordered: bool) -> None:
+        """A step begins, on all ranks alike: by the order of a program, or as messages come."""
+        self.direct = ordered and bool(self._direct_out or self._direct_in)
 
     def send(self, target: int, name: Name, value: Any) -> None:
         """Send a tree of tensors; returns at once. The tensors must not be changed afterwards."""
         if self.inbox.error is not None:
             raise CommunicationError(f"cannot send {name} to rank {target}: {self.inbox.error}")
+        if self.direct:
+            self._direct_out[target].put(name, value)
+            return
         structure, tensors = flatten(value)
         assert tensors, f"{name} has no tensors"
         self._out[target].put(name, structure, tensors)
 
-    def post(self, source: int) -> None:
-        """Post the receive of the next message from a rank."""
-        self._in[source].post()
+    def post(self, source: int, name: Name | None = None) -> None:
+        """Post the receive of the next message from a rank, which is `name` where the program is ordered."""
+        if self.direct:
+            assert name is not None
+            self._direct_in[source].post(name)
+        else:
+            self._in[source].post()
 
     def listen(self, source: int, count: int) -> None:
         """Receive the next `count` messages from a rank as they come."""
@@ -130,6 +163,8 @@ class Transport:
 
     def receive(self, name: Name, source: int) -> Any:
         """The tensors of a message, waited for if they have not arrived."""
+        if self.direct:
+            return self._direct_in[source].take(name, self.timeout)
         receiver, box = self._in[source], self.inbox
         while True:
             listening = receiver.listening  # read first: once it is 0, all that was listened for is in the inbox
@@ -167,21 +202,28 @@ class Transport:
 
     def release(self, value: Any) -> None:
         """A received value is no longer needed: its buffer may be used again, once what is being sent from it has left."""
-        self.port.pool.give_back(flatten(value)[1])
+        if self.direct:
+            self._values.give_back([value])
+        else:
+            self.port.pool.give_back(flatten(value)[1])
 
     def finish(self) -> None:
         """The step is over: wait until everything has been sent."""
-        for target, sender in self._out.items():
+        senders: dict[int, DirectSender] | dict[int, _Sender] = self._direct_out if self.direct else self._out
+        for target, sender in senders.items():
             if not sender.wait_idle(self.timeout):
                 raise CommunicationError(f"waited {self.timeout:.0f} s in vain for rank {target} to take its messages")
         if self.inbox.error is not None:
             raise self.inbox.error
-        assert not self.inbox.messages, f"never used: {_list(list(self.inbox.messages))}"
+        unused = [*self.inbox.messages, *(name for each in self._direct_in.values() for name in each.left)]
+        assert not unused, f"never used: {_list(unused)}"
 
     def close(self) -> None:
         """Let the threads end; call it between steps."""
         for sender in self._out.values():
             sender.jobs.put(None)
+        for direct in self._direct_out.values():
+            direct.close()
         for receiver in self._in.values():
             receiver.jobs.put(0)
 
@@ -223,15 +265,14 @@ class _Sender:
     have left (and sends them, where that may block), and lets go of their tensors.
     """
 
-    def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup):
-        self.transport, self.target, self.group = transport, target, group
-        self.peer = dist.get_group_rank(group, transport.address(target))
+    def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup, peer: int):
+        self.transport, self.target, self.group, self.peer = transport, target, group, peer
         self.jobs: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._unsent = 0
         self._generation = self._capacity = 0
         self._light: deque[tuple[Tensor, Any]] = deque()  # buffers and their transfers
-        threading.Thread(target=self._run, name=f"send to {target}", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def put(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
         port = self.transport.port
@@ -240,25 +281,30 @@ class _Sender:
                 self._put_light(name, structure, tensors)
                 return
             port.pool.borrow(tensors)
-            with self._idle:
-                self._unsent += 1
             if port.sends_at_once:
-                self.jobs.put((tensors, self._start(name, structure, tensors, None)))
+                self._hand_over((tensors, self._start(name, structure, tensors, None)))
             else:
-                self.jobs.put((tensors, name, structure, port.computed()))
+                self._hand_over((tensors, name, structure, port.computed()))
         except RuntimeError as e:
-            raise CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})") from e
+            raise CommunicationError(f"rank {self.target} no longer takes messages ({plain(e)})") from e
 
     def _put_light(self, name: Name, structure: Any, tensors: list[Tensor]) -> None:
-        size = HEADER_BYTES + joined_size(tensors)
+        size = self.transport.headers.size + joined_size(tensors)
         buffer = self.transport.port.pool.take(size)
         write_light(self.transport.headers.encode(name, INLINED, structure, tensors), tensors, buffer)
         self._light.append((buffer, self.group.send([buffer[:size]], self.peer, 0)))
         if len(self._light) > light_sends(size):
             oldest, work = self._light.popleft()
-            with self._idle:
-                self._unsent += 1
-            self.jobs.put(([oldest], [work]))
+            self._hand_over(([oldest], [work]))
+
+    def _hand_over(self, job: tuple[Any, ...]) -> None:
+        """Give a message to the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"send to {self.target}", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._unsent += 1
+        self.jobs.put(job)
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until nothing is left to send (or nothing can be sent any more)."""
@@ -270,7 +316,7 @@ class _Sender:
             except RuntimeError as e:
                 if time.monotonic() >= deadline:
                     return False
-                raise CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})") from e
+                raise CommunicationError(f"rank {self.target} no longer takes messages ({plain(e)})") from e
             self.transport.port.pool.give_back([buffer])
         with self._idle:
             return self._idle.wait_for(lambda: not self._unsent or self.transport.inbox.error is not None, timeout)
@@ -289,7 +335,7 @@ class _Sender:
                     self._unsent -= 1
                     self._idle.notify_all()
         except Exception as e:
-            self.transport.fail(CommunicationError(f"rank {self.target} no longer takes messages ({_plain(e)})"))
+            self.transport.fail(CommunicationError(f"rank {self.target} no longer takes messages ({plain(e)})"))
             with self._idle:
                 self._idle.notify_all()
 
@@ -297,7 +343,7 @@ class _Sender:
         data = join_bytes(tensors)
         if data.numel() > self._capacity:
             self._generation, self._capacity = self._generation + 1, room_for(data.numel())
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        header = torch.empty(self.transport.headers.size, dtype=torch.uint8)
         write_light(self.transport.headers.encode(name, self._generation, structure, tensors), (), header)
         work = self.group.send([header], self.peer, 0)
         return [work, self.transport.port.send(data, self.peer, self.group, self._generation, computed)]
@@ -306,9 +352,8 @@ class _Sender:
 class _Receiver:
     """Receives from one rank, in the order of sending: by the caller, or by a thread that listens."""
 
-    def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup):
-        self.transport, self.source, self.group = transport, source, group
-        self.peer = dist.get_group_rank(group, transport.address(source))
+    def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup, peer: int):
+        self.transport, self.source, self.group, self.peer = transport, source, group, peer
         self.thread: threading.Thread | None = None
         self.jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._headers: deque[tuple[Tensor, Any]] = deque()  # posted: buffers and their transfers
@@ -318,7 +363,7 @@ class _Receiver:
 
     def post(self) -> None:
         """Post the receives of one more message."""
-        buffer = self.transport.port.pool.take(HEADER_BYTES + self.transport.inline)
+        buffer = self.transport.port.pool.take(self.transport.headers.size + self.transport.inline)
         try:
             self._headers.append((buffer, self.group.recv([buffer], self.peer, 0)))
             self._post_data()
@@ -345,7 +390,7 @@ class _Receiver:
             name, generation, form = self.transport.headers.decode(header)
             if generation == INLINED:
                 self._headers.popleft()
-                return _Message(name, form.tree(header[HEADER_BYTES:]), _nothing)
+                return _Message(name, form.tree(header[self.transport.headers.size :]), _nothing)
             if generation != self._generation:  # messages are longer from now on: [Note: generations] in wire.py
                 self._generation, self._capacity = generation, room_for(form.size)
                 self._data.clear()
@@ -367,7 +412,7 @@ class _Receiver:
 
     def _gone(self, error: RuntimeError, what: str | None = None) -> CommunicationError:
         return CommunicationError(
-            f"waited in vain for {what or self._next}: rank {self.source} no longer sends ({_plain(error)})"
+            f"waited in vain for {what or self._next}: rank {self.source} no longer sends ({plain(error)})"
         )
 
     def listen(self, count: int) -> None:
@@ -390,8 +435,10 @@ class _Receiver:
             self.transport.fail(e)
 
 
-def _plain(error: Exception) -> str:
-    return str(error).split(". This is typically")[0].splitlines()[0] if str(error) else type(error).__name__
+def _maker(form: Form, device: torch.device) -> Callable[[int], Tensor]:
+    """What makes a buffer for the one tensor of a form."""
+    ((dtype, shape),) = form.tensors
+    return lambda size: torch.empty(shape, dtype=dtype, device=device)
 
 
 def _nothing() -> None:

@@ -1,7 +1,8 @@
 """What goes over a wire: a header with name and shapes, the bytes of a tree of tensors, and how they leave and reach a device.
 
-A message starts with a header of HEADER_BYTES: name and generation as four numbers, then JSON of structure, dtypes and
-shapes; so a receiver needs to know nothing beforehand. The data are the tensors' bytes one after another, each on a
+A message starts with a header: name and generation as four numbers (NAME_BYTES), then, where the form of messages is not known
+beforehand, JSON of structure, dtypes and shapes (HEADER_BYTES in all). Ordered programs over a known form have no header at all
+(`direct.py`). The data are the tensors' bytes one after another, each on a
 multiple of 64. Up to INLINE bytes of host memory follow the header in the same transfer (copied: cheaper than a second
 wake-up); more are a transfer of their own.
 
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.runtime.sizes import HEADER_BYTES, INLINE
+from fourfold.runtime.sizes import HEADER_BYTES, INLINE, NAME_BYTES
 
 __all__ = [
     "DevicePort",
@@ -40,6 +41,7 @@ __all__ = [
     "flatten",
     "join_bytes",
     "joined_size",
+    "plain",
     "write_light",
 ]
 
@@ -110,8 +112,8 @@ def write_bytes(tensors: Sequence[Tensor], out: Tensor) -> None:
 def write_light(header: bytes, tensors: Sequence[Tensor], out: Tensor) -> None:
     """A header, then the tensors (in host memory); by plain copies, which cost a fraction of torch's for little data."""
     start = out.data_ptr()
-    ctypes.memmove(start, header, HEADER_BYTES)
-    start += HEADER_BYTES
+    ctypes.memmove(start, header, len(header))
+    start += len(header)
     for t in tensors:
         source = t if t.is_contiguous() else t.contiguous()
         ctypes.memmove(start, source.data_ptr(), t.nbytes)
@@ -163,14 +165,23 @@ class Form(NamedTuple):
 
 
 class Headers:
-    """Writes and reads headers. Forms recur, so their text is made and read once each."""
+    """Writes and reads headers. Forms recur, so their text is made and read once each.
 
-    def __init__(self) -> None:
+    `form`: that of all messages, where it is known; headers then name the message and nothing else.
+    """
+
+    def __init__(self, form: Form | None = None) -> None:
+        self.form, self.size = form, HEADER_BYTES if form is None else NAME_BYTES
         self._texts: dict[Any, bytes] = {}
         self._forms: dict[bytes, Form] = {}
 
     def encode(self, name: Name, generation: int, structure: Any, tensors: Sequence[Tensor]) -> bytes:
         """The header of a message."""
+        fixed = _FIXED.pack(name.stage, _KINDS.index(name.kind), name.micro_batch, generation)
+        if self.form is not None:
+            if (structure, *((t.dtype, t.shape) for t in tensors)) != (self.form.structure, *self.form.tensors):
+                raise ValueError(f"{name} has another form than the receiver expects: {self.form}")
+            return fixed
         key = (repr(structure), *((t.dtype, t.shape) for t in tensors))
         text = self._texts.get(key)
         if text is None:
@@ -179,12 +190,14 @@ class Headers:
             if len(text) > HEADER_BYTES - _FIXED.size:
                 raise ValueError(f"{name}: {len(tensors)} tensors are too many for one message")
             text = self._texts[key] = text.ljust(HEADER_BYTES - _FIXED.size)
-        return _FIXED.pack(name.stage, _KINDS.index(name.kind), name.micro_batch, generation) + text
+        return fixed + text
 
     def decode(self, message: Tensor) -> tuple[Name, int, Form]:
         """Name, generation and form of the message that begins with its header."""
-        data = ctypes.string_at(message.data_ptr(), HEADER_BYTES)
+        data = ctypes.string_at(message.data_ptr(), self.size)
         stage, kind, micro_batch, generation = _FIXED.unpack_from(data)
+        if self.form is not None:
+            return Name(stage, _KINDS[kind], micro_batch), generation, self.form
         text = data[_FIXED.size :]
         form = self._forms.get(text)
         if form is None:
@@ -248,6 +261,10 @@ class HostPort:
     posts_ahead = True
     sends_at_once = True
     inline = INLINE
+    direct = True
+    """Whether messages of a known form go without headers (`direct.py`)."""
+    blocking = True
+    """Whether waiting for a transfer blocks the host; else it orders streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -278,6 +295,7 @@ class StagedPort(HostPort):
 
     sends_at_once = False
     inline = 0
+    direct = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -315,11 +333,12 @@ class StagedPort(HostPort):
 
 
 class DevicePort(HostPort):
-    """CUDA tensors over NCCL, on the edge's own communicator. Lengths must match, so a receive follows its header."""
+    """CUDA tensors over NCCL, on the edge's own communicator. Lengths must match: a receive follows its header, if any."""
 
     posts_ahead = False
     sends_at_once = False
     inline = 0
+    blocking = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -350,3 +369,8 @@ Port = HostPort | StagedPort | DevicePort
 
 def _nothing() -> None:
     pass
+
+
+def plain(error: Exception) -> str:
+    """The first line of an error of gloo, without its advice."""
+    return str(error).split(". This is typically")[0].splitlines()[0] if str(error) else type(error).__name__

@@ -43,6 +43,7 @@ from fourfold.train.parts import (
     make_stages,
     make_transport,
     make_units,
+    message_shape,
     put_on_grid,
 )
 from fourfold.train.streamed import make_keeper, make_optimizer
@@ -68,10 +69,13 @@ class _Nowhere(Transport):
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self._make = lambda: torch.randn(shape, dtype=dtype, device=device)
 
+    def begin(self, *, ordered: bool) -> None:
+        """Nothing to prepare."""
+
     def send(self, target: int, name: Name, value: Any) -> None:
         """Dropped."""
 
-    def post(self, source: int) -> None:
+    def post(self, source: int, name: Name | None = None) -> None:
         """Nothing to wait for."""
 
     def receive(self, name: Name, source: int) -> Any:
@@ -129,13 +133,7 @@ class OneRank:
         config, plan, mesh = self.config, self.plan, self.mesh
         if mesh.size("pipe") == 1 or dist.get_backend() != "fake":
             return make_transport(config, plan, mesh, self.layout, self.device, 20.0)
-        size, m, col = plan.micro_batch_size(config.train.global_batch), config.model, mesh.size("col")
-        shape: tuple[int, ...] = (size, m.seq_len, m.hidden)
-        if col > 1 and plan.tensor.residual == "hidden":
-            shape = (size, m.seq_len, -(-m.hidden // col))
-        elif mesh.size("row", "col") > 1:
-            shape = (-(-size * m.seq_len // col), m.hidden)
-        return _Nowhere(shape, compute, self.device)
+        return _Nowhere(message_shape(config, plan), compute, self.device)
 
     def step(self, index: int = 0) -> dict[int, Tensor]:
         """Forward and backward of all micro-batches, gradients reduced; returns the losses."""

@@ -51,7 +51,10 @@ class MailBox:
         self.mail, self.changed = mail, threading.Condition()
         self.messages: dict[Name, Any] = {}
 
-    def post(self, source: int) -> None:
+    def begin(self, *, ordered: bool) -> None:
+        """Nothing to prepare."""
+
+    def post(self, source: int, name: Name | None = None) -> None:
         """Messages come as they are sent."""
 
     def listen(self, source: int, count: int) -> None:

@@ -24,6 +24,7 @@ from fourfold.plan import Plan
 from fourfold.program.choices import UnitChoice
 from fourfold.program.groups import Group
 from fourfold.program.stages import PipelineLayout
+from fourfold.runtime.direct import form_of
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
@@ -55,9 +56,11 @@ __all__ = [
     "make_stages",
     "make_transport",
     "make_units",
+    "message_shape",
     "put_on_grid",
 ]
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 TIED = ("embed", "head")
 """Units that may share a weight."""
 
@@ -326,8 +329,7 @@ def make_transport(
     """The messages of this rank's pipeline; None when there is only one rank in it."""
     if mesh.size("pipe") == 1:
         return None
-    tokens = plan.micro_batch_size(config.train.global_batch) * config.model.seq_len
-    width = {"fp64": 8, "fp32": 4}.get(plan.precision.compute, 2)
+    form = form_of(message_shape(config, plan), DTYPES[plan.precision.compute])
     members, alone = mesh.members("pipe"), Group("edge", (mesh.rank,), gloo=True)
 
     def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -346,8 +348,19 @@ def make_transport(
         address=members.__getitem__,
         port=port,
         timeout=timeout,
-        usual=tokens * config.model.hidden * width // mesh.size("col"),
+        usual=form.size,
+        form=form,
     )
+
+
+def message_shape(config: Config, plan: Plan) -> tuple[int, ...]:
+    """The shape of what one stage hands to the next for a micro-batch, on one rank of the grid."""
+    size, m, col = plan.micro_batch_size(config.train.global_batch), config.model, plan.mesh.col
+    if col > 1 and plan.tensor.residual == "hidden":
+        return size, m.seq_len, -(-m.hidden // col)
+    if plan.mesh.row * col > 1:
+        return -(-size * m.seq_len // col), m.hidden
+    return size, m.seq_len, m.hidden
 
 
 def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: PipelineLayout) -> Runner:
