@@ -3,8 +3,12 @@
     python -m benchmarks.pipeline [--quick] [--json PATH]
 
 Every stage sleeps the time its work would take (testing/emulate), so eight ranks run on two cores; a step is measured from a
-barrier to the last rank's end, in units of one forward of a rank's share (20 ms; a backward is 40 ms). Contenders
-take turns, figures are medians. What is compared is order and runtime, not GPUs.
+barrier to the last rank's end, in units of one forward of a rank's share (20 ms, in one section 200 ms; a backward takes twice as
+long). Contenders take turns, figures are medians. What is compared is order and runtime, not GPUs.
+
+Chimera's two pipelines in opposite directions run as two waves over half the ranks each, every rank with a share twice as large
+(the two are the same but for which rank holds what). Its price is two copies of all weights, whose gradients must be summed:
+`GRADIENT_SUM` says how long that takes where nothing hides it.
 """
 
 from __future__ import annotations
@@ -36,15 +40,20 @@ from fourfold.testing.emulate import Chunk, ChunkTimes, by_length, jitter, pipel
 from fourfold.testing.ranks import run_ranks
 
 FORWARD = 0.020
+LONG_FORWARD = 0.200
+"""A rank's forward of one micro-batch in a large model: this machine's cost of an op no longer counts."""
+GRADIENT_SUM = 2 * 200e-3 * 400e12 / (2 * 8192) * 4 / 50e9 / 200e-3
+"""Forwards that the sum of Chimera's two copies takes. A stage whose forward of 8,192 tokens takes 200 ms at 400 TFLOP/s has
+4.9 G parameters; a rank holds two such stages, whose fp32 gradients go once over a link of 50 GB/s."""
 SHAPE = (1, 64, 256)  # of a micro-batch: 64 KiB
 Step = Callable[[], None]
 
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
-    args = arguments("Pipelines of emulated accelerators, ours and torch's")
+    args = arguments("Pipelines of emulated accelerators, ours and torch's", list(SECTIONS))
     rows: list[Row] = []
-    for title, section in SECTIONS.items():
+    for title, section in (SECTIONS[name] for name in args.only):
         found = list(section(args.quick))
         show(f"\n{title}", found)
         rows += found
@@ -106,6 +115,31 @@ def hanayo(quick: bool) -> Iterator[Row]:
                 yield lower_is_better(f"P=B={ranks}, {wave}", peer, "step, forwards", a.median, b.median, a.spread)
 
 
+def long_stages(quick: bool) -> Iterator[Row]:
+    """Waves and a synthesized schedule against 1F1B, torch's five and Chimera, at the op lengths of large models; B = P."""
+    for ranks in (4,) if quick else (4, 8):
+        waves = (2,) if quick else (1, 2, 4)
+        schedules = {f"wave {w}": build("wave", ranks, ranks, waves=w) for w in waves}
+        schedules["synthesized"] = search(ranks, ranks, Costs(), ranks, stages_per_rank=4).schedule
+        ideal = {name: float(simulate(schedule, Costs()).makespan) for name, schedule in schedules.items()}
+        schedules["1f1b"] = build("1f1b", ranks, ranks)
+        repeats = 1 if quick else 3
+        figures = measure(
+            ranks, ranks, schedules, torch_too=not quick, chimera=True, repeats=repeats, forward=LONG_FORWARD
+        )
+        theirs = {name: figure.median for name, figure in figures.items() if name not in ideal}
+        theirs["chimera, gradients summed"] = theirs["chimera"] + GRADIENT_SUM
+        by_torch = {name: time for name, time in theirs.items() if name in {f"torch {kind}" for kind in TORCH}}
+        best = min(by_torch, key=by_torch.__getitem__, default=None)
+        peers = ["1f1b", "chimera", "chimera, gradients summed", *([best] if best else [])]
+        for name in ideal:
+            case, figure = f"P=B={ranks}, {name}", figures[name]
+            yield lower_is_better(case, "own simulation", "step, forwards", figure.median, ideal[name], figure.spread)
+            for peer in peers:
+                label = f"torch's best: {peer.removeprefix('torch ')}" if peer == best else peer
+                yield lower_is_better(case, label, "step, forwards", figure.median, theirs[peer], figure.spread)
+
+
 @cache
 def calibrated(ranks: int) -> Costs:
     """What an op and a message cost this machine beside the emulated work, in forwards: medians over a step of two waves."""
@@ -160,12 +194,13 @@ def measure(
     torch_too: bool = False,
     chimera: bool = False,
     repeats: int = 5,
+    forward: float = FORWARD,
 ) -> dict[str, Figure]:
     """Steps of every contender, in turns."""
     found = run_ranks(
-        _race, ranks, micro_batches, schedules, torch_too, chimera, repeats, timeout=900, group_timeout=120
+        _race, ranks, micro_batches, schedules, torch_too, chimera, repeats, forward, timeout=900, group_timeout=120
     )
-    return {name: Figure([max(r[name][i] for r in found) / FORWARD for i in range(repeats)]) for name in found[0]}
+    return {name: Figure([max(r[name][i] for r in found) / forward for i in range(repeats)]) for name in found[0]}
 
 
 def _race(
@@ -176,16 +211,18 @@ def _race(
     torch_too: bool,
     chimera: bool,
     repeats: int,
+    forward: float,
 ) -> dict[str, list[float]]:
-    steps: dict[str, Step] = {name: our_step(rank, schedule) for name, schedule in schedules.items()}
+    steps: dict[str, Step] = {name: our_step(rank, schedule, forward) for name, schedule in schedules.items()}
     if chimera:  # two pipelines in opposite directions are two waves on half the ranks each, with shares twice as large
         half = build("wave", ranks // 2, micro_batches // 2)
-        steps["chimera"] = our_step(rank % (ranks // 2), half, share=2.0, offset=rank // (ranks // 2) * (ranks // 2))
+        offset = rank // (ranks // 2) * (ranks // 2)
+        steps["chimera"] = our_step(rank % (ranks // 2), half, 2 * forward, offset=offset)
     if torch_too:
         for name, (kind, per_rank) in TORCH.items():
-            steps[f"torch {name}"] = torch_step(rank, ranks, micro_batches, kind, per_rank)
+            steps[f"torch {name}"] = torch_step(rank, ranks, micro_batches, kind, per_rank, forward)
         for name in ("1f1b", "wave 2"):
-            steps[f"torch runtime, {name}"] = torch_replay(rank, schedules[name])
+            steps[f"torch runtime, {name}"] = torch_replay(rank, schedules[name], forward)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):  # the first warms up
         for name, step in steps.items():
@@ -286,8 +323,8 @@ def _nowhere(grad: Tensor) -> None:
     """The gradient is not looked at."""
 
 
-def our_step(rank: int, schedule: Schedule, share: float = 1.0, offset: int = 0) -> Step:
-    per_stage = share * FORWARD / len(schedule.stages_of[0])
+def our_step(rank: int, schedule: Schedule, forward: float, offset: int = 0) -> Step:
+    per_stage = forward / len(schedule.stages_of[0])
     executor, programs = our_executor(rank, schedule, lambda s: ChunkTimes(per_stage, per_stage, per_stage), offset)
     program, feed = programs.of(rank), Ones()
 
@@ -300,12 +337,12 @@ def our_step(rank: int, schedule: Schedule, share: float = 1.0, offset: int = 0)
 # ---- torch's runtime on the same chunks ----
 
 
-def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: int) -> Step:
+def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: int, forward: float) -> Step:
     import torch.distributed.pipelining as pipelining
 
     zigzag = kind == "ScheduleZBVZeroBubble"
     mine = [rank, 2 * ranks - 1 - rank] if zigzag else [rank + i * ranks for i in range(per_rank)]
-    share = FORWARD / per_rank
+    share = forward / per_rank
     chunks = [Chunk(ChunkTimes(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, ranks * per_rank, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     make = getattr(pipelining.schedules, kind)
@@ -313,12 +350,12 @@ def torch_step(rank: int, ranks: int, micro_batches: int, kind: str, per_rank: i
     return _torch_run(schedule, mine, ranks * per_rank, micro_batches)
 
 
-def torch_replay(rank: int, schedule: Schedule, empty: bool = False) -> Step:
+def torch_replay(rank: int, schedule: Schedule, forward: float = FORWARD, empty: bool = False) -> Step:
     """One of our schedules in torch's runtime."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     mine = list(schedule.stages_of[rank])
-    share = FORWARD / len(mine)
+    share = forward / len(mine)
     chunks: list[Any] = [Empty() if empty else Chunk(ChunkTimes(share, share, share)) for _ in mine]
     stages = [pipeline_stage(c, i, schedule.stages, torch.ones(SHAPE)) for c, i in zip(chunks, mine, strict=True)]
     runtime = _PipelineScheduleRuntime(stages, schedule.micro_batches, loss_fn=_loss)
@@ -458,11 +495,12 @@ def _bind(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return lambda: call(*args)
 
 
-SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "The race: a step in forwards of a rank's share (a ratio above 1: ours is faster)": race,
-    "Hanayo's waves against 1F1B and Chimera": hanayo,
-    "Overhead": overhead,
-    "Jitter and micro-batches of unequal length": uneven,
+SECTIONS: dict[str, tuple[str, Callable[[bool], Iterator[Row]]]] = {
+    "race": ("The race: a step in forwards of a rank's share (a ratio above 1: ours is faster)", race),
+    "hanayo": ("Hanayo's waves against 1F1B and Chimera", hanayo),
+    "long": ("The same at the op lengths of large models: a rank's forward takes 200 ms", long_stages),
+    "overhead": ("Overhead", overhead),
+    "uneven": ("Jitter and micro-batches of unequal length", uneven),
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from fourfold.config import ModelConfig
+from fourfold.launch.place import agree
 from fourfold.plan import Mesh, Plan
 from fourfold.program.groups import Group, edge_rounds, groups_of, members_of
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.testing.communicators import NoLateGroups
 from fourfold.testing.ranks import run_ranks
+from fourfold.testing.stores import CountingStore, CrowdedStore
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.connect import warm_up
 from fourfold.train.mesh import RankMesh
@@ -167,3 +171,33 @@ def _warm_up(rank: int, ranks: int) -> int:
     warm_up(made, rank, torch.device("cpu"))
     dist.barrier()
     return len(made)
+
+
+def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks() -> None:
+    """The rendezvous of the first rank and of another, in jobs of 8 to 1,024 ranks."""
+    for rank in (0, 5):
+        counts = []
+        for ranks in (8, 64, 1024):
+            store = CountingStore(CrowdedStore(rank, ranks))
+            agree(store, rank, ranks, timeout=10)
+            counts.append(sum(store.operations.values()))
+        assert counts[0] == counts[1] == counts[2] <= 20
+
+
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_a_group_takes_two_operations_of_a_rank_whatever_its_size(ranks: int) -> None:
+    assert run_ranks(_operations, ranks) == [{"set": 1, "multi_get": 1}] * ranks
+
+
+def _operations(rank: int, ranks: int) -> dict[str, int]:
+    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # as `join` sets it
+    port = torch.tensor([0])
+    served = dist.TCPStore("127.0.0.1", 0, ranks, True, wait_for_workers=False) if rank == 0 else None
+    if served is not None:
+        port[0] = served.port
+    dist.broadcast(port, 0)
+    store = CountingStore(served or dist.TCPStore("127.0.0.1", int(port), ranks, False, wait_for_workers=False))
+    group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=20))
+    group.barrier().wait()
+    dist.barrier()
+    return dict(store.operations)

@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -170,7 +171,8 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float
 
 def _read_all(store: dist.Store, keys: list[str]) -> list[str]:
     """The values of keys that are there, in one operation where the store can."""
-    values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    extended: Any = getattr(store, "has_extended_api", None)  # torch's stubs lack it
+    values = store.multi_get(keys) if extended is not None and extended() else [store.get(key) for key in keys]
     return [value.decode() for value in values]
 
 
