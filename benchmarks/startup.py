@@ -1,0 +1,105 @@
+"""What it takes to start: process groups, communicators and store operations by number of ranks; seconds on this machine.
+
+    python -m benchmarks.startup [--quick] [--json PATH] [--only counts seconds]
+
+The counts are those of the plan (fourfold.program.groups) and of a rank's rendezvous in a store where all others have already
+written. Seconds: 64 CPU ranks (pipe 2 · data 16 · col 2) start, train three steps and save. The peer is a goal: for counts those
+of 8 ranks times the logarithm of the ranks. A ratio above 1: better than that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.common import Row, arguments, finish, lower_is_better, show
+from fourfold.config import ModelConfig
+from fourfold.launch.place import agree
+from fourfold.plan import Mesh, Plan
+from fourfold.program.groups import groups_of
+from fourfold.program.stages import lay_out_pipeline
+from fourfold.testing.stores import CountingStore, CrowdedStore
+
+GROUP_OPERATIONS = 2
+"""Of a rank, for each process group (gloo): it writes its address, and reads those of the members."""
+COMMUNICATOR_OPERATIONS = 1
+"""Of a rank, for each communicator (NCCL): it writes or reads the communicator's id."""
+
+
+def main() -> None:
+    args = arguments("Start-up: groups, communicators, store operations, seconds", list(SECTIONS))
+    rows: list[Row] = []
+    for title, section in (SECTIONS[name] for name in args.only):
+        found = list(section(args.quick))
+        show(f"\n{title}", found)
+        rows += found
+    finish("startup", rows, args.json)
+
+
+def meshes(ranks: int) -> dict[str, tuple[Mesh, bool]]:
+    """Meshes of so many ranks, and whether their units are sharded."""
+    return {
+        "data, zero3": (Mesh(data=ranks), True),
+        "pipe · data · col": (Mesh(pipe=2, data=ranks // 4, col=2), False),
+        "deep pipe, grid, keep": (Mesh(pipe=max(2, ranks // 8), data=min(2, ranks // 8), row=2, col=2), True),
+    }
+
+
+def counts(quick: bool) -> Iterator[Row]:
+    """A rank in the middle of the mesh."""
+    first: dict[tuple[str, str], int] = {}
+    for ranks in (8, 1024) if quick else (8, 64, 256, 1024):
+        for name, (mesh, sharded) in meshes(ranks).items():
+            rule = [{"match": "*", "mode": "keep" if mesh.pipe > 1 else "zero3"}] if sharded else []
+            plan = Plan.from_dict({"mesh": mesh.degrees, "unit": rule})
+            model = ModelConfig(family="gpt", layers=128, hidden=64, heads=8, seq_len=16, tie=True).resolve()
+            layout = lay_out_pipeline(model, plan, plan.mesh.batch_ways * 2 * plan.mesh.pipe)
+            rank = ranks // 2
+            groups = groups_of(model, plan, layout, rank)
+            communicators = sum(not group.gloo for group in groups)
+            store = CountingStore(CrowdedStore(rank, ranks))
+            agree(store, rank, ranks, timeout=10)
+            operations = sum(store.operations.values())
+            operations += GROUP_OPERATIONS * len(groups) + COMMUNICATOR_OPERATIONS * communicators
+            case = f"{name}: {mesh.product()}"
+            found = {"communicators": communicators, "process groups": len(groups), "store operations": operations}
+            for what, count in found.items():
+                goal = first.setdefault((name, what), count) * math.log2(ranks) / 3
+                yield lower_is_better(case, "grows as log(ranks)", what, count, goal)
+
+
+def seconds(quick: bool) -> Iterator[Row]:
+    """Start, three steps, a checkpoint and the end of a run."""
+    mesh = Mesh(pipe=2, data=2, col=2) if quick else Mesh(pipe=2, data=16, col=2)
+    goal = 30.0 if quick else 50.0
+    with tempfile.TemporaryDirectory(prefix="fourfold-startup-") as folder:
+        text = Path(folder) / "corpus.txt"
+        text.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(4000)))
+        config = {
+            "model": {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "seq_len": 32},
+            "data": {"source": str(text)},
+            "train": {"steps": 3, "global_batch": 4 * mesh.data, "run_dir": f"{folder}/run", "device": "cpu"},
+        }
+        Path(folder, "config.json").write_text(json.dumps(config))
+        Path(folder, "plan.json").write_text(json.dumps({"mesh": mesh.degrees, "batch": {"micro_batches": 4}}))
+        command = [sys.executable, "-m", "fourfold", "train", "config.json", "--plan", "plan.json"]
+        start = time.monotonic()
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        took = time.monotonic() - start
+    case = f"{mesh.ranks} CPU ranks ({mesh.product()})"
+    yield lower_is_better(case, "goal", "seconds to start, train 3 steps and save", took, goal)
+
+
+SECTIONS: dict[str, tuple[str, Callable[[bool], Iterator[Row]]]] = {
+    "counts": ("Of one rank, by the number of ranks", counts),
+    "seconds": ("Seconds", seconds),
+}
+
+if __name__ == "__main__":
+    main()
