@@ -3,7 +3,7 @@
     python -m benchmarks.device_plans [--quick] [--json PATH]        # about four minutes and 60 GiB; quick: tiny, also on a CPU
 
 The device is calibrated first, on shapes that no plan here has, and the figures go through a cluster file. Then rank r of N of
-each plan runs its real code: forward, backward, update; other ranks do not exist (`fourfold.testing.one_rank`), and what they
+each plan runs its real code: forward, backward, update; other ranks do not exist (`fourfold.train.one_rank`), and what they
 would send is this rank's own data. `ours` is the planner's prediction for that rank, `theirs` is measured, ratio 1 is right:
 
     allocated   the most bytes that tensors had in a step                       goal: within 5 %
@@ -41,8 +41,8 @@ from fourfold.plan import Plan
 from fourfold.planner.layout import Setting
 from fourfold.planner.predict import predict
 from fourfold.testing.budget import Budget
-from fourfold.testing.one_rank import OneRank, one_of_many
 from fourfold.train.calibrate import calibrate
+from fourfold.train.one_rank import OneRank, one_of_many
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {

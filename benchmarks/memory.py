@@ -125,7 +125,7 @@ def _train(rank: int, ranks: int, config: Config, plan: Plan) -> int:
 def alone(fields: dict[str, Any], sections: dict[str, Any], rank: int = 0, batch: int = 16) -> float:
     """Predicted over counted bytes of one rank of many, in this process: no pipelines, whose messages take memory too."""
     from fourfold.testing.budget import Budget
-    from fourfold.testing.one_rank import OneRank, one_of_many
+    from fourfold.train.one_rank import OneRank, one_of_many
 
     plan, train = Plan.from_dict(sections), {"global_batch": batch, "run_dir": "unused", "device": "cpu"}
     resolved = Config.from_dict({"model": fields, "train": train}).resolve()

@@ -39,8 +39,8 @@ from fourfold.planner.make import find_plan
 from fourfold.planner.predict import Prediction, judged, layout_of_plan, predict
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.network import Network, measure, missing, parse_rate
-from fourfold.testing.one_rank import OneRank
 from fourfold.train.calibrate import calibrate
+from fourfold.train.one_rank import OneRank
 
 HOSTS, RATE = 4, "100mbit"
 FLOPS = 1e9

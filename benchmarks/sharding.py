@@ -55,9 +55,9 @@ from fourfold.planner.predict import predict
 from fourfold.testing.budget import Budget
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.network import Network, missing
-from fourfold.testing.one_rank import OneRank, one_of_many
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.calibrate import calibrate
+from fourfold.train.one_rank import OneRank, one_of_many
 from fourfold.train.parallelize import Parallel, parallelize
 
 RATE = "200mbit"

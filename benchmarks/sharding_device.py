@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
 from benchmarks.sharding_engine import MIB, config_of, plan_of, race
 from fourfold.plan import Plan
-from fourfold.testing.budget import Budget
-from fourfold.testing.one_rank import CountedMeter, DeviceMeter, Meter, OneRank, one_of_many
+from fourfold.testing.budget import Budget, CountedMeter
+from fourfold.train.one_rank import DeviceMeter, Meter, OneRank, one_of_many
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import Slice, slices_of
 from fourfold.shard.unit import Unit
 from fourfold.testing.budget import Budget
-from fourfold.testing.one_rank import OneRank, one_of_many
 from fourfold.testing.ranks import run_ranks
+from fourfold.train.one_rank import OneRank, one_of_many
 
 MIB = 2**20
 

@@ -25,8 +25,8 @@ from fourfold.tensor.blocks import even
 from fourfold.tensor.flows import _side_by_side, _stacked
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.linear import GridLinear, Setting, Side
-from fourfold.testing.one_rank import one_of_many
 from fourfold.train.mesh import RankMesh
+from fourfold.train.one_rank import one_of_many
 
 FLOWS = ("auto", "os", "ls", "ws", "summa")
 PLANES = {"4 x 4": Mesh(row=4, col=4), "2 x 2 of 4 planes": Mesh(depth=4, row=2, col=2)}

@@ -19,8 +19,8 @@ from fourfold.tensor.grid import Coming
 from fourfold.tensor.late import Ahead, Sums
 from fourfold.tensor.linear import GridLinear
 from fourfold.testing.ledger import Ledger
-from fourfold.testing.one_rank import OneRank, one_of_many
 from fourfold.testing.ranks import run_ranks
+from fourfold.train.one_rank import OneRank, one_of_many
 from tests.helpers import MODELS, make_config, run_training, series
 
 MODEL = MODELS["llama"] | {"vocab": 259}

@@ -21,9 +21,9 @@ from fourfold.plan import Plan
 from fourfold.shard.layout import joined
 from fourfold.testing.budget import Budget
 from fourfold.testing.ledger import Ledger
-from fourfold.testing.one_rank import OneRank
 from fourfold.testing.order import SameOrder
 from fourfold.testing.ranks import run_ranks
+from fourfold.train.one_rank import OneRank
 from tests.helpers import make_config
 from tests.test_sharding import MIX, MODEL, everything
 

@@ -203,7 +203,7 @@ def test_every_collective_equals_the_bytes_counted_by_hand() -> None:
 def test_a_wrong_table_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: read one op wrongly (no part is its own, or another kind) and it names the case."""
     wrong = {"c10d::_allgather_base_": ("all_gather", "output_tensor", ""), "c10d::broadcast_": ("broadcast", "", "")}
-    monkeypatch.setitem(ledger_module._OPS, op, ledger_module._Op(*wrong[op]))
+    monkeypatch.setitem(ledger_module._OPS, op, ledger_module._CollectiveOp(*wrong[op]))
     found = differences(run_ranks(issue, N))
     assert found
     assert all("gather one" in text or "broadcast" in text or "object" in text for text in found)

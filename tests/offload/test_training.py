@@ -13,8 +13,8 @@ from fourfold.errors import RankFailure
 from fourfold.plan import Plan
 from fourfold.program import Stream
 from fourfold.program.stages import lay_out_pipeline
-from fourfold.testing.one_rank import OneRank
 from fourfold.train import streamed
+from fourfold.train.one_rank import OneRank
 from fourfold.train.rundir import RunDir
 from fourfold.train.streamed import StreamedUnits
 from tests.helpers import MODELS, make_config, run_training, series

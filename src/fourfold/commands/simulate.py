@@ -18,7 +18,7 @@ from fourfold.program.instructions import Programs
 from fourfold.program.ops import Schedule
 from fourfold.program.schedules import build, names
 from fourfold.program.simulator import simulate
-from fourfold.program.synthesizer import search
+from fourfold.program.synthesis.synthesizer import search
 from fourfold.program.timeline import Timeline
 
 __all__ = ["SimulateArgs", "compare", "simulate_command"]

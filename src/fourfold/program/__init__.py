@@ -29,7 +29,7 @@ from fourfold.program.ops import Op, Schedule
 from fourfold.program.partition import Layer
 from fourfold.program.schedules import build, forward_only, fused, loop, names, register, split, zigzag
 from fourfold.program.simulator import simulate
-from fourfold.program.synthesizer import Synthesis, search, synthesize
+from fourfold.program.synthesis.synthesizer import Synthesis, search, synthesize
 from fourfold.program.timeline import MemoryPeak, Timeline, TimelineSpan
 from fourfold.program.validator import validate
 from fourfold.program.waves import choose_waves

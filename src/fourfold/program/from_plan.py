@@ -11,7 +11,7 @@ from fourfold.plan import Plan
 from fourfold.program.costs import Costs
 from fourfold.program.ops import Schedule
 from fourfold.program.schedules import build, fused, names, split
-from fourfold.program.synthesizer import synthesize
+from fourfold.program.synthesis.synthesizer import synthesize
 from fourfold.program.validator import validate
 
 __all__ = ["costs_of_plan", "schedule_of_plan"]

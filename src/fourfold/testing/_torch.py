@@ -22,7 +22,6 @@ __all__ = [
     "DispatchMode",
     "FakeTensor",
     "backward_node",
-    "fake_store",
     "named_arguments",
     "plain_tensors",
     "process_group",
@@ -70,10 +69,3 @@ def backward_node() -> str | None:
 def set_default_timeout(timeout: timedelta) -> None:
     """The timeout of the groups that this process makes from now on without naming one."""
     distributed_c10d.default_pg_timeout = timeout
-
-
-def fake_store() -> Any:
-    """The store of a group of backend "fake", whose collectives return at once; importing it registers the backend."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()

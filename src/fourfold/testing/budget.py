@@ -52,7 +52,7 @@ from fourfold.schema import format_bytes, parse_bytes
 from fourfold.testing import watch
 from fourfold.testing._torch import backward_node, plain_tensors
 
-__all__ = ["Budget", "Line", "LiveStorage", "Peak"]
+__all__ = ["Budget", "CountedMeter", "Line", "LiveStorage", "Peak"]
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, __file__, watch.__file__)
 _LISTED = 6  # lines of code in a refusal
@@ -313,6 +313,24 @@ class Budget(watch.OpWatch):
             tensors = "tensor" if counts[place] == 1 else "tensors"
             lines.append(f"  {format_bytes(count):>12} in {counts[place]} {tensors} of {place[0]} ({place[1]})")
         return "\n".join(lines)
+
+
+class CountedMeter:
+    """A budget as a `Meter` of train.one_rank."""
+
+    def __init__(self, budget: Budget):
+        self.budget = budget
+
+    @property
+    def live(self) -> int:
+        return self.budget.live
+
+    @property
+    def most(self) -> int:
+        return self.budget.peak.bytes
+
+    def reset(self) -> None:
+        self.budget.reset_peak()
 
 
 def _users_line() -> Line:

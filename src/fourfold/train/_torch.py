@@ -1,4 +1,4 @@
-"""The private torch names that this package uses, in one place: the communicator of a process group on NCCL.
+"""The private torch names that this package uses, in one place: the communicator of a process group on NCCL, and fake groups.
 
 `_get_backend`, `eager_connect_single_device` and `_comm_ptr` exist in 2.11, 2.12 and 2.13; the list of process groups is the
 one that `torch.distributed` itself looks groups up in.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["communicator", "make_communicator", "process_groups"]
+__all__ = ["communicator", "fake_store", "make_communicator", "process_groups"]
 
 
 def make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -32,3 +32,10 @@ def communicator(group: dist.ProcessGroup, device: torch.device) -> int | None:
 def process_groups() -> list[dist.ProcessGroup]:
     """Every process group that this process has made, in order."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def fake_store() -> Any:
+    """The store of a group of backend "fake", whose collectives return at once; importing it registers the backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

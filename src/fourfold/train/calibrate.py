@@ -40,6 +40,7 @@ from fourfold.runtime.transport import Name, Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.schema import format_bytes
 from fourfold.train.device_rates import DTYPES, gpu_device, steady
+from fourfold.train.one_rank import OneRank
 
 __all__ = ["calibrate"]
 
@@ -179,8 +180,6 @@ class _Calibration:
 
         A GPU's host does this ahead of the device; a CPU does one after the other.
         """
-        from fourfold.testing.one_rank import OneRank  # it needs this package
-
         fields = {"family": "gpt", "layers": 2, "hidden": 96, "heads": 4, "seq_len": 32, "vocab": 64}
         config = Config.from_dict({"model": fields, "train": {"global_batch": 2, "run_dir": "unused"}}).resolve()
         plan, one = Plan(), OneRank(config, Plan(), 0)
@@ -205,8 +204,6 @@ class _Calibration:
         They are many, and some go over memory in strides. Two models: norms, activations and positions differ. They are
         large enough that the device, not the host, takes the time.
         """
-        from fourfold.testing.one_rank import OneRank  # it needs this package
-
         moved = left = 0.0
         for family in ("gpt", "llama"):
             fields = {"family": family, "layers": 3, "hidden": 2560, "heads": 20, "seq_len": 2048, "vocab": 8192}

@@ -24,12 +24,12 @@ from fourfold.program.bounds import lower_bound
 from fourfold.program.costs import Costs, Number
 from fourfold.program.engine import Order, Problem, peaks, run
 from fourfold.program.greedy import Policy, list_schedule
-from fourfold.program.improve import fuse, improve
-from fourfold.program.modulo import modulo_schedule
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.partition import Layer, partition, stage_costs
-from fourfold.program.periodic import find_body
 from fourfold.program.schedules import build, fused, loop, split, zigzag
+from fourfold.program.synthesis.improve import fuse, improve
+from fourfold.program.synthesis.modulo import modulo_schedule
+from fourfold.program.synthesis.periodic import find_body
 from fourfold.program.validator import check_cap
 
 __all__ = ["PLACEMENTS", "Arena", "Portfolio", "ScheduleCandidate", "SearchRequest"]

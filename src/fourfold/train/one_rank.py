@@ -33,8 +33,7 @@ from fourfold.runtime.transport import Name, Transport
 from fourfold.shard.joined import Joined
 from fourfold.shard.replay import Activations, Footprint, Replay, replay
 from fourfold.shard.unit import Unit
-from fourfold.testing._torch import fake_store
-from fourfold.testing.budget import Budget
+from fourfold.train._torch import fake_store
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import (
     make_grid,
@@ -48,7 +47,7 @@ from fourfold.train.parts import (
 )
 from fourfold.train.streamed import make_keeper, make_optimizer
 
-__all__ = ["CountedMeter", "DeviceMeter", "Meter", "OneRank", "one_of_many"]
+__all__ = ["DeviceMeter", "Meter", "OneRank", "one_of_many"]
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -255,24 +254,6 @@ class DeviceMeter:
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
-
-
-class CountedMeter:
-    """A budget that is being enforced."""
-
-    def __init__(self, budget: Budget):
-        self.budget = budget
-
-    @property
-    def live(self) -> int:
-        return self.budget.live
-
-    @property
-    def most(self) -> int:
-        return self.budget.peak.bytes
-
-    def reset(self) -> None:
-        self.budget.reset_peak()
 
 
 @contextmanager

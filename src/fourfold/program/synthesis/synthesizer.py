@@ -19,8 +19,8 @@ from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs, Number, divide
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import Layer
-from fourfold.program.portfolio import PLACEMENTS, Portfolio, SearchRequest
 from fourfold.program.schedules import at_least, check_size
+from fourfold.program.synthesis.portfolio import PLACEMENTS, Portfolio, SearchRequest
 from fourfold.program.validator import validate
 
 __all__ = ["Synthesis", "default_evaluations", "search", "synthesize"]
