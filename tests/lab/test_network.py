@@ -221,10 +221,10 @@ def test_tests_are_skipped_with_the_reason(tmp_path: Path) -> None:
 
 def test_wrong_networks_are_refused() -> None:
     for arguments, message in {
-        (3, "1gbit", 2, "1mbit"): "3 hosts cannot be shared equally by 2 racks; use a multiple of 2",
+        (3, "1gbit", 2, "1mbit"): "3 hosts cannot be divided equally among 2 racks; use a multiple of 2",
         (0, "1gbit", 1, None): "0 hosts",
         (4, "1gbit", 2, None): "racks and the rate of their uplink go together",
-        (4, "fast", 1, None): "a rate of 'fast' is not known; write for example '100mbit'",
+        (4, "fast", 1, None): "invalid rate 'fast'; write for example '100mbit'",
         (4, "1gbit", 2, "0mbit"): "a rate of '0mbit'",
     }.items():
         hosts, rate, racks, uplink = arguments

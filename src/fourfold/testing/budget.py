@@ -1,4 +1,4 @@
-"""A memory budget, enforced on the CPU: live bytes of a rank's tensors, their peak, and a refusal of the first one over.
+"""A memory budget on the CPU: live bytes of a rank's tensors, their peak, and an error for the first tensor over the limit.
 
     budget = Budget("200MiB")
     budget.adopt(model, label="parameters")
@@ -6,26 +6,24 @@
         with budget.label("activations"):
             loss = model(x)
         loss.backward()                 # OverBudget names the tensor that did not fit: op, shape, line, what else is live
-    budget.peak.bytes, budget.curve     # what it took
+    budget.peak.bytes, budget.curve     # peak and curve of the live bytes
 
-What is counted is storage: each one once, however many tensors and views share it, from the moment an op makes it (or first
-uses it, if it is older; `adopt` counts it at once) until the last tensor, saved activation or message in flight lets go of
-it. A storage that is resized, to nothing and back, as sharded parameters are, counts with the size it has. `Budget(None)`
-counts and refuses nothing.
+Storages are counted, each once however many tensors and views share it: from the op that creates it (an older one from its first
+use, or from `adopt`) until nothing refers to it any more. A storage that is resized to zero and back, as sharded parameters are,
+counts with its current size. `Budget(None)` has no limit.
 
-An *event* is an op, an adoption, a resize, or a death between them; `curve` has (event, live bytes) wherever the live bytes
+An *event* is an op, an adoption, a resize, or a batch of freed storages; `curve` has (event, live bytes) wherever the live bytes
 changed, and `peak` the event, the op and the line at which they were highest.
 
-What this measures is what the program asks for. It is not what an allocator takes (rounding, fragmentation), nor scratch
-memory inside a kernel, nor tensors on the meta device. An op takes about 30 µs longer: a step of a transformer with 2 layers of
-64 features (517 ops) goes from 7 to 23 ms, one with 4 layers of 256 (1,027 ops) from 165 to 200 ms. Other threads of a rank
-enter the budget themselves (watch.py), or what they make is counted when a thread inside first uses it.
+The budget counts requested bytes. It does not count what an allocator adds (rounding, fragmentation), workspace inside a
+kernel, or tensors on the meta device. The overhead is about 30 µs per op: a step of a transformer with 2 layers of 64 features
+(517 ops) goes from 7 to 23 ms, with 4 layers of 256 (1,027 ops) from 165 to 200 ms. Other threads of a rank must enter the
+budget themselves (watch.py); otherwise their tensors are counted when a thread inside first uses them.
 
-[Note: how death is noticed]
-Torch keeps one Python object for each storage as long as anything, Python or autograd, holds the storage. A weak reference to
-it fires when the storage is freed, in whatever thread that is and at any point of ours, so its callback only puts the dead
-on a list; the next event, or question, subtracts them. `UntypedStorage.resize_` is not dispatched as an op: it is wrapped
-while a thread is inside.
+[Note: how freed storages are noticed]
+Torch keeps one Python object per storage while anything, Python or autograd, refers to the storage. A weak reference to it
+fires when the storage is freed, in any thread and at any point, so its callback only appends to a list, which the next event or
+query subtracts. `UntypedStorage.resize_` is not dispatched as an op, so it is patched while a thread is inside.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class Line(NamedTuple):
 
 
 class LiveStorage(weakref.ref):
-    """A live storage (and a weak reference to it): its bytes, its label, and the first tensor seen on it."""
+    """A weak reference to a live storage, with its bytes, its label, and the first tensor seen on it."""
 
     __slots__ = ("bytes", "dtype", "key", "label", "line", "op", "shape")
     bytes: int
@@ -94,7 +92,7 @@ class LiveStorage(weakref.ref):
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment with the most live bytes: when it was, what was made then and where, and how the bytes divide."""
+    """The peak of the live bytes: the event, the op and line that caused it, and the bytes by label."""
 
     bytes: int = 0
     event: int = 0
@@ -104,7 +102,7 @@ class Peak:
 
 
 class Budget(watch.OpWatch):
-    """Counts the storages of the threads inside it; with a limit ("200MiB" or bytes), refuses the first one over it."""
+    """Counts the storages of the threads inside it; with a limit ("200MiB" or bytes), raises OverBudget for the first over it."""
 
     def __init__(self, limit: str | int | None = None):
         super().__init__()
@@ -151,7 +149,7 @@ class Budget(watch.OpWatch):
             return list(zip(*self._curve, strict=True))
 
     def reset_peak(self) -> None:
-        """Forget the peak: it is what is live now, until something higher comes."""
+        """Reset the peak to the live bytes of now."""
         with self._lock:
             self._bury()
             self.peak = Peak(self._live, self.events, by_label=self._divided())
@@ -172,7 +170,7 @@ class Budget(watch.OpWatch):
     # ---- what it is told ----
 
     def adopt(self, *things: Any, label: str | None = None) -> None:
-        """Count what exists already: tensors, modules (with gradients), optimizers, and lists or dicts of them."""
+        """Count existing tensors: of tensors, modules (with gradients), optimizers, and lists or dicts of them."""
         with self.label(label or self._label):
             self._event()
             for tensor in _tensors(things):
@@ -180,7 +178,7 @@ class Budget(watch.OpWatch):
 
     @contextmanager
     def label(self, name: str) -> Iterator[None]:
-        """What this thread makes inside is counted under `name`; the innermost label holds."""
+        """Count storages that this thread creates inside under `name`; the innermost label applies."""
         before = self._label
         self._thread.label = name
         try:
@@ -248,7 +246,7 @@ class Budget(watch.OpWatch):
         self._resize_patch.start()
 
     def _set(self, storage: torch.UntypedStorage, size: int, tensor: Tensor | None, op: str) -> None:
-        """The storage has (or, resized, is about to have) this size: refuse it or count it."""
+        """Count a storage of this size (before a resize: the new size), or raise if it exceeds the limit."""
         line = _users_line()
         with self._lock:
             self._bury()
@@ -272,12 +270,12 @@ class Budget(watch.OpWatch):
         return {label: count for label, count in self._labels.most_common() if count}
 
     def _bury(self) -> None:
-        """Subtract the storages that died since: one event."""
+        """Subtract the storages that were freed since the last event."""
         if self._dead:
             self.events += 1
         while self._dead:
             held = self._dead.popleft()
-            if self._held.get(held.key) is held:  # a refused one was never counted
+            if self._held.get(held.key) is held:  # a storage over the limit was never counted
                 del self._held[held.key]
                 self._add(-held.bytes, held.label)
 
@@ -334,7 +332,7 @@ class CountedMeter:
 
 
 def _users_line() -> Line:
-    """The innermost line of the calling thread that is neither torch's nor the budget's."""
+    """The innermost line of the calling thread outside torch and this module."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back

@@ -4,31 +4,31 @@
     y = chunk(x)                        # 10 ms
     y.backward(g)                       # 20 ms: the gradient of x, then the one of the weight
 
-A chunk scales its input: y = x · w, with w [features], so the tensors, the gradients and the messages are real and can be
-checked, while the processor is idle: eight ranks run on two cores, and what a runtime adds, waits for or orders badly
-shows as lost time. Everything else is as with a real module: saved activations, autograd, threads, schedulers, gloo.
+A chunk scales its input: y = x · w, with w [features], so tensors, gradients and messages are real and can be checked, while the
+processor is idle: eight ranks run on two cores, and the overhead, waits and ordering of a runtime show as lost time. Everything
+else is as with a real module: saved activations, autograd, threads, schedulers, gloo.
 
-The weight gradient can be had on its own in two ways:
+The weight gradient can be computed separately in two ways:
 
-- by torch's generic split: `torch.distributed.pipelining` runs its schedules on a chunk, the zero-bubble ones too (it
-  leaves the whole backward of stage 0 to `W`, since the input there needs no gradient);
-- through a queue: with `chunk.queue` set, a backward computes the gradient of the input alone and hands the rest to
-  `queue.put(work)`. `work()` computes the gradient of the weight and gives it to `chunk.sink`, which adds it to `.grad`. The
-  queue of a split stage (`runtime/weight_grad.py`) is one; `WorkQueue` is the simplest.
+- by torch's generic split: `torch.distributed.pipelining` runs its schedules on a chunk, including zero-bubble ones (there the
+  whole backward of stage 0 runs in `W`, since its input needs no gradient);
+- through a queue: with `chunk.queue` set, the backward computes only the gradient of the input and calls `queue.put(work)`.
+  `work()` computes the gradient of the weight and passes it to `chunk.sink`, which adds it to `.grad`. The queue of a split
+  stage (`runtime/weight_grad.py`) can be used, or the simple `WorkQueue`.
 
-`pipeline_stage` gives a chunk to torch's runtime in either way.
+`pipeline_stage` wraps a chunk for torch's runtime in either way.
 
-A time may differ by micro-batch: `jitter` draws them (lognormal, seeded), `by_length` scales them. Whoever runs micro-batches out
-of order sets `chunk.micro_batch` before each forward; otherwise forwards are counted (all schedules of torch run them in
-order). A list of times is used again from its start when it ends, so for every step.
+Times may differ by micro-batch: `jitter` draws them (lognormal, seeded), `by_length` scales them. Code that runs micro-batches
+out of order sets `chunk.micro_batch` before each forward; otherwise forwards are counted (torch's schedules run them in order).
+A list of times repeats from its start, for every step.
 
-`emulated_products(rate)` does the same to whole models: matrix products and attention of every module give zeros, after the
-time they would take at so many FLOP/s (none at all with rate 0). Everything else, communication above all, is real.
+`emulated_products(rate)` does the same for whole models: matmuls and attention of every module return zeros after FLOPs / rate
+seconds (at once with rate 0). Everything else, in particular communication, is real.
 
-An op ends 0.14 ms late (median, alone and with eight ranks on two cores); if others use the machine too, one in a hundred is
-late by milliseconds, and a thread that computes in Python keeps the interpreter for up to 5 ms. What is not emulated: a
-host that runs ahead of its accelerator (here it waits), memory bandwidth, kernels and their launch costs. Never quote
-emulated compute as GPU compute.
+An op ends 0.14 ms late (median, alone and with eight ranks on two cores); on a loaded machine one in a hundred is late by
+milliseconds, and a thread that computes in Python holds the interpreter for up to 5 ms. Not emulated: a host that runs ahead of
+its accelerator (here it waits), memory bandwidth, kernels and their launch overhead. Never quote emulated compute as GPU
+compute.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """Seconds one micro-batch takes."""
+    """Seconds per micro-batch."""
 
     forward: float = 0.0
     input_grad: float = 0.0
@@ -77,7 +77,7 @@ class ChunkTimes:
 
 
 def jitter(times: ChunkTimes, micro_batches: int, *, cv: float, seed: int) -> tuple[ChunkTimes, ...]:
-    """Times of every micro-batch, each op drawn on its own: lognormal, of the given mean and coefficient of variation."""
+    """Random times of every micro-batch and op: lognormal with the given mean and coefficient of variation."""
     draw = random.Random(seed)
     sigma = math.sqrt(math.log1p(cv * cv))
 
@@ -91,13 +91,13 @@ def jitter(times: ChunkTimes, micro_batches: int, *, cv: float, seed: int) -> tu
 
 
 def by_length(times: ChunkTimes, lengths: Sequence[float]) -> tuple[ChunkTimes, ...]:
-    """Times of micro-batches of unequal length; `times` is what the average one takes."""
+    """Times of micro-batches of unequal length; `times` are those of the average one."""
     mean = sum(lengths) / len(lengths)
     return tuple(times.scaled(length / mean) for length in lengths)
 
 
 class ChunkSpan(NamedTuple):
-    """What a chunk did when: the op (F, I or W), the micro-batch, and seconds on the clock all ranks of a host share."""
+    """One executed op of a chunk: its kind (F, I or W), micro-batch, start and end on the host's monotonic clock."""
 
     op: str
     micro_batch: int
@@ -106,13 +106,13 @@ class ChunkSpan(NamedTuple):
 
 
 class Queue(Protocol):
-    """Takes work that can be done later."""
+    """Accepts deferred work."""
 
     def put(self, work: Callable[[], None], /) -> None: ...
 
 
 class WorkQueue:
-    """Work put off, in order."""
+    """Deferred work, in order."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
@@ -121,7 +121,7 @@ class WorkQueue:
         self.work.append(work)
 
     def take(self) -> Callable[[], None]:
-        """Empty the queue; returns what runs all that was in it."""
+        """Empty the queue; returns a function that runs its work."""
         taken, self.work = self.work, []
 
         def run() -> None:
@@ -131,7 +131,7 @@ class WorkQueue:
         return run
 
 
-EARLY = 150e-6  # a sleep ends about 100 µs late: the last of it is spun
+EARLY = 150e-6  # seconds; a sleep ends about 100 µs late, so the last part is a busy wait
 
 
 def sleep_until(deadline: float) -> None:
@@ -142,7 +142,7 @@ def sleep_until(deadline: float) -> None:
 
 
 class Chunk(nn.Module):
-    """y = x · weight, in the times asked for: the same for every micro-batch, or a list of them. `spans` is the record."""
+    """y = x · weight, with set times: the same for every micro-batch, or a list of them. `spans` records what ran."""
 
     def __init__(self, times: ChunkTimes | Sequence[ChunkTimes], features: int = 1):
         super().__init__()
@@ -152,7 +152,7 @@ class Chunk(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
         self.queue: Queue | None = None
         self.sink: Callable[[Tensor], None] = self._add_to_grad  # where a queued gradient goes
-        self.micro_batch: int | None = None  # of the next forward; None: count them
+        self.micro_batch: int | None = None  # of the next forward; None: forwards are counted
         self.spans: list[ChunkSpan] = []
         self._forwards = 0
 
@@ -161,7 +161,7 @@ class Chunk(nn.Module):
         micro_batch = self._forwards if self.micro_batch is None else self.micro_batch
         self._forwards += 1
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # the first of a model: its layers need gradients though its input does not
+            x = x.detach().requires_grad_()  # first chunk: its weight needs a gradient although its input does not
         # In this order autograd computes the gradient of the input first.
         gradient_of_weight = _Weight.apply(self.weight, x.detach(), self, micro_batch)
         y = _Input.apply(x, self.weight.detach(), self, micro_batch) + gradient_of_weight
@@ -169,7 +169,7 @@ class Chunk(nn.Module):
         return y
 
     def _finish(self, op: str, micro_batch: int, start: float) -> None:
-        """Let an op that started then take the time it should."""
+        """Sleep until an op that began at `start` has taken its set time, and record it."""
         times = self.times[micro_batch % len(self.times)]
         seconds = {"F": times.forward, "I": times.input_grad, "W": times.weight_grad}[op]
         sleep_until(start + seconds)
@@ -187,7 +187,7 @@ class Chunk(nn.Module):
 
 
 class _Input(torch.autograd.Function):
-    """x · weight, whose backward gives the gradient of x alone."""
+    """x · weight; its backward computes only the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunk: Chunk, micro_batch: int) -> Tensor:
@@ -204,7 +204,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """Zeros that take no memory, to be added to the output: the backward gives the gradient of the weight, or queues it."""
+    """Zeros without storage, added to the output; the backward computes the gradient of the weight, or queues it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, chunk: Chunk, micro_batch: int) -> Tensor:

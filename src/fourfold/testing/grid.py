@@ -1,4 +1,4 @@
-"""A tensor grid in one process: every rank a thread, collectives as exchanges between threads. Sixty-four ranks in a second.
+"""A tensor grid in one process: every rank is a thread, and collectives are exchanges between threads. 64 ranks in a second.
 
     def check(place, grid, depth):            # place: this rank's (depth, row, col)
         y = linear_on(grid)(x[place])
@@ -6,7 +6,7 @@
 
     results = run_grid(check, 4, 4, 4)
 
-For the correctness of layers; sums are in rank order. Bytes, timing and process groups need real processes: `run_ranks`.
+For testing the correctness of layers; sums are in rank order. Bytes, timing and process groups need processes: `run_ranks`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["run_grid"]
 
 
 class _Line:
-    """The ranks of one line, which meet at a barrier to show each other a tensor."""
+    """The ranks of one line of the grid, which exchange tensors at a barrier."""
 
     def __init__(self, size: int, timeout: float):
         self.barrier, self.shown = threading.Barrier(size, timeout=timeout), [torch.empty(0)] * size
@@ -43,7 +43,7 @@ class _ThreadAxis(Axis):
     """An Axis between threads."""
 
     def __init__(self, name: str, size: int, index: int, line: _Line):
-        super().__init__(name, size, index)  # no group: what is started is done at once
+        super().__init__(name, size, index)  # no group: collectives complete at once
         self.line = line
 
     def gather(self, x: Tensor) -> Tensor:
@@ -114,6 +114,6 @@ def run_grid(fn: Callable[..., Any], depth: int, row: int, col: int, *args: Any,
     for thread in threads:
         thread.join()
     if failures or len(results) < len(places):
-        place, text = failures[0] if failures else (None, "a rank waited in vain for another")
+        place, text = failures[0] if failures else (None, "a rank waited for another until the timeout")
         raise RankFailure(f"rank {place} failed first:\n{text}")
     return [results[place] for place in places]

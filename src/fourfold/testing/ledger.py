@@ -7,14 +7,14 @@
     ledger.received                     # bytes this rank must receive, by the cost model below
     rich.print(ledger)                  # a table
 
-It sees what goes through `torch.distributed`, whoever calls it and synchronous or not: collectives on one tensor or on
-lists, coalesced ones, object collectives (which are collectives on bytes), point-to-point messages, DDP's and FSDP2's buckets,
-DTensor's functional collectives; and our own rings, each as the collective it is. Other threads of a rank enter the ledger
-themselves (watch.py). It costs about 6 µs an op.
+It records everything that goes through `torch.distributed`, synchronous or not: collectives on one tensor or on lists,
+coalesced ones, object collectives (collectives on bytes), point-to-point messages, DDP's and FSDP2's buckets, DTensor's
+functional collectives; and our ring collectives, each as the collective that it implements. Other threads of a rank must enter
+the ledger themselves (watch.py). The overhead is about 6 µs per op.
 
-Bytes received by one of n ranks are those of the bandwidth-optimal algorithm (rings and chains), so that a formula can be
-checked exactly; a backend may move more (gloo's broadcast sends log2 n copies from the root, its reduce-scatter moves an
-all-reduce) and `testing/network.py` counts what it really moved. S is the payload, s = S / n one rank's part:
+Received bytes are those of the bandwidth-optimal algorithm (rings and chains) on one of n ranks, so that a formula can be
+checked exactly. A backend may transfer more (gloo's broadcast sends log2 n copies from the root, its reduce-scatter transfers an
+all-reduce); `testing/network.py` counts the bytes on the interface. S is the payload, s = S / n one rank's part:
 
     kind              payload S                         received
     all_reduce        the tensor                        2 (n - 1) / n · S         reduce-scatter, then all-gather
@@ -29,8 +29,8 @@ all-reduce) and `testing/network.py` counts what it really moved. S is the paylo
     recv              the message                       S                         recv_any_source likewise
     barrier           0                                 0
 
-Lists of unequal parts are counted as they are. An op of `torch.distributed` that is not in the table raises: nothing is
-left uncounted in silence. (Symmetric-memory kernels are not ops of it and are not seen.)
+Lists of unequal parts are counted by their actual sizes. An op of `torch.distributed` that is not in the table raises an error,
+so that nothing is left out silently. (Symmetric-memory kernels are not such ops and are not seen.)
 """
 
 from __future__ import annotations
@@ -60,31 +60,31 @@ class Entry(NamedTuple):
 
 
 class Ledger(OpWatch):
-    """What the threads that entered it communicated. `entries` is every call, in the order in which they were issued."""
+    """The communication of the threads that entered it; `entries` has every call, in the order of issue."""
 
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[Entry] = []
 
     def calls(self, kind: str | None = None, group: dist.ProcessGroup | None = None) -> int:
-        """How many calls, of one kind or all, in one group or all."""
+        """Number of calls, of one kind or all, in one group or all."""
         return sum(1 for _ in self._select(kind, group))
 
     def bytes(self, kind: str | None = None, group: dist.ProcessGroup | None = None) -> int:
-        """Their payload."""
+        """Total payload in bytes, selected as in `calls`."""
         return sum(entry.payload for entry in self._select(kind, group))
 
     def received_bytes(self, kind: str | None = None, group: dist.ProcessGroup | None = None) -> float:
-        """What this rank must receive for them; a whole number unless an all-reduce does not divide by its ranks."""
+        """Bytes that this rank must receive, selected as in `calls`; a fraction if an all-reduce does not divide evenly."""
         return float(sum(entry.received for entry in self._select(kind, group)))
 
     @property
     def received(self) -> float:
-        """What this rank must receive for everything in the ledger."""
+        """Bytes that this rank must receive in total."""
         return self.received_bytes()
 
     def clear(self) -> None:
-        """Start an empty page."""
+        """Remove all entries."""
         self.entries.clear()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -120,8 +120,8 @@ class Ledger(OpWatch):
 
 
 def received_bytes(kind: str, *, ranks: int, whole: int, mine: int = 0, after_root: int = 0) -> Fraction:
-    """What one rank must receive: the table above. `mine` is its own part of the `whole`, in bytes; `after_root` its
-    place after the root, (rank - root) mod ranks."""
+    """Bytes that one rank must receive, by the table above. `mine` is its own part of `whole`, in bytes; `after_root` is
+    (rank - root) mod ranks."""
     match kind:
         case "all_reduce":
             return Fraction(2 * (ranks - 1) * whole, ranks)
@@ -139,7 +139,7 @@ def received_bytes(kind: str, *, ranks: int, whole: int, mine: int = 0, after_ro
             return Fraction(whole)
         case "send" | "barrier":
             return Fraction(0)
-    raise ValueError(f"the ledger knows no collective {kind!r}")
+    raise ValueError(f"unknown collective {kind!r}")
 
 
 class _CollectiveOp(NamedTuple):

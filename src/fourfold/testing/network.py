@@ -1,4 +1,4 @@
-"""Shaped networks: hosts on this machine as network namespaces, joined by links of a set rate. Real sockets, real gloo.
+"""Shaped networks: hosts on this machine as network namespaces, connected by links of a set rate. Real sockets, real gloo.
 
     with Network(hosts=4, rate="100mbit") as net:
         seconds = net.run_ranks(check, ranks_per_host=2)        # check(rank, ranks), as with testing.ranks.run_ranks
@@ -10,24 +10,24 @@
     racks       host ──rate── rack switch ──uplink── core       racks=2, uplink="50mbit"
 
 A host is a namespace with one interface, `eth0`, address `net.address(host)`; ranks are placed on hosts in order. Each link is
-a veth pair with a token bucket (`tc tbf`) on both ends: full duplex, `rate` each way. The network reaches nothing else.
+a veth pair with a token bucket (`tc tbf`) at both ends: full duplex, `rate` each way. The network is isolated.
 
-Linux, root, and `ip` and `tc` of iproute2 are needed: `missing()` says what is not there, for a test to skip by.
-Leaving the context ends every process in the hosts and removes them; those of an earlier process that was killed are
+It needs Linux, root, and `ip` and `tc` of iproute2: `missing()` returns what is absent, as a reason to skip a test. At the end
+of the context all processes in the hosts are killed and the hosts removed; those of an earlier process that was killed are
 removed by the next Network.
 
-What it measures: bytes over a rate, with gloo's own traffic. Gathers and scatters (2 to 16 hosts, 80 to 200 Mbit/s) take 1.00 to
-1.08 times bytes / rate with 4 MiB and 1.00 to 1.15 with 1 MiB; on 2 and 4 hosts 0.99 to 1.16 with 256 KiB, 0.95 to 2.1 with 64.
-What is above 1 is latency, some 0.7 ms a step: it is not shaped. Two cores carry about 1.6 Gbit/s over all links; ask for more
-and the processor is what you measure (look at `Measured.busy`). gloo is not NCCL: some of its collectives take longer than they
-must (reduce-scatter twice, broadcast 2.4 times with 4 ranks and 8.6 with 16), so compare algorithms on the same collectives,
-and quote no ratio of gloo's as NCCL's.
+Accuracy: gathers and scatters (2 to 16 hosts, 80 to 200 Mbit/s) take 1.00 to 1.08 times bytes / rate with 4 MiB and 1.00 to
+1.15 with 1 MiB; on 2 and 4 hosts 0.99 to 1.16 with 256 KiB, 0.95 to 2.1 with 64 KiB. The excess is latency, about 0.7 ms per
+hop, which is not shaped. Two cores carry about 1.6 Gbit/s over all links; beyond that the processor is measured (see
+`Measured.busy`). gloo is not NCCL: some of its collectives take longer than necessary (reduce-scatter twice, broadcast 2.4
+times with 4 ranks and 8.6 with 16), so compare algorithms on the same collectives, and do not quote gloo's ratios as NCCL's.
 
 [Note: settings that matter]
-TCP reno (nearest to bytes over rate; cubic and bbr add up to 15 %), no slow start after idling, 1 MiB of send buffer. IPv6 is
-off, its chatter is counted too. A packet is a segment, as small as two cores bear: 9000 bytes with 4 hosts of 100 Mbit/s, 32 KiB
-with 16. A bucket that has filled in a pause gives its content away, which made gathers of 64 KiB on 2 and 4 hosts twice as fast
-as their links; so it empties at 1.1 times the rate at most (`peakrate`), which makes up for timers that are up to 2 ms late.
+TCP reno (closest to bytes / rate; cubic and bbr add up to 15 %), no slow start after idling, 1 MiB of send buffer. IPv6 is off,
+since its traffic would be counted. A packet is a segment, as small as two cores allow: 9000 bytes with 4 hosts of 100 Mbit/s,
+32 KiB with 16. A token bucket that filled during a pause allows a burst, which made gathers of 64 KiB on 2 and 4 hosts twice as
+fast as their links; so bursts are limited to 1.1 times the rate (`peakrate`), which compensates for timers that are up to 2 ms
+late.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _SETTINGS = {
 
 
 def missing() -> str | None:
-    """Why no network can be made here, or None. It tries: namespaces, links and shaping may be forbidden to root too."""
+    """Why no network can be created here, or None. Tries to create one, since even root may lack the permissions."""
     try:
         with Network(hosts=1, rate="1gbit"):
             return None
@@ -81,7 +81,7 @@ def missing() -> str | None:
 
 
 def _lacking() -> str | None:
-    """What is needed and seen to be absent without trying."""
+    """A missing requirement that can be detected without creating a network."""
     if sys.platform != "linux":
         return f"shaped networks need Linux; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -100,11 +100,13 @@ class ByteCounts(NamedTuple):
 
 
 class Network:
-    """Hosts that exist while the context lasts. See the module's text for the shapes it can have."""
+    """Hosts that exist inside the context. The module docstring describes the topologies."""
 
     def __init__(self, hosts: int, rate: str = "1gbit", *, racks: int = 1, uplink: str | None = None):
         if hosts < 1 or racks < 1 or hosts % racks:
-            raise NetworkError(f"{hosts} hosts cannot be shared equally by {racks} racks; use a multiple of {racks}")
+            raise NetworkError(
+                f"{hosts} hosts cannot be divided equally among {racks} racks; use a multiple of {racks}"
+            )
         if (racks > 1) != (uplink is not None):
             raise NetworkError("racks and the rate of their uplink go together: racks=2, uplink='50mbit'")
         self.hosts, self.rate, self.racks, self.uplink = hosts, rate, racks, uplink
@@ -141,7 +143,7 @@ class Network:
     ) -> subprocess.Popen[Any]:
         """Start a command in a host. `env` is added to this process's, `options` are those of subprocess.Popen.
 
-        gloo is told the interface. The command is ended when the network is taken down, with all that it started.
+        GLOO_SOCKET_IFNAME is set. The command and its children are killed at the end of the context.
         """
         merged = {**os.environ, "GLOO_SOCKET_IFNAME": _INTERFACE, **(env or {})}
         process = subprocess.Popen(["ip", "netns", "exec", self._host(host), *command], env=merged, **options)
@@ -175,7 +177,7 @@ class Network:
         return agents
 
     def traffic(self, host: int) -> ByteCounts:
-        """Bytes through the host's interface since the network was made; inside a rank, `network.traffic()`."""
+        """Bytes through the host's interface since its creation; inside a rank, use `network.traffic()`."""
         answer = json.loads(_run("ip", "-n", self._host(host), "-s", "-j", "link", "show", _INTERFACE))
         stats = answer[0]["stats64"]
         return ByteCounts(stats["rx"]["bytes"], stats["tx"]["bytes"])
@@ -248,7 +250,7 @@ def parse_rate(rate: str) -> float:
     """Bytes per second of `"100mbit"`, in the units of `tc` (powers of ten)."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit", rate.strip().lower())
     if match is None or float(match[1]) == 0:
-        raise NetworkError(f"a rate of {rate!r} is not known; write for example '100mbit', '800kbit' or '1gbit'")
+        raise NetworkError(f"invalid rate {rate!r}; write for example '100mbit', '800kbit' or '1gbit'")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
 
 
@@ -257,8 +259,8 @@ def parse_rate(rate: str) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """One timed section: seconds, from the first rank's start to the last one's end; the most bytes through any rank's
-    interface; and how busy the machine's processors were (near 1, the time is theirs and not the network's)."""
+    """A timed section: seconds from the first rank's start to the last rank's end; maximum bytes through any rank's
+    interface; and the load of the machine's processors (near 1, they limit the time, not the network)."""
 
     seconds: float
     received: int
@@ -267,7 +269,7 @@ class Measured:
 
 
 def measure(work: Callable[[], Any]) -> Measured:
-    """Time `work` on all ranks, on the clock they share. Every rank calls it and gets the same answer."""
+    """Time `work` on all ranks. Every rank calls it and gets the same result."""
     dist.barrier()
     idle, before = _processor_time(), traffic()
     start = time.monotonic()
@@ -294,7 +296,7 @@ def traffic() -> ByteCounts:
 
 
 def _processor_time() -> tuple[int, int]:
-    """Ticks of all processors so far: all of them, and the idle ones."""
+    """Processor ticks so far: (total, idle)."""
     fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return sum(fields), fields[3] + fields[4]
 
@@ -303,7 +305,7 @@ def _processor_time() -> tuple[int, int]:
 
 
 def _owner(pid: int) -> str | None:
-    """What a process calls its namespaces: its number and when it started, for numbers are used again. None: it is dead."""
+    """Prefix of a process's namespaces: pid and start time, since pids are reused. None if the process is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

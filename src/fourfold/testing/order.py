@@ -1,11 +1,11 @@
-"""One order of collectives on all ranks that share them: hashed group by group, and compared at every step's end.
+"""Checks that all ranks of a group issue their collectives in the same order: hashed per group, compared after every step.
 
     order = SameOrder()
     with order:                                     # in every rank
         fit(config, plan, callbacks=[order])        # or order.compare() at the same place on every rank
 
-A collective that some rank issues earlier or later than its peers, or of another size, hangs or corrupts a run on another
-backend or at another speed; here it is an error that names the group and the call. Messages are not compared: they have two ends.
+If a rank issues a collective in another order or with another size than its peers, a run may hang or compute wrong results,
+depending on backend and timing. Here it is an error that names the group and the call. Point-to-point messages are not compared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class SameOrder(Callback, Ledger):
     """The collectives this rank issued since the last comparison."""
 
     compared = 0
-    """Calls that were found to be the same on all ranks."""
+    """Number of calls found equal on all ranks."""
 
     def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.compare()
 
     def compare(self) -> None:
-        """Called by all ranks; raises where the ranks of a group issued different collectives, or in another order."""
+        """Compare across ranks (all must call it); raises if the ranks of a group issued different collectives or orders."""
         mine: dict[str, list[tuple[str, int]]] = {}
         for entry in self.entries:
             if entry.kind not in _MESSAGES:

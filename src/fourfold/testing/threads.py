@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for programs that only exchange messages, hundreds of them in a second.
+"""Ranks as threads of one process, for programs that only exchange messages: hundreds of runs per second.
 
     def check(rank, ranks, mail):
         executor = Executor(placement, rank, stages, units, mail.of(rank))
@@ -6,8 +6,8 @@
 
     results = run_threads(check, 4)
 
-`mail.of(rank)` stands in for a Transport: messages are handed over by reference, in the order in which each sender sent them,
-and every wait has a timeout. Collectives need real processes: `run_ranks`.
+`mail.of(rank)` replaces a Transport: messages are passed by reference, in each sender's order, and every wait has a timeout.
+Collectives need processes: `run_ranks`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Mail", "MailBox", "run_threads"]
 
 
 class Mail:
-    """The mail boxes of all ranks."""
+    """The mailboxes of all ranks."""
 
     def __init__(self, ranks: int, timeout: float = 20.0):
         self.timeout = timeout
@@ -33,11 +33,11 @@ class Mail:
         self.broken = False
 
     def of(self, rank: int) -> Any:
-        """The mail box of a rank, in place of its Transport."""
+        """The mailbox of a rank, in place of its Transport."""
         return self.boxes[rank]
 
     def break_off(self) -> None:
-        """A rank is gone: nobody waits any longer."""
+        """Abort all waits, because a rank failed."""
         self.broken = True
         for box in self.boxes:
             with box.changed:

@@ -1,7 +1,7 @@
-"""Watching ops: the ground that the ledger and the budget stand on.
+"""Observing ops: the base class of the ledger and the budget.
 
-A watch sees every op that torch dispatches in the threads that have entered it. Torch keeps dispatch modes per thread, so a
-thread that works for the same rank (a receiver of messages) enters the same watch itself:
+An OpWatch sees every op that torch dispatches in the threads that entered it. Torch keeps dispatch modes per thread, so another
+thread of the same rank (a receiver of messages) must enter the same watch itself:
 
     with watch:                         # this thread
         Thread(target=receive).start()
@@ -10,9 +10,9 @@ thread that works for the same rank (a receiver of messages) enters the same wat
         with watch:                     # and that one
             dist.recv(buffer)
 
-Entering it again in a thread that is inside already changes nothing: no op is seen twice. The backward of a loss runs where
-`backward()` was called and is seen. `torch.compile` compiles nothing inside a watch, it runs the code as it stands, and with
-`fullgraph=True` refuses (torch's rule for dispatch modes). What a kernel does within itself is not seen.
+Entering it twice in one thread has no further effect. The backward runs in the thread that calls `backward()` on CPUs, and is
+seen. Inside a watch `torch.compile` runs code uncompiled, and raises with `fullgraph=True` (torch's rule for dispatch modes). The
+inside of a kernel is not seen.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["OpWatch"]
 
 
 class OpWatch:
-    """Sees the ops of the threads that entered it: override `op`, which must call it and return its result."""
+    """Observes the ops of the threads that entered it. Subclasses override `op`, which must run the op and return its result."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
 
     def op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called instead of each op; ops called within are not seen by this watch."""
+        """Called instead of each op; ops called inside are not observed."""
         return op(*args, **kwargs)
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class _Mode(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **(kwargs or {}))  # torch is working out shapes: nothing happens
+            return func(*args, **(kwargs or {}))  # torch is inferring shapes: no computation
         if any(t not in (Tensor, nn.Parameter) for t in types):
-            return NotImplemented  # a DTensor and the like: let it act first, then see the plain ops it issues
+            return NotImplemented  # DTensor and other subclasses: they run first, then their plain ops are observed
         return self.watch.op(func, args, kwargs or {})

@@ -2,14 +2,14 @@
 
     with one_of_many(64):                          # this process is rank 0 of 64; collectives return at once
         rank = OneRank(config, plan)
-        rank.step()                                # the real code of a rank: its true memory and compute time
-        rank.update()                              # with `optimizer = True`: the update, and the gradients are gone
+        rank.step()                                # the real code of a rank: its memory and compute time
+        rank.update()                              # with `optimizer = True`: update the weights and drop the gradients
 
-`activations` measures what each unit's computations hold, one micro-batch on its way through the stage; with it, `replayed` says
-the rank's peak before a step is run.
+`activations` measures the activation bytes of each unit for one micro-batch; with it, `replayed` predicts the rank's peak
+before a step is run.
 
-In a real group (`run_ranks`), every rank makes its own. What a collective or a message would have brought is left out in
-`one_of_many`, so values mean nothing there; memory, order and time of computation do. Any rank of any plan can be had.
+In a real group (`run_ranks`), every rank creates its own. In `one_of_many` collectives and messages carry no data, so values are
+meaningless; memory, order and compute time are real. Any rank of any plan can be created.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 @contextmanager
 def one_of_many(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Be one rank of a group whose other ranks do not exist."""
+    """A process group in which this process is one rank and the other ranks do not exist."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
     try:
         yield
@@ -63,7 +63,7 @@ def one_of_many(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 class _Nowhere(Transport):
-    """Messages of a rank whose neighbours do not exist: what is sent is dropped, what is received is random."""
+    """A transport without neighbours: sends are dropped, receives return random values."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self._make = lambda: torch.randn(shape, dtype=dtype, device=device)
@@ -81,17 +81,17 @@ class _Nowhere(Transport):
         return self._make()
 
     def release(self, value: Any) -> None:
-        """Nobody else holds it."""
+        """Nothing to free."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
     def close(self) -> None:
         """There are no threads."""
 
 
 class OneRank:
-    """What a rank holds under a plan. Makes process groups: all real ranks of the plan must make theirs."""
+    """One rank of a plan. Creates process groups, so all real ranks of the plan must create theirs."""
 
     def __init__(self, config: Config, plan: Plan, rank: int = 0, device: str = "cpu", optimizer: bool = False):
         self.config, self.plan, self.device = config, plan, torch.device(device)
@@ -145,7 +145,7 @@ class OneRank:
 
     @torch.no_grad()
     def update(self, lr: float = 1e-4) -> None:
-        """Update the weights from the reduced gradients, and let those go."""
+        """Update the weights from the reduced gradients, and free the gradients."""
         assert self.optimizer is not None, "a rank without an optimizer"
         squares = [square_sum(u.shard_grad) for u in self.units if u.shard_grad is not None]
         self.optimizer.step(lr, torch.stack(squares).sum().sqrt(), None)
@@ -156,7 +156,7 @@ class OneRank:
             unit.zero_grad()
 
     def close(self) -> None:
-        """Let go of the threads that carry messages."""
+        """Stop the threads that carry messages."""
         if self.runner.executor.transport is not None:
             self.runner.executor.transport.close()
 
@@ -182,7 +182,7 @@ class OneRank:
         return {unit.name: Activations(*there, *back) for unit, there, back in found}
 
     def replayed(self, activations: Mapping[str, Activations] | None = None) -> Replay:
-        """What the rank's program says its units communicate and hold, with `activations` all it holds."""
+        """The collectives and memory that follow from the rank's program; with `activations`, the full peak."""
         footprints = {
             unit.name: Footprint(
                 unit.layout.total,
