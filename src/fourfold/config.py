@@ -63,12 +63,17 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model. `hf` takes the architecture from a Hugging Face config.json; fields given beside it win."""
+    """The model. `hf` takes architecture and weights from a Hugging Face folder; fields given beside it win."""
 
     family: Literal["gpt", "bert", "llama"] = "gpt"
     """gpt: learned positions, LayerNorm, GELU. llama: RMSNorm, RoPE, SwiGLU (also Qwen, Mistral). bert: bidirectional."""
     hf: str | None = None
-    """Path of a Hugging Face config.json."""
+    """Path of a Hugging Face folder, or of the config.json in one: architecture and weights."""
+    init: str = ""
+    """Initial weights: random, or the path of a folder to read them from (Hugging Face safetensors, or a distributed checkpoint
+    of torch); default: the folder of `hf`, random without one."""
+    model_type: str = ""
+    """Hugging Face model_type, as which weights are read and written; default: what `hf` says, else the one that fits."""
     layers: int = 0
     """Number of blocks."""
     hidden: int = 0
@@ -114,10 +119,11 @@ class ModelConfig:
         """Defaults of the family filled in; raises ConfigError where a rule is broken."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
         if self.hf is not None:
-            from fourfold.model.hf import read_config
+            from fourfold.model.hf import hf_folder, read_config
 
             given = read_config(self.hf, self.seq_len, self.dropout) | given
-        m = dataclasses.replace(self, **given | {"hf": None})
+            given.setdefault("init", str(hf_folder(self.hf)))
+        m = dataclasses.replace(self, **given | {"hf": None, "init": given.get("init", "random")})
         _require(m, "model", layers=1, hidden=1, seq_len=1, vocab=2)
         if m.layers > MOST_LAYERS:
             raise ConfigError(f"model.layers = {m.layers} must be at most {MOST_LAYERS}")
@@ -181,8 +187,9 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib (the running Python's own source), or the path of a text file, JSONL file, token file or folder of text."""
-    tokenizer: str = "bytes"
-    """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files carry their own."""
+    tokenizer: str = ""
+    """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files carry their own. Default: the one
+    in the folder of `model.hf`, bytes without one."""
     eval_fraction: float = 0.01
     """Share of the corpus, at its end, kept for evaluation."""
     template: str = "auto"
@@ -374,7 +381,14 @@ class Config:
                 f"optim.warmup = {self.optim.warmup} is longer than train.steps = {self.train.steps}; "
                 f"use {self.train.steps} or less"
             )
-        return dataclasses.replace(self, model=self.model.resolve())
+        data = self.data
+        if not data.tokenizer:
+            from fourfold.model.hf import hf_folder
+
+            own = hf_folder(self.model.hf) / "tokenizer.json" if self.model.hf else None
+            scratch = own is None or (self.model.init == "random" and not own.is_file())
+            data = dataclasses.replace(data, tokenizer="bytes" if scratch else str(own))
+        return dataclasses.replace(self, model=self.model.resolve(), data=data)
 
 
 def nearest_divisor(total: int, wish: int) -> int:

@@ -167,6 +167,10 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout]:
 
     extra_callbacks(config)
     open_samples(config)
+    if config.model.init != "random" and not args.resume:
+        from fourfold.train.weights import check_weights
+
+        check_weights(config.model)
     return config, plan, layout
 
 

@@ -37,7 +37,6 @@ __all__ = [
     "Run",
     "Window",
     "canonical_name",
-    "family_of",
     "links",
     "tied_names",
 ]
@@ -89,13 +88,13 @@ class Window:
 class Rule:
     """Tensors `theirs` of the files are part of the serial parameters `ours`.
 
-    Patterns: {i} is the layer, {p} is weight and bias, {h} a row of a stacked parameter (one tensor for each).
+    Patterns: {i} is the layer, {p} is weight and bias, {h} a head (one tensor for each; ours is a vector of them all).
 
     `part`: which rows of ours they are. "all": all; "q", "k", "v": heads of the fused qkv; "gate", "up": halves of a gated up;
     "qkv by head": all of qkv, with the rows [q | k | v] of one head after those of another.
     `transposed`: stored as [inputs, outputs]. `interleaved`: rotary pairs are rows (2j, 2j + 1) of each head in the files, and
-    (j, j + R/2) in ours, R the rotary dims; along `dim` of ours. `shape`: fields of ModelConfig that give the stored shape, where
-    it is another than ours (same elements in the same order).
+    (j, j + R/2) in ours, R the rotary dims. `shape`: fields of ModelConfig that give the stored shape, where it is another than
+    ours (same elements in the same order).
     """
 
     theirs: str
@@ -103,7 +102,6 @@ class Rule:
     part: Literal["all", "q", "k", "v", "gate", "up", "qkv by head"] = "all"
     transposed: bool = False
     interleaved: bool = False
-    dim: int = 0
     shape: tuple[str, ...] = ()
 
 
@@ -323,15 +321,6 @@ FAMILIES: dict[str, Family] = {
 # ---- a model of the table ----
 
 
-def family_of(m: ModelConfig) -> Family | None:
-    """The family that a (resolved) model is written as: the first one that always has what the model has; None: there is none."""
-    for family in FAMILIES.values():
-        fixed = all(getattr(m, name) == value for name, value in family.fixed.items())
-        if family.ours == m.family and fixed and not (m.family == "bert" and not m.tie):
-            return family
-    return None
-
-
 @dataclass(frozen=True)
 class Run:
     """Rows [ours, ours + length) of a serial parameter are the rows theirs, theirs + step, … of a stored tensor."""
@@ -346,8 +335,8 @@ class Run:
 class Link:
     """A tensor of the files and its elements in a serial parameter.
 
-    Take the stored tensor of `shape`, view it as `view`, transpose it if `transposed`: then `runs` of its dim `dim` are runs of
-    the same dim of the serial parameter `ours`, over all of the other dims.
+    Take the stored tensor of `shape`, view it as `view`, transpose it if `transposed`: then `runs` of its rows are runs of rows
+    of the serial parameter `ours`.
     """
 
     theirs: str
@@ -355,7 +344,6 @@ class Link:
     ours: str
     view: tuple[int, ...]
     transposed: bool
-    dim: int
     runs: tuple[Run, ...]
 
 
@@ -389,29 +377,28 @@ def _links(rule: Rule, m: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
             if ours not in shapes:
                 continue
             if "{h}" in theirs:
-                made += _stacked(theirs, ours, shapes[ours])
+                made += _by_head(theirs, ours, shapes[ours], m.head_dim)
             else:
                 made.append(_link(rule, m, theirs, ours, shapes[ours]))
     return made
 
 
-def _stacked(theirs: str, ours: str, shape: tuple[int, ...]) -> list[Link]:
-    """One stored tensor for every row of ours."""
+def _by_head(theirs: str, ours: str, shape: tuple[int, ...], width: int) -> list[Link]:
+    """One stored tensor for every head; ours is a vector of all of them."""
     return [
-        Link(theirs.replace("{h}", str(h)), shape[1:], ours, (1, *shape[1:]), False, 0, (Run(h, 0, 1),))
-        for h in range(shape[0])
+        Link(theirs.replace("{h}", str(h)), (width,), ours, (width,), False, (Run(h * width, 0, width),))
+        for h in range(shape[0] // width)
     ]
 
 
 def _link(rule: Rule, m: ModelConfig, theirs: str, ours: str, shape: tuple[int, ...]) -> Link:
-    runs = _runs(rule, m, shape[rule.dim])
-    dims = list(shape)
-    dims[rule.dim] = sum(run.length for run in runs)
+    runs = _runs(rule, m, shape[0])
+    dims = (sum(run.length for run in runs), *shape[1:])
     transposed = rule.transposed and len(shape) == 2
-    view = tuple(reversed(dims)) if transposed else tuple(dims)
+    view = dims[::-1] if transposed else dims
     stored = tuple(getattr(m, name) for name in rule.shape) or view
     assert math.prod(stored) == math.prod(view), (theirs, stored, view)
-    return Link(theirs, stored, ours, view, transposed, rule.dim, runs)
+    return Link(theirs, stored, ours, view, transposed, runs)
 
 
 def _runs(rule: Rule, m: ModelConfig, rows: int) -> tuple[Run, ...]:
@@ -430,7 +417,7 @@ def _runs(rule: Rule, m: ModelConfig, rows: int) -> tuple[Run, ...]:
     }[rule.part]
     if not rule.interleaved:
         return (Run(start, 0, length),)
-    turned = getattr(m, "rotary_dims", 0) or e  # the first dims of each head; the rest stay where they are
+    turned = getattr(m, "rope_dim", 0) or e  # the first dims of each head; the rest stay where they are
     runs = []
     for h in range(0, length, e):
         runs += [Run(start + h, h, turned // 2, 2), Run(start + h + turned // 2, h + 1, turned // 2, 2)]

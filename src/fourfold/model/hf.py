@@ -16,7 +16,7 @@ from fourfold.config import RopeScaling, nearest_divisor
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, REQUIRED, Family, Key, Rope
 
-__all__ = ["hf_file", "read_config"]
+__all__ = ["hf_file", "hf_folder", "read_config"]
 
 EXPERTS = "a mixture of experts is not supported"
 OTHERS = {
@@ -58,6 +58,12 @@ def hf_file(path: str | Path) -> Path | None:
         return None
     data = schema.read(path)
     return path if "model_type" in data or (path.name == "config.json" and "model" not in data) else None
+
+
+def hf_folder(path: str | Path) -> Path:
+    """The folder of a Hugging Face model, from its path or that of the config.json in it; absolute, so that it stays true."""
+    path = Path(path).resolve()
+    return path if path.is_dir() else path.parent
 
 
 def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def _refuse_task(c: dict[str, Any], family: Family, path: Path) -> None:
 
 def _fields(c: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
     """Fields by the family's keys; raises KeyError for a key that must be there."""
-    fields: dict[str, Any] = {"family": family.ours}
+    fields: dict[str, Any] = {"family": family.ours, "model_type": family.model_type}
     names = {key.field: _present(c, key) for key in family.keys}
     for key in family.keys:
         value = _value(c, key, names[key.field] if key.field else key.name, path)

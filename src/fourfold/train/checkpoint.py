@@ -33,7 +33,7 @@ import shutil
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -85,10 +85,12 @@ __all__ = [
     "check_state",
     "complete",
     "doomed",
+    "held_boxes",
     "holding_of",
     "load",
     "newest",
     "open_newest",
+    "read_box",
     "read_state",
     "remove",
     "resume",
@@ -145,17 +147,21 @@ def _chunks(holdings: Iterable[Holding], *, written: bool = False) -> dict[str, 
     """What the holdings hold, or what of it this rank writes."""
     out: dict[str, _Chunks] = {}
     for h in holdings:
-        stop = h.start + h.flat.numel()
-        for slot in h.layout.slots:
-            low, high = max(h.start, slot.start), min(stop, slot.stop)
-            for part in parts_of_range(slot.shape, h.pieces[slot.name], low - slot.start, high - slot.start):
-                if not written or h.writes(part.piece):
-                    at = slot.start + part.start - h.start
-                    name = h.prefix + part.piece.name
-                    chunks = out.setdefault(name, _Chunks(part.piece.global_shape, h.flat.dtype))
-                    offset = torch.Size(a for a, _ in part.global_box)
-                    chunks.views[offset] = _view(h.flat, at, part.inside, part.within)
+        for piece, box, view in held_boxes(h, written=written):
+            chunks = out.setdefault(h.prefix + piece.name, _Chunks(piece.global_shape, h.flat.dtype))
+            chunks.views[torch.Size(a for a, _ in box)] = view
     return out
+
+
+def held_boxes(h: Holding, *, written: bool = False) -> Iterator[tuple[Piece, Box, Tensor]]:
+    """What a holding holds, or what of it this rank writes: the piece, the box of its serial tensor, the view of local memory."""
+    stop = h.start + h.flat.numel()
+    for slot in h.layout.slots:
+        low, high = max(h.start, slot.start), min(stop, slot.stop)
+        for part in parts_of_range(slot.shape, h.pieces[slot.name], low - slot.start, high - slot.start):
+            if not written or h.writes(part.piece):
+                at = slot.start + part.start - h.start
+                yield part.piece, part.global_box, _view(h.flat, at, part.inside, part.within)
 
 
 def _view(flat: Tensor, at: int, inside: Box, within: Box) -> Tensor:
@@ -272,6 +278,16 @@ def resume(loop: Loop, checkpoints: Path, group: dist.ProcessGroup | None, conso
     loop.guard.skipped = state["skipped"]
     loop.saved_step = state["step"]
     return state["step"]
+
+
+def read_box(directory: Path, index: Index, name: str, box: Box) -> Tensor:
+    """A box of one serial tensor of a checkpoint."""
+    stored = index[name]
+    chunks = _Chunks(stored.shape, _dtype(stored.dtype))
+    out = torch.empty(shape_of(box), dtype=chunks.dtype)
+    chunks.views[torch.Size(a for a, _ in box)] = out
+    _fill(directory, index, {name: chunks})
+    return out
 
 
 def _fill(directory: Path, index: Index, wanted: Mapping[str, _Chunks]) -> None:

@@ -121,7 +121,7 @@ class HuggingFaceTokenizer:
             self._library = Library.from_file(str(path))
         except Exception as e:  # the library raises bare Exception for a malformed file
             raise DataError(f"{path}: not a tokenizer.json: {e}") from None
-        self.name, self.vocab = str(path), self._library.get_vocab_size()
+        self.name, self.vocab = str(path), 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=0)
         names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end|>")
         config = path.parent / "tokenizer_config.json"
         found = files.read_json(config, DataError) if config.is_file() else {}
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(Path(name))
+    return ByteTokenizer() if name in ("bytes", "") else HuggingFaceTokenizer(Path(name))
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def make_units(
             sum_over={n: group for n, group in sums.items() if group is not None},
             sliced=layout.choices[of].slices > 1,
         )
-        for n, parameter in unit.params.items():
+        for n, parameter in unit.params.items() if config.model.init == "random" else ():
             for piece in unit.pieces[n]:
                 fill_initial(parameter, piece, config.model, config.train.seed)
         unit.scatter()

@@ -51,6 +51,7 @@ from fourfold.train.parts import (
 from fourfold.train.rundir import RunDir
 from fourfold.train.streamed import make_keeper, make_optimizer
 from fourfold.train.trace import TraceFile
+from fourfold.train.weights import check_weights, read_weights
 from fourfold.view.console import Progress, short_duration
 
 __all__ = ["DTYPES", "Outcome", "fit", "join_and_work", "work"]
@@ -83,6 +84,8 @@ def fit(
     config, place = config.resolve(), current_place()
     plan = plan or Plan(mesh=Mesh(data=place.ranks))
     layout = plan.check(config, place.ranks)
+    if config.model.init != "random" and not resume:
+        check_weights(config.model)
     return join_and_work(place, config, plan, layout, callbacks=callbacks, resume=resume, console=console)
 
 
@@ -245,6 +248,8 @@ def assemble(
         RunServices(train_samples, eval_samples, checkpointer, guard, mine),
     )
     done = checkpoint.resume(loop, run.checkpoints, saving, console)
+    if config.model.init != "random" and checkpoint.newest(run.checkpoints) is None:
+        read_weights(loop)
     if config.log.trace:
         loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done, clock)
         if loop.trace.dropped:

@@ -1,0 +1,365 @@
+"""Initial weights from files: a Hugging Face folder (safetensors), or a distributed checkpoint (DCP) of torch.
+
+Every rank reads the boxes of the serial parameters that it holds and nothing else, straight into its optimizer's master copy,
+so nothing is gathered, and a model is never in memory twice:
+
+    held box of a serial parameter  →  rows of stored tensors (model/families.py: Link)  →  view of the mapped file  →  copy
+
+`check_weights` compares names, shapes and types with what the model needs from headers alone, before any rank starts.
+
+[Note: files are not trusted]
+Names in an index must be plain file names in the folder; a header may not be longer than 100 MB, give a name twice, or promise
+bytes that the file does not have; only floating-point types are read. Pickled weights (.bin, .pt) are never opened. The index of
+a DCP is a pickle: it is read by an unpickler that knows the classes of such an index alone (train/dcp.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fourfold.config import ModelConfig
+from fourfold.errors import ConfigError
+from fourfold.model.families import FAMILIES, Family, Link, canonical_name, links, tied_names
+from fourfold.piece import Box
+from fourfold.train.checkpoint import Holding, held_boxes
+from fourfold.train.dcp import DTYPES, Source, open_dcp
+
+if TYPE_CHECKING:
+    from fourfold.train.loop import Loop
+
+__all__ = ["check_weights", "family_of_source", "fill", "open_source", "read_weights", "stored_types"]
+
+LONGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library has the same bound."""
+LARGEST_DIM = 2**31
+CHUNK = 64 << 20
+"""Bytes that are copied at a time."""
+THREADS = 4
+"""Copies in flight: page faults of one wait while others read."""
+PREFIXES = ("", "model.", "state.model.", "app.model.", "module.", "model.module.", "_orig_mod.", "model._orig_mod.")
+"""What savers of distributed checkpoints put before the names of a model."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def open_source(path: str | Path) -> Source:
+    """The tensors in a folder; raises ConfigError for a folder without weights that can be read."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; model.init is 'random' or the path of a folder with weights")
+    if (path / ".metadata").is_file():
+        return open_dcp(path)
+    return _Safetensors(path)
+
+
+# ---- safetensors ----
+
+
+class _Safetensors:
+    """The safetensors of a folder, mapped into memory: `model.safetensors`, or the files that an index names."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        files = _files(path)
+        self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._file_of: dict[str, Path] = {}
+        self._start: dict[str, int] = {}
+        for file, wanted in files.items():
+            header, start = _header(file)
+            if wanted is not None:
+                _same_names(path, file, wanted, set(header))
+            for name, (shape, dtype, (begin, _)) in header.items():
+                if name in self._file_of:
+                    raise ConfigError(f"{file}: has {name}, which {self._file_of[name].name} has as well")
+                self.tensors[name] = shape, dtype
+                self._file_of[name], self._start[name] = file, start + begin
+        self._mapped: dict[Path, torch.UntypedStorage] = {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        shape, dtype = self.tensors[name]
+        at, size = self._start[name], math.prod(shape) * dtype.itemsize
+        file = self._file_of[name]
+        if file not in self._mapped:
+            self._mapped[file] = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
+        raw = torch.empty(0, dtype=torch.uint8).set_(self._mapped[file], at, (size,))  # type: ignore[call-overload]
+        if at % dtype.itemsize:  # files of old writers
+            raw = raw.clone()
+        tensor = raw.view(dtype).view(shape)
+        return tensor[tuple(slice(a, b) for a, b in box)]
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files of a folder, and the tensors that the index expects in each (None: there is no index)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        raise ConfigError(_no_weights(folder))
+    where = _json(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ConfigError(f"{index}: weight_map is missing")
+    found: dict[Path, set[str] | None] = {}
+    for tensor, name in where.items():
+        plain = isinstance(name, str) and name == os.path.basename(name) and name.endswith(".safetensors")
+        if not plain or "\0" in name:
+            raise ConfigError(f"{index}: weight_map names {name!r}; it must be a .safetensors file of the folder")
+        file = folder / name
+        if not file.is_file():
+            raise ConfigError(f"{index}: weight_map names {name}, which is not in the folder")
+        names = found.setdefault(file, set())
+        assert names is not None
+        names.add(tensor)
+    return found
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern) if "training_args" not in p.name)
+    if pickles:
+        return (
+            f"{folder}: its weights are pickles ({pickles[0]}), which can run code and are not opened; convert them where you "
+            f"trust them: AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder) + '-safe'!r})"
+        )
+    other = sorted(p.name for p in folder.glob("*.safetensors"))
+    if other:
+        return (
+            f"{folder}: has {other[0]}, but neither model.safetensors nor model.safetensors.index.json; give the index"
+        )
+    return (
+        f"{folder}: there are no weights in it (model.safetensors, or model.safetensors.index.json); give a folder that has "
+        "them, or train from random weights with model.init = 'random'"
+    )
+
+
+def _same_names(folder: Path, file: Path, wanted: set[str], found: set[str]) -> None:
+    for name in sorted(wanted - found):
+        raise ConfigError(f"{folder}: the index says that {file.name} has {name}, but it has not")
+    for name in sorted(found - wanted):
+        raise ConfigError(f"{folder}: {file.name} has {name}, which the index does not name")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > LONGEST_HEADER:
+        raise ConfigError(f"{path}: longer than {LONGEST_HEADER} bytes")
+    return _table(path, path.read_bytes())
+
+
+def _table(path: Path, text: bytes) -> dict[str, Any]:
+    """A JSON object in which no name is given twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise ConfigError(f"{path}: {twice[0]!r} is given twice")
+        return dict(pairs)
+
+    try:
+        data = json.loads(text.decode(), object_pairs_hook=once)
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, ConfigError):
+            raise
+        raise ConfigError(f"{path}: damaged: its header is not JSON") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: damaged: its header is not a JSON object")
+    return data
+
+
+def _header(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, int]]], int]:
+    """Shape, type and bytes of every tensor of a safetensors file, and where its data begin; checked against the file's size."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 or length > min(LONGEST_HEADER, size - 8):
+            raise ConfigError(
+                f"{path}: not a safetensors file, or truncated: its header does not fit into {size} bytes"
+            )
+        data = _table(path, f.read(length))
+    start, found, end = 8 + length, {}, 0
+    for name, entry in data.items():
+        if name == "__metadata__":
+            continue
+        try:
+            kind, shape, (begin, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            numbers = (*shape, begin, stop)
+            if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{path}: damaged: the entry of {name} is {str(entry)[:80]}") from None
+        if kind not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise ConfigError(f"{path}: {name} is of type {kind}, which is not supported; weights are {known}")
+        bytes_ = math.prod(shape) * DTYPES[kind].itemsize
+        if any(n >= LARGEST_DIM for n in shape) or stop - begin != bytes_:
+            raise ConfigError(f"{path}: damaged: {name} of shape {list(shape)} has bytes {begin} to {stop}")
+        found[name] = shape, DTYPES[kind], (begin, stop)
+        end = max(end, stop)
+    if start + end != size:
+        what = "truncated" if size < start + end else "longer than its header says"
+        raise ConfigError(f"{path}: {what}: {size} bytes, but the header promises {start + end}")
+    at = 0
+    for name, (_, _, (begin, stop)) in sorted(found.items(), key=lambda item: item[1][2]):
+        if begin != at:
+            raise ConfigError(f"{path}: damaged: the bytes of {name} overlap others, or leave a gap")
+        at = stop
+    return found, start
+
+
+# ---- what the model needs ----
+
+
+def family_of_source(m: ModelConfig) -> Family:
+    """The family whose names the files of a model have."""
+    if m.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model.init = '{m.init}' needs model.model_type, the family of its names: one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[m.model_type]
+
+
+def check_weights(m: ModelConfig, *, again: bool = False) -> Source:
+    """Open the weights of a (resolved) model and compare them with what it needs; raises ConfigError naming what differs.
+
+    `again`: they were checked before, so that only headers are read.
+    """
+    family = family_of_source(m)
+    source = open_source(m.init)
+    source = _canonical(source, family) if isinstance(source, _Safetensors) else _without_prefix(source, family, m)
+    expected = {link.theirs: link.shape for link in links(family, m)}
+    tied = set(tied_names(family, m))
+    missing = [name for name in expected if name not in source.tensors]
+    unknown = [name for name in source.tensors if name not in expected and name not in tied]
+    where = f"{m.init} does not fit the model (model_type {family.model_type!r}, {m.layers} layers, hidden {m.hidden})"
+    if missing:
+        heads = [rule.theirs for rule in family.tensors if rule.ours == "head.proj.weight"]
+        hint = "; is its head tied to the embedding? Then write model.tie = true" if missing == heads else ""
+        raise ConfigError(f"{where}: {_some(missing)} missing{hint}")
+    if unknown:
+        raise ConfigError(f"{where}: {_some(unknown)} not part of it")
+    for name, shape in expected.items():
+        if (found := source.tensors[name][0]) != shape:
+            raise ConfigError(f"{where}: {name} is {list(found)}, and {list(shape)} in the model")
+    for name in set() if again else tied & set(source.tensors):
+        _refuse_untied(source, name, next(x.theirs for x in links(family, m) if x.ours == "embed.tokens.weight"), where)
+    return source
+
+
+def _canonical(source: Source, family: Family) -> _Renamed:
+    """Its tensors under the names of the table; what is no parameter is left out."""
+    names: dict[str, str] = {}
+    for name in source.tensors:
+        known = canonical_name(family, name)
+        if known is not None and names.setdefault(known, name) != name:
+            raise ConfigError(f"{source.path}: {name} and {names[known]} are the same tensor")
+    return _Renamed(source, names)
+
+
+def _without_prefix(source: Source, family: Family, m: ModelConfig) -> _Renamed:
+    """The model's tensors in a checkpoint of others, which puts a prefix before their names and other tensors beside them."""
+    expected = [link.theirs for link in links(family, m)]
+    prefix = max(PREFIXES, key=lambda p: sum(p + name in source.tensors for name in expected))
+    names = {name: prefix + name for name in (*expected, *tied_names(family, m))}
+    return _Renamed(source, {name: theirs for name, theirs in names.items() if theirs in source.tensors})
+
+
+class _Renamed:
+    """Another source under other names."""
+
+    def __init__(self, source: Source, names: Mapping[str, str]):
+        self.source, self.names, self.path = source, dict(names), source.path
+        self.tensors = {name: source.tensors[theirs] for name, theirs in self.names.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self.source.read(self.names[name], box)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def _refuse_untied(source: Source, head: str, embedding: str, where: str) -> None:
+    """A head that is in the files although the config ties it must be the embedding."""
+    shape = source.tensors[embedding][0]
+    same = source.tensors[head] == source.tensors[embedding]
+    step = max(1, CHUNK // (8 * math.prod(shape[1:])))
+    for a in range(0, shape[0] if same else 0, step):
+        box = ((a, min(a + step, shape[0])), *((0, n) for n in shape[1:]))
+        same = same and torch.equal(source.read(head, box), source.read(embedding, box))
+    if not same:
+        raise ConfigError(
+            f"{where}: its head is tied to the embedding, but {head} differs from {embedding}; write model.tie = false"
+        )
+
+
+def stored_types(source: Source) -> dict[str, str]:
+    """The type of every tensor by name, as safetensors spells it."""
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    return {name: spelled[dtype] for name, (_, dtype) in source.tensors.items()}
+
+
+# ---- reading ----
+
+
+def read_weights(loop: Loop) -> None:
+    """Fill the weights of a loop from the folder that its config names, unit by unit, on every rank its own pieces."""
+    m = loop.config.model
+    source = check_weights(m, again=True)
+    for unit in loop.units:
+        master = loop.optimizer.flats(unit)[""]
+        fill(source, m, [Holding("", master, unit.shard_range[0], unit.layout, unit.pieces)])
+        loop.optimizer.publish(unit)
+    for tie in loop.ties:
+        tie.publish()
+
+
+@torch.no_grad()
+def fill(source: Source, m: ModelConfig, holdings: Iterable[Holding]) -> None:
+    """Fill what this rank holds of the serial parameters."""
+    of: dict[str, list[Link]] = defaultdict(list)
+    for link in links(family_of_source(m), m):
+        of[link.ours].append(link)
+    work = [
+        (link, box, view) for holding in holdings for piece, box, view in held_boxes(holding) for link in of[piece.name]
+    ]
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(_fill, source, *item) for item in work]:
+            done.result()
+
+
+@torch.no_grad()
+def _fill(source: Source, link: Link, box: Box, view: Tensor) -> None:
+    for at, theirs, step in _runs(link, box, view.element_size()):
+        part = _stored(source, link, theirs)[::step]
+        target = view.narrow(0, at, part.shape[0])
+        target.copy_(part.to(target.device) if target.is_cuda else part)
+
+
+def _runs(link: Link, box: Box, width: int) -> Iterator[tuple[int, Box, int]]:
+    """Where rows of a held box begin in it, which box of the stored tensor they are (as it is viewed), every how many rows."""
+    (start, stop), *rest = box
+    most = max(1, CHUNK // (width * max(1, math.prod(b - a for a, b in rest))))
+    for run in link.runs:
+        low, high = max(start, run.ours), min(stop, run.ours + run.length)
+        for a in range(low, high, most):
+            b = min(a + most, high)
+            first = run.theirs + (a - run.ours) * run.step
+            yield a - start, ((first, first + (b - a - 1) * run.step + 1), *rest), run.step
+
+
+def _stored(source: Source, link: Link, box: Box) -> Tensor:
+    """A box of a stored tensor, as it is viewed and transposed."""
+    if link.shape != link.view:
+        whole = source.read(link.theirs, tuple((0, n) for n in link.shape)).reshape(link.view)
+        tensor = whole.mT if link.transposed else whole
+        return tensor[tuple(slice(a, b) for a, b in box)]
+    if link.transposed:
+        return source.read(link.theirs, box[::-1]).mT
+    return source.read(link.theirs, box)

@@ -1,0 +1,293 @@
+"""Hugging Face folders in and out, with `transformers` as the answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fourfold.config import Config, ModelConfig
+from fourfold.errors import ConfigError
+from fourfold.model.build import build_model, materialize_buffers
+from fourfold.model.families import FAMILIES, links
+from fourfold.model.spec import parameter_shapes
+from fourfold.model.transformer import Transformer
+from fourfold.plan import Plan
+from fourfold.testing.ranks import run_ranks
+from fourfold.train.checkpoint import holding_of
+from fourfold.train.rundir import RunDir, read_metrics
+from fourfold.train.weights import check_weights, fill
+from fourfold.train.worker import fit
+from tests.helpers import make_config, series
+from tests.oracle import CONFIGS, Wide, make, save, tokens
+
+NAMES = sorted(CONFIGS)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of every family, written by transformers once."""
+    root = tmp_path_factory.mktemp("hub")
+    return {name: save(make(name), root / name) for name in NAMES}
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> Transformer:
+    """Our serial model of a folder."""
+    m = ModelConfig(**{"hf": str(folder), "seq_len": 24, "dropout": 0.0} | fields).resolve()
+    model = build_model(m).to(dtype).to_empty(device="cpu")
+    model.tie()
+    materialize_buffers(model, torch.device("cpu"), dtype)
+    fill(check_weights(m), m, [holding_of(n, p) for n, p in model.named_parameters()])
+    return model.eval()
+
+
+def logits_and_gradients(model: nn.Module, *, theirs: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, and gradients of a scalar that depends on all of them."""
+    x = tokens()
+    logits = model(x).logits if theirs else model(x)
+    weights = torch.randn(logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(logits)
+    (logits * weights).sum().backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def in_our_places(grads: dict[str, torch.Tensor], m: ModelConfig) -> dict[str, torch.Tensor]:
+    """Their gradients, laid out as our parameters are, by the table's links."""
+    out = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in parameter_shapes(m).items()}
+    for link in links(FAMILIES[m.model_type], m):
+        stored = grads[link.theirs].double().reshape(link.view)
+        stored = stored.mT if link.transposed else stored
+        for run in link.runs:
+            rows = stored[run.theirs : run.theirs + (run.length - 1) * run.step + 1 : run.step]
+            out[link.ours][run.ours : run.ours + run.length] = rows
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logits_and_gradients_are_those_of_transformers(
+    name: str, dtype: torch.dtype, folders: dict[str, Path]
+) -> None:
+    wide, stored = dtype == torch.float64, load_file(folders[name] / "model.safetensors")
+    with Wide() if wide else torch.enable_grad():
+        theirs = make(name)
+        if wide:  # the values that are in the folder
+            theirs.load_state_dict(make_state(stored, theirs))
+        want, grads = logits_and_gradients(theirs, theirs=True)
+    model = opened(folders[name], dtype)
+    found, ours = logits_and_gradients(model, theirs=False)
+    tolerance = 1e-10 if wide else 1e-5
+    assert (found - want).abs().max() <= tolerance * want.abs().max()
+    expected = in_our_places(grads, model.config)
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for parameter, gradient in ours.items():
+        gap = (gradient.double() - expected[parameter]).abs().max()
+        assert gap <= tolerance * largest, parameter
+
+
+def make_state(stored: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The stored tensors for a model that has some of them under two names."""
+    state = {}
+    pointers = {p.data_ptr(): n for n, p in model.named_parameters()}
+    for name, tensor in model.state_dict().items():
+        known = name if name in stored else pointers[tensor.data_ptr()]
+        state[name] = stored[known].double()
+    return state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_covers_every_parameter_once(name: str, folders: dict[str, Path]) -> None:
+    m = ModelConfig(hf=str(folders[name]), seq_len=24, dropout=0.0).resolve()
+    rows: dict[str, list[int]] = {}
+    for link in links(FAMILIES[m.model_type], m):
+        for run in link.runs:
+            rows.setdefault(link.ours, []).extend(range(run.ours, run.ours + run.length))
+    assert {n: sorted(found) for n, found in rows.items()} == {
+        n: list(range(shape[0])) for n, shape in parameter_shapes(m).items()
+    }
+
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipe": (2, {"mesh": {"pipe": 2}, "pipeline": {"schedule": "1f1b"}, "batch": {"micro_batches": 2}}),
+    "col": (2, {"mesh": {"col": 2}}),
+    "zero3": (2, {"mesh": {"data": 2}, "unit": [{"match": "*", "mode": "zero3"}]}),
+}
+
+
+def train_all(rank: int, ranks: int, configs: list[Config], plan: dict[str, Any]) -> None:
+    """Train one model after another in the same ranks."""
+    with open("/dev/null", "w") as nowhere:
+        sys.stdout = nowhere
+        for config in configs:
+            fit(config, Plan.from_dict(plan))
+
+
+def test_every_plan_starts_from_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    def losses(plan: str, ranks: int, how: dict[str, Any]) -> dict[str, list[float]]:
+        (tmp_path / plan).mkdir()
+        configs = {}
+        for name in NAMES:
+            model = {"hf": str(folders[name]), "seq_len": 16, "dropout": 0.0}
+            run = tmp_path / plan / name
+            steps = {"steps": 2, "global_batch": 4}
+            configs[name] = make_config(run, model, train=steps, data={"tokenizer": "bytes"}, optim={"lr": 1e-3})
+        how = how | {"precision": {"compute": "fp64", "reduce": "fp64"}}
+        run_ranks(train_all, ranks, list(configs.values()), how, timeout=100)
+        return {name: series(list(read_metrics(RunDir(c.train.run_dir))), "loss") for name, c in configs.items()}
+
+    serial = losses("serial", 1, {})
+    assert all(len(found) == 2 for found in serial.values())
+    for plan, (ranks, how) in PLANS.items():
+        for name, found in losses(plan, ranks, how).items():
+            assert found == pytest.approx(serial[name], rel=1e-10), (plan, name)
+
+
+# ---- files that are refused ----
+
+
+def changed(folder: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    return copy
+
+
+def refused(folder: Path, **fields: Any) -> str:
+    with pytest.raises(ConfigError) as e:
+        opened(folder, **fields)
+    assert str(folder) in str(e.value)
+    return str(e.value)
+
+
+def test_tensors_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(folders["llama"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+
+    def written(**changes: torch.Tensor | None) -> None:
+        named = {k.replace("__", "."): v for k, v in changes.items()}
+        new = {k: v for k, v in (tensors | named).items() if v is not None}
+        save_file(new, folder / "model.safetensors", metadata={"format": "pt"})
+
+    written(model__norm__weight=None)
+    assert "model.norm.weight is missing" in refused(folder)
+    written(lm_head__weight=None)
+    assert "lm_head.weight is missing; is its head tied to the embedding? Then write model.tie = true" in refused(
+        folder
+    )
+    written(model__norm__bias=torch.zeros(48))
+    assert "model.norm.bias is not part of it" in refused(folder)
+    written(model__norm__weight=torch.zeros(47))
+    assert "model.norm.weight is [47], and [48] in the model" in refused(folder)
+    written(model__norm__weight=torch.zeros(48, dtype=torch.int8))
+    assert "model.norm.weight is of type I8, which is not supported" in refused(folder)
+    written(model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8))  # older files have it
+    opened(folder)
+    written()
+    assert "hidden 48): model.layers.2.input_layernorm.weight, " in refused(folder, layers=3)
+    assert "are not part of it" in refused(folder, layers=1)
+
+
+def test_a_tied_head_in_the_files_must_be_the_embedding(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(folders["qwen3"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    opened(folder)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors")
+    assert "lm_head.weight differs from model.embed_tokens.weight; write model.tie = false" in refused(folder)
+    opened(folder, tie=False)
+
+
+def test_folders_without_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(folders["gpt2"], tmp_path)
+    (folder / "model.safetensors").unlink()
+    assert "there are no weights in it" in refused(folder)
+    assert "model.init = 'random'" in refused(folder)
+    assert ModelConfig(hf=str(folder), seq_len=8, init="random").resolve().init == "random"
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "its weights are pickles (pytorch_model.bin)" in refused(folder)
+    assert "save_pretrained" in refused(folder)
+
+
+def test_damaged_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(folders["gpt2"], tmp_path)
+    file = folder / "model.safetensors"
+    good = file.read_bytes()
+    length = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + length])
+
+    def with_header(change: dict[str, Any] | bytes) -> None:
+        text = change if isinstance(change, bytes) else json.dumps(header | change).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + good[8 + length :])
+
+    file.write_bytes(good[:-4])
+    assert f"truncated: {len(good) - 4} bytes, but the header promises {len(good)}" in refused(folder)
+    file.write_bytes(good + b"0")
+    assert "longer than its header says" in refused(folder)
+    file.write_bytes(good[:20])
+    assert "truncated: its header does not fit" in refused(folder)
+    file.write_bytes(b"\xff" * 64)
+    assert "not a safetensors file" in refused(folder)
+    with_header(b"{}}")
+    assert "its header is not JSON" in refused(folder)
+    with_header(json.dumps(header)[:-1].encode() + b', "transformer.wte.weight": 1}')
+    assert "'transformer.wte.weight' is given twice" in refused(folder)
+    name = "transformer.ln_f.bias"
+    for entry in (
+        {"dtype": "F32", "shape": [-48], "data_offsets": [0, 192]},
+        {"dtype": "F32", "shape": [48], "data_offsets": [0, 196]},
+        {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]},
+        {"dtype": "F32", "shape": [48], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [48], "data_offsets": [0, 192]},  # over another tensor
+        [],
+    ):
+        with_header({name: entry})
+        assert "damaged" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("../model.safetensors", "must be a .safetensors file of the folder"),
+        ("/etc/passwd", "must be a .safetensors file of the folder"),
+        (7, "must be a .safetensors file of the folder"),
+        ("pytorch_model.bin", "must be a .safetensors file of the folder"),
+        ("model-00002-of-00002.safetensors", "which is not in the folder"),
+    ],
+)
+def test_an_index_stays_in_its_folder(target: Any, message: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(folders["gpt2"], tmp_path)
+    part = folder / "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(part)
+    index = folder / "model.safetensors.index.json"
+    where = dict.fromkeys(load_file(part), part.name)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    opened(folder)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where | {"transformer.wte.weight": target}}))
+    assert message in refused(folder)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where | {"more": part.name}}))
+    assert "has more, but it has not" in refused(folder)
+    index.write_text(json.dumps({"metadata": {}}))
+    assert "weight_map is missing" in refused(folder)
+
+
+def test_names_of_older_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    """GPT-2 without its prefix and with masks, BERT with gamma and beta and a pooler."""
+    for name, rename in (
+        ("gpt2", lambda n: n.removeprefix("transformer.")),
+        (
+            "bert",
+            lambda n: n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+        ),
+    ):
+        folder = changed(folders[name], tmp_path / name)
+        tensors = {rename(n): t for n, t in load_file(folder / "model.safetensors").items()}
+        extra = {"gpt2": "h.0.attn.bias", "bert": "bert.pooler.dense.weight"}[name]
+        save_file(tensors | {extra: torch.zeros(3)}, folder / "model.safetensors")
+        x = tokens()
+        assert torch.equal(opened(folder)(x), opened(folders[name])(x))
