@@ -33,7 +33,9 @@ class Source(Protocol):
     """Stored tensors: shape and type by name, and boxes of them."""
 
     path: Path
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor; it may be a view of a mapped file: copy it."""

@@ -82,7 +82,7 @@ class _Safetensors:
                     raise ConfigError(f"{file}: has {name}, which {self._file_of[name].name} has as well")
                 self.tensors[name] = shape, dtype
                 self._file_of[name], self._start[name] = file, start + begin
-        self._mapped: dict[Path, torch.UntypedStorage] = {}
+        self._mapped: dict[Path, Any] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
         shape, dtype = self.tensors[name]
