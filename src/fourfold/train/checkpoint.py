@@ -27,14 +27,12 @@ own process group. One save is in flight at a time; the next one, or the end of 
 from __future__ import annotations
 
 import io
-import math
 import os
 import shutil
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -43,13 +41,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from fourfold import files, schema
 from fourfold.errors import CheckpointError, ConfigError, FileError
-from fourfold.piece import Box, Piece, intersect, offset_box, parts_of_range, shape_of, whole
-from fourfold.shard.layout import FlatLayout, Slot
+from fourfold.piece import Box, intersect, offset_box, shape_of
 from fourfold.train.checkpoint_folder import (
     STATE,
     STEP,
@@ -75,6 +72,7 @@ from fourfold.train.checkpoint_index import (
     dump_index,
     read_index,
 )
+from fourfold.train.holdings import Chunks, Holding, chunks_of, holding_of, narrow
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
@@ -85,7 +83,6 @@ __all__ = [
     "check_state",
     "complete",
     "doomed",
-    "held_boxes",
     "holding_of",
     "load",
     "newest",
@@ -101,72 +98,6 @@ __all__ = [
 T = TypeVar("T")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # DCP on one process
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A flat buffer of this rank: elements [start, start + len) of a unit's layout, under a prefix of names.
-
-    `place`: the rank's coordinates and the degrees by which copies of its pieces are told apart; None: there are none.
-    """
-
-    prefix: str
-    flat: Tensor
-    start: int
-    layout: FlatLayout
-    pieces: Mapping[str, tuple[Piece, ...]]
-    place: tuple[Mapping[str, int], Mapping[str, int]] | None = None
-
-    def writes(self, piece: Piece) -> bool:
-        """Whether this rank is the one of a piece's holders that saves it."""
-        return self.place is None or piece.written_at(*self.place)
-
-
-def holding_of(name: str, tensor: Tensor) -> Holding:
-    """A whole serial tensor, held by itself."""
-    shape = tuple(tensor.shape)
-    layout = FlatLayout((Slot(name, shape, 0, tensor.numel()),), tensor.numel(), 1)
-    return Holding("", tensor.detach().view(-1), 0, layout, {name: (whole(name, shape),)})
-
-
-# ---- pieces as DCP sees them ----
-
-
-class _Chunks:
-    """What this rank holds of one serial tensor."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
-        self.shape, self.dtype = torch.Size(shape), dtype
-        self.views: dict[torch.Size, Tensor] = {}  # by offset in the serial tensor
-
-    def list(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offset, view.shape) for offset, view in self.views.items()]
-
-
-def _chunks(holdings: Iterable[Holding], *, written: bool = False) -> dict[str, _Chunks]:
-    """What the holdings hold, or what of it this rank writes."""
-    out: dict[str, _Chunks] = {}
-    for h in holdings:
-        for piece, box, view in held_boxes(h, written=written):
-            chunks = out.setdefault(h.prefix + piece.name, _Chunks(piece.global_shape, h.flat.dtype))
-            chunks.views[torch.Size(a for a, _ in box)] = view
-    return out
-
-
-def held_boxes(h: Holding, *, written: bool = False) -> Iterator[tuple[Piece, Box, Tensor]]:
-    """What a holding holds, or what of it this rank writes: the piece, the box of its serial tensor, the view of local memory."""
-    stop = h.start + h.flat.numel()
-    for slot in h.layout.slots:
-        low, high = max(h.start, slot.start), min(stop, slot.stop)
-        for part in parts_of_range(slot.shape, h.pieces[slot.name], low - slot.start, high - slot.start):
-            if not written or h.writes(part.piece):
-                at = slot.start + part.start - h.start
-                yield part.piece, part.global_box, _view(h.flat, at, part.inside, part.within)
-
-
-def _view(flat: Tensor, at: int, inside: Box, within: Box) -> Tensor:
-    shape = shape_of(inside)
-    return _narrow(flat[at : at + math.prod(shape)].view(shape), within)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -244,7 +175,7 @@ def load(
 
     def fill() -> dict[str, Any]:
         state = read_state(directory)
-        _fill(directory, read_index(directory), _chunks(holdings))
+        _fill(directory, read_index(directory), chunks_of(holdings))
         return state
 
     problem, state = None, dict[str, Any]()
@@ -283,14 +214,14 @@ def resume(loop: Loop, checkpoints: Path, group: dist.ProcessGroup | None, conso
 def read_box(directory: Path, index: Index, name: str, box: Box) -> Tensor:
     """A box of one serial tensor of a checkpoint."""
     stored = index[name]
-    chunks = _Chunks(stored.shape, _dtype(stored.dtype))
+    chunks = Chunks(stored.shape, _dtype(stored.dtype))
     out = torch.empty(shape_of(box), dtype=chunks.dtype)
     chunks.views[torch.Size(a for a, _ in box)] = out
     _fill(directory, index, {name: chunks})
     return out
 
 
-def _fill(directory: Path, index: Index, wanted: Mapping[str, _Chunks]) -> None:
+def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
     """Copy what the views need from the files, each file opened once and read in order."""
     reads: dict[str, list[tuple[Chunk, StoredTensor, list[tuple[Box, Box, Tensor]]]]] = {}
     for name, chunks in wanted.items():
@@ -317,7 +248,7 @@ def _fill(directory: Path, index: Index, wanted: Mapping[str, _Chunks]) -> None:
             for chunk, stored, copies in sorted(parts, key=lambda part: part[0].at):
                 tensor = _read_tensor(f, chunk, _dtype(stored.dtype), directory / file)
                 for to, source, view in copies:
-                    _narrow(view, to).copy_(_narrow(tensor, source))
+                    narrow(view, to).copy_(narrow(tensor, source))
 
 
 def _read_tensor(f: IO[bytes], chunk: Chunk, dtype: torch.dtype, path: Path) -> Tensor:
@@ -339,12 +270,6 @@ def _read_tensor(f: IO[bytes], chunk: Chunk, dtype: torch.dtype, path: Path) -> 
     except Exception as e:  # zipfile and torch raise a dozen kinds for damaged bytes
         why = files.why(e) if isinstance(e, OSError) else " ".join(str(e).split())[:200]
         raise CheckpointError(f"{path}: damaged at byte {chunk.at}: {why or type(e).__name__}") from None
-    return tensor
-
-
-def _narrow(tensor: Tensor, box: Box) -> Tensor:
-    for dim, (a, b) in enumerate(box):
-        tensor = tensor.narrow(dim, a, b - a)
     return tensor
 
 
@@ -407,7 +332,7 @@ class Checkpointer:
         """Save as step-<step>; `finished` tells when it is complete. The `last` one is written at once, without a copy."""
         self.wait()
         path = self.directory / f"step-{step:06d}"
-        owned = _chunks(holdings, written=True)
+        owned = chunks_of(holdings, written=True)
         if not self.background or last:
             self._write(path, owned, state)
             return
@@ -430,13 +355,13 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    def _guarded(self, path: Path, owned: dict[str, _Chunks], state: Mapping[str, Any]) -> None:
+    def _guarded(self, path: Path, owned: dict[str, Chunks], state: Mapping[str, Any]) -> None:
         try:
             self._write(path, owned, state)
         except BaseException as e:  # handed to the caller of wait()
             self._error = e
 
-    def _write(self, path: Path, owned: dict[str, _Chunks], state: Mapping[str, Any]) -> None:
+    def _write(self, path: Path, owned: dict[str, Chunks], state: Mapping[str, Any]) -> None:
         """Tensors, index, state, then the marker; rank 0 leads. Leaves nothing new behind when it fails."""
         size = sum(view.nbytes for chunks in owned.values() for view in chunks.views.values())
         try:

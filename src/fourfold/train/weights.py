@@ -31,8 +31,8 @@ from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, Family, Link, canonical_name, links, tied_names
 from fourfold.piece import Box
-from fourfold.train.checkpoint import Holding, held_boxes
 from fourfold.train.dcp import DTYPES, Source, open_dcp
+from fourfold.train.holdings import Holding, held_boxes
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
