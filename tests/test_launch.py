@@ -148,7 +148,7 @@ def test_directories_that_cannot_be_written_leave_nothing(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RunDir, "write", full)
-    with pytest.raises(RunDirError, match="cannot be written: No space left on device"):
+    with pytest.raises(RunDirError, match="cannot be written: no space left on the disk"):
         RunDir.create(tmp_path / "a" / "b", config, Plan())
     assert not (tmp_path / "a").exists()
     monkeypatch.undo()

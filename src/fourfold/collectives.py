@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fourfold.errors import CommunicationError
+from fourfold.record import RECORD, Ticket
 from fourfold.ring import Job, Lane, lane_for, plain
 
 __all__ = [
@@ -76,15 +77,17 @@ _op = torch.ops.fourfold.collective.default
 class Pending:
     """A collective under way. `wait` makes its result usable by what follows (CPU: blocks; CUDA: orders streams)."""
 
-    def __init__(self, work: _Work | None, what: str):
-        self._work, self._what = work, what
+    def __init__(self, work: _Work | None, what: str, ticket: Ticket | None = None, on_device: bool = False):
+        self._work, self._ticket, self._on_device = work, ticket or Ticket(what), on_device
 
     def wait(self) -> None:
         if self._work is not None:
+            RECORD.wait(self._ticket)
             try:
                 self._work.wait()
             except RuntimeError as e:
-                raise CommunicationError(f"waited in vain for {self._what}: {plain(e)}") from e
+                raise CommunicationError(f"waited in vain for {self._ticket.what}: {plain(e)}") from e
+            RECORD.done(self._ticket, on_device=self._on_device)
             self._work = None
 
 
@@ -92,54 +95,66 @@ def all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup, what: str, *
     """Start: out [ranks · n] = every rank's mine [n], in rank order. Receives (ranks - 1) · n elements."""
     if (lane := lane_for(group, out)) is None:
         return _start(_all_gather, out, mine, group=group, what=what)
-    return _by_ring(lane, lambda: lane.all_gather(out, mine, what, now), what, "all_gather", out, mine)
+    return _by_ring(lane, lambda: lane.all_gather(out, mine, what, now), group, what, "all_gather", out, mine)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [n] = this rank's part of the sum over ranks of whole [ranks · n]. Receives (ranks - 1) · n elements."""
     if (lane := lane_for(group, whole)) is None:
         return _start(_reduce_scatter, out, whole, group=group, what=what)
-    return _by_ring(lane, lambda: lane.reduce_scatter(out, whole, what, now), what, "reduce_scatter", whole, out)
+    return _by_ring(lane, lambda: lane.reduce_scatter(out, whole, what, now), group, what, "reduce_scatter", whole, out)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
     if (lane := lane_for(group, x, beside=not now)) is None:
         return _start(dist.all_reduce, x, group=group, what=what, async_op=True)
-    return _by_ring(lane, lambda: lane.all_reduce(x, what, now), what, "all_reduce", x, x)
+    return _by_ring(lane, lambda: lane.all_reduce(x, what, now), group, what, "all_reduce", x, x)
 
 
 def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = that of the rank `source` of the group. The others receive |x| elements."""
     if (lane := lane_for(group, x)) is None:
         return _start(dist.broadcast, x, group=group, what=what, group_src=source, async_op=True)
-    return _by_ring(lane, lambda: lane.broadcast(x, source, what, now), what, "broadcast", x, x, source)
+    return _by_ring(lane, lambda: lane.broadcast(x, source, what, now), group, what, "broadcast", x, x, source)
 
 
 def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = the sum over ranks of x, on the rank `target` of the group; elsewhere of no use. Receives |x| elements."""
     if (lane := lane_for(group, x)) is None:
         return _start(dist.reduce, x, group=group, what=what, group_dst=target, async_op=True)
-    return _by_ring(lane, lambda: lane.reduce(x, target, what, now), what, "reduce", x, x, target)
+    return _by_ring(lane, lambda: lane.reduce(x, target, what, now), group, what, "reduce", x, x, target)
 
 
 def _start(
     call: Callable[..., _Work | None], *tensors: Tensor, group: dist.ProcessGroup, what: str, **options: object
 ) -> Pending:
+    ticket = RECORD.wait(RECORD.start(group, what))  # the host may block in the call, too
     try:
-        return Pending(call(*tensors, group=group, **options), what)
+        work = call(*tensors, group=group, **options)
     except RuntimeError as e:
         raise CommunicationError(f"could not start {what}: {plain(e)}") from e
+    RECORD.waiting = None
+    return Pending(work, what, ticket, tensors[0].is_cuda)
 
 
 def _by_ring(
-    lane: Lane, start: Callable[[], Job], what: str, kind: str, whole: Tensor, mine: Tensor, root: int = 0
+    lane: Lane,
+    start: Callable[[], Job],
+    group: dist.ProcessGroup,
+    what: str,
+    kind: str,
+    whole: Tensor,
+    mine: Tensor,
+    root: int = 0,
 ) -> Pending:
+    ticket = RECORD.wait(RECORD.start(group, what))  # a lane whose caller waits at once does it in this call
     _here.start = start
     _op(kind, whole, mine, lane.name, root)
     job = _here.job
     del _here.start, _here.job
-    return Pending(job, what)
+    RECORD.waiting = None
+    return Pending(job, what, ticket)
 
 
 # ---- waited for; may be captured ----
@@ -189,7 +204,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
     if (lane := lane_for(group, out)) is None:
         _start(dist.all_to_all_single, out, x, group=group, what=what, async_op=True).wait()
     else:
-        _by_ring(lane, lambda: lane.exchange(out, x, what, True), what, "all_to_all", out, x).wait()
+        _by_ring(lane, lambda: lane.exchange(out, x, what, True), group, what, "all_to_all", out, x).wait()
     return out
 
 

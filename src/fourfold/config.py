@@ -284,7 +284,9 @@ class TrainConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: NCCL where every rank has a GPU of its own, else gloo; nccl: also where ranks share a GPU, for tests."""
     timeout: float = 0.0
-    """Seconds a rank waits for another before it gives up; 0: 60 on CPU, 600 on CUDA."""
+    """Seconds without progress of any rank after which a run ends as hanging; 0: 60 on CPU, 600 on CUDA."""
+    start_timeout: float = 0.0
+    """The same until the first step is done; 0: `timeout`, at least 300."""
     max_skipped: int = 10
     """Steps in a row whose loss or gradient may be non-finite; each is skipped on all ranks."""
     guard: bool = True
@@ -293,9 +295,13 @@ class TrainConfig:
     """Ask torch for deterministic kernels, so that the same plan twice gives the same bits."""
 
     def __post_init__(self) -> None:
-        if self.timeout > LONGEST_WAIT:
-            raise ConfigError(f"train.timeout = {self.timeout:g} must be at most {LONGEST_WAIT} seconds, 30 days")
-        _require(self, "train", steps=1, global_batch=1, eval_every=0, eval_batches=1, timeout=0, max_skipped=1)
+        for name in ("timeout", "start_timeout"):
+            if getattr(self, name) > LONGEST_WAIT:
+                raise ConfigError(
+                    f"train.{name} = {getattr(self, name):g} must be at most {LONGEST_WAIT} seconds, 30 days"
+                )
+        least = {"steps": 1, "global_batch": 1, "eval_every": 0, "eval_batches": 1, "max_skipped": 1}
+        _require(self, "train", timeout=0, start_timeout=0, **least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,9 +316,11 @@ class CheckpointConfig:
     """Besides those, keep the checkpoints of every N-th step; 0: none."""
     mode: Literal["async", "sync"] = "async"
     """async: a thread writes a copy while training goes on; sync: training waits."""
+    timeout: float = 0.0
+    """As train.timeout, while training waits for a save; 0: train.timeout, at least 600."""
 
     def __post_init__(self) -> None:
-        _require(self, "checkpoint", every=0, keep=2, keep_every=0)
+        _require(self, "checkpoint", every=0, keep=2, keep_every=0, timeout=0)
 
 
 @dataclass(frozen=True, kw_only=True)

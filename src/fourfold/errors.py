@@ -15,6 +15,7 @@ __all__ = [
     "DeviceError",
     "FileError",
     "FourfoldError",
+    "HangError",
     "HostMemoryError",
     "Interrupted",
     "NetworkError",
@@ -84,6 +85,10 @@ class CommunicationError(FourfoldError):
 
 class DeviceError(FourfoldError):
     """CUDA or NCCL cannot serve this rank: driver, memory, network; says what to change."""
+
+
+class HangError(FourfoldError):
+    """No rank of a job made progress for too long; says which rank the others waited for, and in what."""
 
 
 class TrainingError(FourfoldError):

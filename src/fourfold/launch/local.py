@@ -30,21 +30,22 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import torch.distributed as dist
 
-from fourfold.errors import CommunicationError, FourfoldError, Interrupted, RankFailure
+from fourfold.errors import CommunicationError, FourfoldError, HangError, Interrupted, RankFailure
 from fourfold.launch.place import Place
 
-__all__ = ["Job", "die_with", "launch_local"]
+__all__ = ["Job", "die_with", "end_rank", "file_of", "launch_local"]
 
 Job = Callable[[Place, dist.Store, IO[str] | None], object]
 """What a rank does: (place, store, console of rank 0)."""
 
 GRACE = 3.0
 """Seconds the other ranks get to end by themselves after the first failure."""
+HANGS = "hangs"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask the ranks to stop. SIGUSR1, which Slurm can send before a job's time is up, never kills them."""
 
@@ -67,7 +68,7 @@ def launch_local(
                     process = context.Process(target=_rank, args=args, name=f"rank {rank}")
                     process.start()
                     processes.append(process)
-            end = _watch(processes)
+            end = _watch(processes, Path(folder))
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
             raise Interrupted("the ranks were killed at the second request to stop")
@@ -147,8 +148,8 @@ class _End:
     hung: dict[int, str] = field(default_factory=dict)
 
 
-def _watch(processes: list[BaseProcess]) -> _End:
-    """Wait for all ranks; some time after a first failure, end the others."""
+def _watch(processes: list[BaseProcess], folder: Path) -> _End:
+    """Wait for all ranks; some time after a first failure, end the others (at once, where they agreed that the job hangs)."""
     end = _End()
     waiting = dict(enumerate(processes))
     deadline = float("inf")
@@ -160,7 +161,8 @@ def _watch(processes: list[BaseProcess]) -> _End:
             if code and not end.hung:  # later deaths are our doing
                 end.failed[rank] = code
         if end.failed and deadline == float("inf"):
-            deadline = time.monotonic() + GRACE
+            hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
+            deadline = time.monotonic() + (GRACE / 3 if hang else GRACE)
         if waiting and time.monotonic() >= deadline:
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
             _signal(list(waiting.values()), signal.SIGUSR2)
@@ -174,15 +176,12 @@ def _state(process: BaseProcess) -> str:
     with contextlib.suppress(psutil.Error):
         if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
             return "is stopped (SIGSTOP)"
-    return "hangs"
+    return HANGS
 
 
 def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
     """The rank at fault: one that was killed; else one that hangs, if the others only waited; else the first to raise."""
-    records = {}
-    for rank in end.failed:
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            records[rank] = json.loads((folder / f"error{rank}").read_text())
+    records = {rank: note for rank in end.failed if (note := _read_error(folder, rank))}
     killed = [rank for rank, code in end.failed.items() if code < 0 and rank not in records]
     if killed:
         rank = killed[0]
@@ -192,6 +191,10 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
     if not records:
         rank = min(end.failed)
         return RankFailure(f"rank {rank} ended with exit code {end.failed[rank]}; its log: {logs / f'rank{rank}.log'}")
+    hangs = [rec["message"] for rec in records.values() if rec["kind"] == HangError.__name__]
+    if hangs:  # the ranks' watchdogs agreed on it
+        lines = [f"rank {r} {state}" for r, state in end.hung.items() if state != HANGS]
+        return RankFailure("\n".join([hangs[0], *lines, f"stacks of all ranks are in {logs}"]))
     waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
     if len(waited) == len(records) and end.hung:  # nobody failed but those who waited for the ones that are left
         lines = [f"rank {r} {state}{_innermost(logs / f'rank{r}.log')}" for r, state in end.hung.items()]
@@ -206,6 +209,13 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
     return RankFailure(
         f"rank {rank} failed first; its log: {logs / f'rank{rank}.log'}\n\n{record['traceback'].rstrip()}"
     )
+
+
+def _read_error(folder: Path, rank: int) -> dict[str, Any]:
+    """The note that a rank left about why it failed; empty when it left none."""
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        return json.loads((folder / f"error{rank}").read_text())
+    return {}
 
 
 def _innermost(log: Path) -> str:
@@ -239,19 +249,44 @@ def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, conso
         job(place, dist.FileStore(str(folder / "store"), place.ranks), screen)
     except BaseException as e:
         traceback.print_exc()
-        record = {
-            "time": time.time(),
-            "kind": type(e).__name__,
-            "for_user": isinstance(e, FourfoldError),
-            "exit_code": getattr(e, "exit_code", 1),
-            "message": str(e),
-            "traceback": traceback.format_exc(),
-        }
-        (folder / f"error{place.rank}").write_text(json.dumps(record))
+        _note_error(folder, place.rank, e, traceback.format_exc())
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no interpreter clean-up: other ranks may be gone, and threads of a broken group may hang
+
+
+def _note_error(folder: Path, rank: int, error: BaseException, text: str) -> None:
+    """Leave the launcher a note about why this rank fails."""
+    record = {
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "for_user": isinstance(error, FourfoldError),
+        "exit_code": getattr(error, "exit_code", 1),
+        "message": str(error),
+        "traceback": text,
+    }
+    (folder / f"error{rank}").write_text(json.dumps(record))
+
+
+def file_of(store: dist.FileStore) -> Path:
+    """The file of a store."""
+    return Path(store.path)  # type: ignore[attr-defined]  # torch's stubs do not know it
+
+
+def end_rank(place: Place, store: dist.Store | None, verdict: str) -> None:
+    """End this process, one rank of a job that hangs: its launcher (`store` is the one it was started with) is told why."""
+    print(f"error: {verdict}", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    with contextlib.suppress(Exception):
+        if isinstance(store, dist.FileStore):
+            _note_error(file_of(store).parent, place.rank, HangError(verdict), "")
+        elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(HangError(verdict))
+    os._exit(1)
 
 
 def die_with(parent: int) -> None:

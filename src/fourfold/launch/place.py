@@ -301,8 +301,26 @@ def own_host_settings(rank: int, one_machine: bool) -> dict[str, str]:
     return settings
 
 
-def join(place: Place, store: dist.Store | None, device: torch.device, timeout: float, backend: str = "auto") -> None:
-    """Join the process group of the job; without a store, the launcher's. `backend` is `train.backend`."""
+NCCL_SETTINGS = {
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "86400",  # kills ranks whose device or interpreter is busy for long
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",  # it sleeps four times as long before it ends a rank
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",  # may itself hang
+}
+"""torch's own watchdog of NCCL stays behind ours (train/watch.py), whose report names ranks and ops."""
+
+
+def join(
+    place: Place,
+    store: dist.Store | None,
+    device: torch.device,
+    timeout: float,
+    backend: str = "auto",
+    group_timeout: float | None = None,
+) -> None:
+    """Join the process group of the job; without a store, the launcher's. `backend` is `train.backend`.
+
+    `timeout`: seconds to wait for the other ranks to come. `group_timeout`: of the group's collectives, if that is another.
+    """
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     chosen = choose_backend(backend, device.type, place.local_ranks, gpus)
     if device.type == "cuda":
@@ -319,9 +337,10 @@ def join(place: Place, store: dist.Store | None, device: torch.device, timeout: 
         store = agree(open_store(os.environ, place, timeout), place.rank, place.ranks, timeout)
     # gloo then reads all addresses of a group at once; it asks for them one by one where the store cannot
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
-    dist.init_process_group(
-        chosen.name, store=store, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout)
-    )
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    limit = timedelta(seconds=group_timeout or timeout)
+    dist.init_process_group(chosen.name, store=store, rank=place.rank, world_size=place.ranks, timeout=limit)
 
 
 def check_joined(choice: str) -> None:

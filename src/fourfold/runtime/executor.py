@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 from fourfold.errors import CommunicationError
 from fourfold.program import Gather, Instruction, Op, Program, Recv, Reduce, Release, Send, Stream, UnitOp
+from fourfold.record import RECORD, Ticket
 from fourfold.runtime.stage import Stage
 from fourfold.runtime.transport import Name, Transport
+from fourfold.runtime.wire import flatten
 
 __all__ = ["Executor", "Feed", "Span", "StreamVerbs", "Verbs"]
 
@@ -120,7 +122,9 @@ class Executor:
         """The step is over: everything has been sent; nothing is left over."""
         values = self.values
         if self.transport is not None:
+            ticket = RECORD.wait(Ticket("the messages it sent to be received"))
             self.transport.finish()
+            RECORD.done(ticket)
         assert not values.made, f"never used: {[str(n) for n in values.made]}"
         assert not values.partial, f"half done: {list(values.partial)}"
         self.values = Values()
@@ -165,6 +169,7 @@ class Executor:
 
     def compute(self, stage: int, kind: str, micro_batch: int) -> None:
         """Do a whole op."""
+        RECORD.begin_op(f"{stage}{kind}{micro_batch}")
         if self.watch is not None:
             self.watch(f"{stage}{kind}{micro_batch}")
         asked = self.mark()
@@ -190,7 +195,7 @@ class Executor:
                 start = self.mark()
                 here.weight_grad(micro_batch)
                 self._release(stage, micro_batch)
-        self.spans.append(Span(f"{stage}{kind}{micro_batch}", asked, start, self.mark()))
+        self._did(f"{stage}{kind}{micro_batch}", asked, start)
 
     def _compute_part(self, stage: int, kind: str, micro_batch: int, unit: str) -> None:
         """Do the part of an op that uses one unit; the first part takes the op's input, the last leaves its output."""
@@ -198,6 +203,7 @@ class Executor:
         index, key = here.index[unit], (stage, micro_batch, kind)
         first, last = (0, len(here.links) - 1) if kind == "F" else (len(here.links) - 1, 0)
         asked = self.mark()
+        RECORD.begin_op(f"{stage}{kind}{micro_batch} {unit}")
         if index == first and self.watch is not None:
             self.watch(f"{stage}{kind}{micro_batch}")
         if kind != "W":
@@ -221,7 +227,12 @@ class Executor:
                 self._made(stage, kind, micro_batch, value)
             if kind in "BW" or self._evaluating:
                 self._release(stage, micro_batch)
-        self.spans.append(Span(f"{stage}{kind}{micro_batch} {unit}", asked, start, self.mark()))
+        self._did(f"{stage}{kind}{micro_batch} {unit}", asked, start)
+
+    def _did(self, what: str, asked: Any, start: Any) -> None:
+        end = self.mark()
+        self.spans.append(Span(what, asked, start, end))
+        RECORD.computed(what, end)
 
     # ---- values between computations ----
 
@@ -244,7 +255,10 @@ class Executor:
         name = Name(maker, kind, micro_batch)
         if self.placement[maker] == self.rank:
             return self.values.made.pop(name)
-        value = self.messages.receive(name, self.placement[maker])
+        source = self.placement[maker]
+        ticket = RECORD.wait(Ticket(str(name), peer=self.messages.address(source)))
+        value = self.messages.receive(name, source)
+        RECORD.done(ticket, on_device=flatten(value)[1][0].is_cuda)
         self.values.inputs.setdefault((stage, micro_batch), []).append(value)
         return value
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from fourfold.errors import CommunicationError
 from fourfold.program import Gather, Op, Program, Recv, Reduce, Release, Send, Stream, UnitOp
+from fourfold.record import RECORD, Ticket
 from fourfold.runtime.executor import Executor, Feed
 from fourfold.runtime.transport import Name
 
@@ -154,10 +155,14 @@ class _Driver:
             if self._stream():
                 continue
             awaited = self._awaited()
+            messages = self.executor.messages
+            sources = [messages.address(self.executor.placement[name.stage]) for name in awaited]
+            ticket = RECORD.wait(Ticket(" or ".join(map(str, awaited[:4])), peer=sources[0]))
             try:
-                self.executor.messages.wait_any(awaited)
+                messages.wait_any(awaited)
             except CommunicationError as e:
                 raise CommunicationError(f"nothing to do: {e}") from e
+            RECORD.done(ticket)
 
     def _stream(self) -> bool:
         """Start one update that can be started; False: there is none."""
@@ -218,7 +223,9 @@ class _Driver:
             assert op is not None
             return op
         code = torch.tensor([op.stage, "FBIW".index(op.kind), op.micro_batch] if op else [0, 0, 0])
+        ticket = RECORD.wait(RECORD.start(self.together, "the choice of the next op"))
         dist.broadcast(code, group_src=0, group=self.together)
+        RECORD.done(ticket)
         stage, kind, micro_batch = code.tolist()
         return Op(stage, "FBIW"[kind], micro_batch)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The private torch names that this package uses, in one place: the communicator of a process group on NCCL, and fake groups.
+"""The private torch names that this package uses, in one place: NCCL communicators, fake groups, the default group's store.
 
 `_get_backend`, `eager_connect_single_device` and `_comm_ptr` exist in 2.11, 2.12 and 2.13; the list of process groups is the
 one that `torch.distributed` itself looks groups up in.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["communicator", "fake_store", "make_communicator", "process_groups"]
+__all__ = ["communicator", "default_store", "fake_store", "make_communicator", "process_groups"]
 
 
 def make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -39,3 +39,8 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def default_store() -> dist.Store:
+    """The store in which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()

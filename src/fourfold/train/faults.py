@@ -9,8 +9,8 @@
 | `raise` | a RuntimeError |
 | `delay` | it sleeps for `seconds` |
 
-`step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step (pipelines). Each fault happens once
-in a run, also over restarts: what has happened is noted in run_dir/faults/.
+`step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step, `op=save` for its save. Each fault
+happens once in a run, also over restarts: what has happened is noted in run_dir/faults/.
 """
 
 from __future__ import annotations

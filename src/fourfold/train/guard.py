@@ -1,9 +1,10 @@
-"""Watching over one rank: requests to stop, hangs, non-finite steps, and faults on purpose.
+"""Watching over one rank: requests to stop, phases and their limits, non-finite steps, and faults on purpose.
 
 - SIGTERM (and SIGUSR1, which Slurm can send before a job's time is up) asks to stop: the rank finishes its step, all ranks agree
   to stop after the same one, save, and exit with 0.
-- If a step takes longer than the timeout, the stacks of all threads go to the log. Ranks that wait for a rank that hangs
-  fail at the timeout themselves, since every collective has it.
+- The guard tells the record (record.py) which phase the rank is in and how long it may make no progress in it; the watchdog
+  (watch.py) finds hangs. If a step takes longer than the timeout, the stacks of all threads go to the log: the one report that
+  needs no Python thread to run.
 - Steps with a non-finite loss or gradient are skipped by the optimizer on all ranks; too many in a row end the run. (With
   `train.guard = false` none is skipped, and the first ends it.)
 """
@@ -20,7 +21,9 @@ from collections.abc import Iterator
 from types import FrameType
 
 from fourfold.errors import TrainingError
+from fourfold.record import RECORD
 from fourfold.train.faults import Faults
+from fourfold.train.watch import Limits
 
 __all__ = ["Guard"]
 
@@ -28,12 +31,13 @@ __all__ = ["Guard"]
 class Guard:
     """One rank's guard; active inside `with guard.on_watch():`."""
 
-    def __init__(self, *, timeout: float, max_skipped: int, skips: bool = True, faults: Faults | None = None):
-        self.timeout, self.max_skipped, self.skips, self.faults = timeout, max_skipped, skips, faults
+    def __init__(self, *, limits: Limits, max_skipped: int, skips: bool = True, faults: Faults | None = None):
+        self.limits, self.max_skipped, self.skips, self.faults = limits, max_skipped, skips, faults
         self.skipped = 0  # in the whole run
         self._in_a_row = 0
         self._stop = False
         self._step = 0
+        self._warm = False  # a step is done: what is compiled is compiled
 
     def stop_requested(self) -> bool:
         return self._stop
@@ -57,9 +61,10 @@ class Guard:
     def begin(self, step: int) -> None:
         """The rank begins step `step` (counted from 1)."""
         self._step = step
-        self.rest()
+        limit = self.limits.step if self._warm else self.limits.start
+        RECORD.enter(f"step {step}", limit)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor takes no dump
-            faulthandler.dump_traceback_later(self.timeout, file=sys.stderr)
+            faulthandler.dump_traceback_later(limit, file=sys.stderr)
         if self.faults is not None:
             self.faults.at(step)
 
@@ -68,12 +73,27 @@ class Guard:
         if self.faults is not None:
             self.faults.at(self._step, op)
 
-    def rest(self) -> None:
-        """What follows may take its time (evaluation, saving)."""
+    def evaluate(self, step: int) -> None:
+        """The rank begins the evaluation after step `step`."""
+        self._enter(f"the evaluation after step {step}", self.limits.evaluation)
+
+    def save(self, step: int) -> None:
+        """The rank begins to save step `step`."""
+        self._enter(f"the save of step {step}", self.limits.save)
+        if self.faults is not None:
+            self.faults.at(step, "save")
+
+    def finish(self) -> None:
+        """The ranks part: what follows, each does for itself."""
+        self._enter("the end of the run", float("inf"))
+
+    def _enter(self, phase: str, limit: float) -> None:
         faulthandler.cancel_dump_traceback_later()
+        RECORD.enter(phase, limit)
 
     def judge(self, step: int, loss: float, norm: float) -> None:
-        """Count a step that was skipped; raises TrainingError when there were too many in a row."""
+        """A step is done. Count it if it was skipped; raises TrainingError when there were too many in a row."""
+        self._warm = True
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
             return

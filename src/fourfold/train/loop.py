@@ -137,6 +137,7 @@ class Loop:
         for tie in self.ties:
             tie.flush()
         self._tell_saved()
+        self.guard.finish()
         self._call(lambda c: c.on_end(self.info, done))
         if self.trace is not None:
             self.trace.close()
@@ -271,7 +272,7 @@ class Loop:
         """Mean loss over the first batches of the evaluation split, the same at every call."""
         assert self.eval_samples is not None
         begin = time.perf_counter()
-        self.guard.rest()
+        self.guard.evaluate(step)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index in range(self.config.train.eval_batches):
             batches = list(self._micro_batches(self.eval_samples, index))
@@ -294,7 +295,7 @@ class Loop:
             return
         self.saved_step = step
         begin = time.perf_counter()
-        self.guard.rest()
+        self.guard.save(step)
         state = {
             "version": 1,
             "step": step,

@@ -7,6 +7,8 @@ executor; give the units an optimizer; open the data; resume if there is somethi
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import platform
@@ -21,9 +23,10 @@ import torch.distributed as dist
 
 import fourfold
 from fourfold import schema
-from fourfold.config import Config
+from fourfold.config import LONGEST_WAIT, Config
 from fourfold.errors import RunDirError
 from fourfold.launch.gpu_errors import translated
+from fourfold.launch.local import end_rank
 from fourfold.launch.place import Place, check_joined, choose_device, current_place, join, leave
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.spec import parameter_count
@@ -31,6 +34,7 @@ from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor
 from fourfold.train import checkpoint
+from fourfold.train._torch import default_store
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.clock import make_clock
 from fourfold.train.data import open_samples
@@ -51,6 +55,7 @@ from fourfold.train.parts import (
 from fourfold.train.rundir import RunDir
 from fourfold.train.streamed import make_keeper, make_optimizer
 from fourfold.train.trace import TraceFile
+from fourfold.train.watch import Limits, Watch, make_board
 from fourfold.train.weights import check_weights, read_weights
 from fourfold.view.console import Progress, short_duration
 
@@ -100,10 +105,10 @@ def join_and_work(
     console: IO[str] | None = None,
 ) -> Outcome:
     """`fit` with a resolved config and a checked plan, of which `layout` is the lowered pipeline."""
-    device, timeout = _prepare(config, place)
+    device, limits = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
-        join(place, None, device, timeout, config.train.backend)
+        join(place, None, device, limits.start, config.train.backend, LONGEST_WAIT)
     try:
         run = claim(place, config, plan, resume)
         try:
@@ -159,15 +164,15 @@ def work(
     console: IO[str] | None = None,
 ) -> Outcome:
     """Be one rank of a run whose directory is claimed, config resolved and plan checked; `layout` is its lowered pipeline."""
-    device, timeout = _prepare(config, place)
+    device, limits = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if dist.is_initialized():
         check_joined(config.train.backend)
     if joins:
-        join(place, store, device, timeout, config.train.backend)
+        join(place, store, device, limits.start, config.train.backend, LONGEST_WAIT)
     try:
-        with translated():
-            loop, done = assemble(place, device, timeout, config, plan, layout, run, callbacks, console)
+        with translated(), _watch(place, store, limits):
+            loop, done = assemble(place, device, limits, config, plan, layout, run, callbacks, console)
             with loop.guard.on_watch():
                 steps = loop.run(done)
                 if place.rank == 0 and steps == config.train.steps:
@@ -182,10 +187,18 @@ def work(
             leave()
 
 
+def _watch(place: Place, store: dist.Store | None, limits: Limits) -> contextlib.AbstractContextManager[object]:
+    """The watchdog of this rank. With it, a process group needs no timeout of its own; `store` is the launcher's."""
+    if place.ranks == 1:
+        return contextlib.nullcontext()
+    end = functools.partial(end_rank, place, store)
+    return Watch(make_board(default_store()), place.rank, place.ranks, limits, end=end)
+
+
 def assemble(
     place: Place,
     device: torch.device,
-    timeout: float,
+    limits: Limits,
     config: Config,
     plan: Plan,
     layout: PipelineLayout,
@@ -194,7 +207,7 @@ def assemble(
     console: IO[str] | None,
 ) -> tuple[Loop, int]:
     """The loop of one rank, and how many steps were done before."""
-    mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=timeout))
+    mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=LONGEST_WAIT))
     world = dist.group.WORLD if place.ranks > 1 else None
     batch_group = mesh.group("data", "depth", "row", use="gradients")
     saving = mesh.group(*AXES, use="save", gloo=True)
@@ -202,7 +215,7 @@ def assemble(
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
     peak_rate = peak_flops(device, compute)  # measured, it takes memory: before the rank has much
     guard = Guard(
-        timeout=timeout,
+        limits=limits,
         max_skipped=config.train.max_skipped,
         skips=config.train.guard,
         faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
@@ -224,7 +237,7 @@ def assemble(
         mesh.coordinates["pipe"],
         stages.stages,
         handles,
-        make_transport(config, plan, mesh, layout, device, timeout),
+        make_transport(config, plan, mesh, layout, device, LONGEST_WAIT),
         buckets=handles,
         watch=guard.instruction,
         mark=clock.mark,
@@ -276,8 +289,8 @@ def environment(place: Place, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _prepare(config: Config, place: Place) -> tuple[torch.device, float]:
-    """This rank's device and timeout, with torch set up as the config wants it."""
+def _prepare(config: Config, place: Place) -> tuple[torch.device, Limits]:
+    """This rank's device and timeouts, with torch set up as the config wants it."""
     device = choose_device(config.train.device, place)
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # less of the memory is lost to fragments; read at the first allocation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -285,7 +298,8 @@ def _prepare(config: Config, place: Place) -> tuple[torch.device, float]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return device, config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
+    step = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
+    return device, Limits.of(step, config.train.start_timeout, config.checkpoint.timeout)
 
 
 class Recorder(Callback):

@@ -1,0 +1,349 @@
+"""The watchdog of a job: finds a hang, and says which rank the others wait for, in what, at which step and op.
+
+[Note: what a hang is]
+Every rank counts its progress: an op begun, a collective or message started or finished, on a GPU also what the device has
+reached. A job hangs when *no rank* has made progress for the phase's limit (`train.timeout` for steps and evaluations). A rank
+that is slow makes progress, and the others may wait for it as long as it does: process groups have no timeout of their own.
+
+[Note: beats]
+Two daemon threads per rank, which never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what
+it waits for, how many collectives of each group it has started, how long ago it made progress. It goes to files for ranks
+started on this machine and to the job's store under torchrun and srun. The other thread judges: when its own rank has made no
+progress for half a limit it reads the beats of all; the first to see that nobody moves writes the verdict, which ends all ranks.
+To keep that cheap with many ranks, the first few read beats, and the others look for the verdict.
+
+[Note: who is to blame]
+A rank whose beat is old does not answer: it is stopped, dead, or its host is. Else one that waits for nothing, while others wait
+for it. Else the ranks wait for each other: a rank that skipped a collective is ahead of the others, and the numbers of started
+collectives show in which; if all have started the same one, the network or the communication library hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from fourfold.launch.local import file_of
+from fourfold.record import RECORD, Record
+
+__all__ = ["Board", "FileBoard", "Limits", "StoreBoard", "Watch", "make_board", "verdict"]
+
+READERS = 4  # ranks that read all beats when they stop moving
+Beat = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without progress of any rank after which a job counts as hanging, by phase."""
+
+    step: float
+    start: float = 0.0
+    evaluation: float = 0.0
+    save: float = 0.0
+
+    @classmethod
+    def of(cls, step: float, start: float = 0.0, save: float = 0.0) -> Limits:
+        """With defaults where 0 is given: model building, compilation and files may take longer than an op."""
+        return cls(step, start or max(step, 300.0), step, save or max(step, 600.0))
+
+
+# ---- where beats are written ----
+
+
+class Board(Protocol):
+    """A place that all ranks can write a line to, and read."""
+
+    def publish(self, rank: int, line: str) -> None: ...
+    def read(self, ranks: int) -> dict[int, str]: ...
+    def settle(self, text: str) -> str:
+        """Write the verdict, unless there is one; returns the one that holds."""
+
+    def settled(self) -> str:
+        """The verdict; empty while there is none."""
+
+
+class FileBoard:
+    """A directory on this machine."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def publish(self, rank: int, line: str) -> None:
+        partial = self.folder / f".{rank}.partial"
+        partial.write_text(line)
+        partial.replace(self.folder / str(rank))
+
+    def read(self, ranks: int) -> dict[int, str]:
+        found = {}
+        for rank in range(ranks):
+            with contextlib.suppress(OSError):
+                found[rank] = (self.folder / str(rank)).read_text()
+        return found
+
+    def settle(self, text: str) -> str:
+        partial = self.folder / f".verdict.{os.getpid()}"
+        partial.write_text(text)
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, self.folder / "verdict")
+        return self.settled()
+
+    def settled(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self.folder / "verdict").read_text()
+        return ""
+
+
+class StoreBoard:
+    """Keys of the job's store, over a connection of its own: the main thread may be waiting for a key."""
+
+    def __init__(self, store: dist.Store):
+        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
+        own.set_timeout(timedelta(seconds=30))
+        self.store = dist.PrefixStore("fourfold/beats", own)
+
+    def publish(self, rank: int, line: str) -> None:
+        self.store.set(str(rank), line)
+
+    def read(self, ranks: int) -> dict[int, str]:
+        keys = [str(rank) for rank in range(ranks)]
+        if self.store.check(keys):
+            return {rank: line.decode() for rank, line in enumerate(self.store.multi_get(keys))}
+        return {rank: self.store.get(key).decode() for rank, key in enumerate(keys) if self.store.check([key])}
+
+    def settle(self, text: str) -> str:
+        return self.store.compare_set("verdict", "", text).decode()
+
+    def settled(self) -> str:
+        return self.store.get("verdict").decode() if self.store.check(["verdict"]) else ""
+
+
+def make_board(store: dist.Store) -> Board:
+    """The board of a job whose ranks met in `store`; every rank calls it."""
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, dist.FileStore):
+        return FileBoard(file_of(base).with_name("beats"))
+    return StoreBoard(store)
+
+
+# ---- the watchdog of one rank ----
+
+
+class Watch:
+    """Publishes one rank's beats, and calls `end(text)` when the job hangs: the main thread is blocked where no exception reaches
+    it, so the process must end."""
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        ranks: int,
+        limits: Limits,
+        *,
+        record: Record = RECORD,
+        end: Callable[[str], object],
+    ):
+        self.board, self.rank, self.ranks, self.limits, self.record = board, rank, ranks, limits, record
+        self.interval = min(1.0, limits.step / 8)
+        self._end = end
+        self._main = threading.main_thread().ident or 0
+        self._closed = threading.Event()
+        self._count = self._seen = 0
+        self._moved = self._answered = time.monotonic()
+        self._others: dict[int, Beat] = {}
+        self._verdict = ""
+        self._reading = False
+
+    def __enter__(self) -> Watch:
+        self.record.clear()
+        self.record.watched = True
+        self.record.enter("start", self.limits.start)
+        for work in (self._talk, self._judge):
+            threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        self.record.watched = False
+
+    @property
+    def idle(self) -> float:
+        """Seconds since this rank made progress."""
+        return time.monotonic() - self._moved
+
+    def beat(self) -> Beat:
+        """What the others may know about this rank."""
+        self._count += 1
+        record, blocked = self.record, self.record.blocked_on()
+        wait: dict[str, Any] | None = None
+        if blocked is not None:
+            wait = {"what": blocked.what, "peer": blocked.peer}
+            if blocked.group is not None:
+                wait |= {"group": blocked.group.name, "number": blocked.number, "ranks": blocked.group.ranks}
+        where, passive = _where(sys._current_frames().get(self._main))
+        return {
+            "count": self._count,
+            "time": time.time(),
+            "idle": self.idle,
+            "limit": record.limit,
+            "phase": record.phase,
+            "op": record.op,
+            "device_op": record.device_op,
+            "wait": wait,
+            "groups": {g.name: [g.started, g.what] for g in list(record.groups.values())},
+            "where": where,
+            "passive": passive,
+        }
+
+    def _talk(self) -> None:
+        """Thread: publish, and read where asked to. Only this thread talks to the board, which may not answer."""
+        while not self._closed.wait(self.interval):
+            try:
+                self.board.publish(self.rank, json.dumps(self.beat()))
+                self._verdict = self.board.settled() if self.idle > self.record.limit / 2 else ""
+                if self._reading and not self._verdict:
+                    self._others = {r: json.loads(line) for r, line in self.board.read(self.ranks).items()}
+                self._answered = time.monotonic()
+            except Exception:  # the board is gone, or does not answer: the other thread counts how long
+                continue
+
+    def _judge(self) -> object:
+        """Thread: note progress; when there is none, find out whether anybody moves."""
+        while not self._closed.wait(self.interval / 2):
+            self.record.poll()
+            now = time.monotonic()
+            if self.record.progress != self._seen:
+                self._seen, self._moved, self._reading = self.record.progress, now, False
+                continue
+            limit = self.record.limit
+            late = self.idle - limit
+            if self._verdict:
+                return self._end(self._verdict)
+            if late > 2 * self.interval and now - self._answered > limit:
+                return self._end(
+                    f"the job's store has not answered for {now - self._answered:.0f} s, and rank {self.rank} makes no progress: "
+                    "the process that hosts it (under srun rank 0, else torchrun's agent) is stopped or gone"
+                )
+            self._reading = self.idle > limit / 2 if self.rank < READERS else late > 3 + 2 * self.interval
+            if late > 0 and self._others:
+                text = verdict(self._others, self.ranks, time.time(), 5 * self.interval)
+                if text:
+                    with contextlib.suppress(Exception):
+                        text = self.board.settle(text)
+                    return self._end(text)
+        return None
+
+
+WAITING_IN = ("torch/distributed/", "torch/cuda/", "/threading.py", "/queue.py")
+
+
+def _where(frame: FrameType | None) -> tuple[str, bool]:
+    """Where the main thread is, and whether that is a place where threads wait."""
+    if frame is None:
+        return "", False
+    code = frame.f_code
+    passive = any(part in code.co_filename for part in WAITING_IN)
+    return f"{code.co_name} ({code.co_filename}:{frame.f_lineno})", passive
+
+
+# ---- the verdict, a pure function of the beats ----
+
+
+def verdict(beats: Mapping[int, Beat], ranks: int, now: float, stale: float) -> str:
+    """Why nobody moves and since when, one line per rank that matters; empty while some rank makes progress."""
+    age = {r: max(0.0, now - b["time"]) for r, b in beats.items()}
+    idle = {r: b["idle"] + age[r] for r, b in beats.items()}
+    silent = [r for r in beats if age[r] > stale]
+    limits = [b["limit"] for r, b in beats.items() if r not in silent]  # a silent rank may have begun another phase
+    limit = max(limits, default=float("inf"))
+    if min(idle.values()) < limit:
+        return ""
+    lines = [f"no rank has made progress for {limit:g} s"]
+    for r in (r for r in range(ranks) if r not in beats):
+        lines.append(f"rank {r} has never reported: it did not start, or is gone")
+    for r in silent:
+        lines.append(
+            f"rank {r} has not answered for {age[r]:.0f} s: it is stopped, gone, or hangs; its last report: {_at(beats[r])}"
+        )
+    free = [r for r in beats if r not in silent and beats[r]["wait"] is None and not beats[r]["passive"]]
+    if not silent and len(beats) == ranks:
+        for r in free:
+            lines.append(f"rank {r} hangs {_at(beats[r])}, in {beats[r]['where']}; it waits for no other rank")
+        if not free:
+            lines += _disagreement(beats)
+    for r in sorted(beats):
+        if r not in silent and r not in free:
+            lines.append(f"rank {r}, {_at(beats[r])}: {_waits(r, beats)}")
+    return "\n".join(lines)
+
+
+def _at(beat: Beat) -> str:
+    op = f", op {beat['op']}" if beat["op"] else ""
+    device = f" (the device has done {beat['device_op']})" if beat["device_op"] else ""
+    return f"at {beat['phase']}{op}{device}"
+
+
+def _late(wait: dict[str, Any], beats: Mapping[int, Beat]) -> list[int]:
+    """Ranks that have not started the collective that another one waits for."""
+    return [r for r in wait["ranks"] if r in beats and beats[r]["groups"].get(wait["group"], [0])[0] < wait["number"]]
+
+
+def _waits(rank: int, beats: Mapping[int, Beat]) -> str:
+    wait = beats[rank]["wait"]
+    if wait is None:
+        return f"waits in {beats[rank]['where']}"
+    if wait["peer"] >= 0:
+        return f"waits for {wait['what']} from rank {wait['peer']}"
+    if "group" not in wait:
+        return f"waits for {wait['what']}"
+    late = _late(wait, beats)
+    who = f"for {_ranks(late)}, which {'have' if len(late) > 1 else 'has'} not started it" if late else "for its end"
+    return f"waits in {wait['what']} (collective {wait['number']} of ranks {_list(wait['ranks'])}) {who}"
+
+
+def _disagreement(beats: Mapping[int, Beat]) -> list[str]:
+    """What ranks that all wait do not agree about."""
+    lines, named = [], set()
+    for rank, beat in sorted(beats.items()):
+        wait = beat["wait"]
+        if wait is None or "group" not in wait or (key := (wait["group"], wait["number"])) in named:
+            continue
+        named.add(key)
+        for other in wait["ranks"]:
+            started, what = beats[other]["groups"].get(wait["group"], [0, ""]) if other in beats else [0, ""]
+            if started == wait["number"] and what != wait["what"]:
+                lines.append(
+                    f"ranks {rank} and {other} disagree: collective {started} of ranks {_list(wait['ranks'])} is "
+                    f"'{wait['what']}' on rank {rank} and '{what}' on rank {other}"
+                )
+        waiting = [r for r in wait["ranks"] if r in beats and beats[r]["wait"] == wait]
+        if len(waiting) == len(wait["ranks"]):
+            lines.append(
+                f"{_ranks(waiting)} have all started {wait['what']} and none has finished: the network or the communication "
+                "library hangs"
+            )
+    return lines or [
+        "the ranks wait for each other: one of them skipped a collective or message, or did two in another order"
+    ]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)}"
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" … ({len(ranks)} in all)" if len(ranks) > 8 else "")

@@ -1,0 +1,200 @@
+"""The watchdog: a job in which nobody moves ends with a report that names the right rank; a slow one goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fourfold.cli import main
+from fourfold.collectives import all_reduce
+from fourfold.record import RECORD, Record, Ticket
+from fourfold.testing.ranks import run_ranks
+from fourfold.train.watch import Beat, FileBoard, Limits, StoreBoard, Watch, make_board, verdict
+from tests.helpers import make_config
+
+# ---- the verdict ----
+
+
+def beat(**fields: Any) -> Beat:
+    usual = {"count": 1, "time": 100.0, "idle": 9.0, "limit": 5.0, "phase": "step 3", "op": "0F0", "device_op": ""}
+    return usual | {"wait": None, "groups": {}, "where": "f (x.py:1)", "passive": False} | fields
+
+
+def waits(what: str, number: int, ranks: list[int], **fields: Any) -> Beat:
+    wait = {"what": what, "peer": -1, "group": "g", "number": number, "ranks": ranks}
+    return beat(wait=wait, groups={"g": [number, what]}, **fields)
+
+
+def test_nobody_is_blamed_while_somebody_moves() -> None:
+    beats = {0: waits("a sum", 4, [0, 1]), 1: beat(idle=0.2)}
+    assert verdict(beats, 2, 100.0, 1.0) == ""
+    assert verdict(beats, 2, 104.0, 5.0) == ""
+    assert verdict(beats, 2, 105.0, 5.5) != ""
+    save = {0: waits("a sum", 4, [0, 1]), 1: beat(phase="the save of step 2", limit=600.0)}
+    assert verdict(save, 2, 100.0, 1.0) == ""  # it may take longer
+
+
+def test_verdicts() -> None:
+    three = [0, 1, 2]
+    waiting = {r: waits("the sum of embed", 7, three) for r in (0, 2)}
+    cases: list[tuple[dict[int, Beat], list[str]]] = [
+        (  # stopped
+            waiting | {1: beat(time=90.0, idle=0.1)},
+            ["rank 1 has not answered for 10 s", "rank 2, at step 3, op 0F0: waits in the sum of embed (collective 7 of ranks"],
+        ),
+        (waiting, ["rank 1 has never reported"]),
+        (  # hangs by itself
+            waiting | {1: beat(groups={"g": [6, "x"]})},
+            ["rank 1 hangs at step 3, op 0F0, in f (x.py:1); it waits for no other rank", "for rank 1, which has not started it"],
+        ),
+        (  # skipped one: it is ahead in another group
+            waiting | {1: beat(wait={"what": "the end", "peer": -1, "group": "w", "number": 3, "ranks": three}, groups={"g": [6, "x"], "w": [3, "the end"]})},
+            ["the ranks wait for each other", "rank 0, at step 3, op 0F0: waits in the sum of embed", "for rank 1, which has not", "rank 1, at step 3, op 0F0: waits in the end (collective 3 of ranks 0, 1, 2) for ranks 0, 2"],
+        ),
+        (  # another order
+            waiting | {1: waits("the sum of head", 7, three)},
+            ["ranks 0 and 1 disagree: collective 7 of ranks 0, 1, 2 is 'the sum of embed' on rank 0 and 'the sum of head' on rank 1"],
+        ),
+        (waiting | {1: waiting[0]}, ["ranks 0, 1, 2 have all started the sum of embed and none has finished"]),
+        (  # a pipeline
+            {0: beat(op="0B3"), 1: beat(wait={"what": "the gradient", "peer": 2}), 2: beat(wait={"what": "the activation", "peer": 0})},
+            ["rank 0 hangs at step 3, op 0B3", "rank 1, at step 3, op 0F0: waits for the gradient from rank 2", "from rank 0"],
+        ),
+        (  # a GPU whose host is ahead of it
+            waiting | {1: beat(time=80.0, idle=0.0, device_op="1B0")},
+            ["rank 1 has not answered for 20 s", "(the device has done 1B0)"],
+        ),
+    ]  # fmt: skip
+    for beats, expected in cases:
+        text = verdict(beats, 3, 100.0, 1.0)
+        assert all(part in text for part in expected), text
+    assert "rank 0 hangs" not in verdict(waiting | {1: beat(time=90.0)}, 3, 100.0, 1.0)
+
+
+# ---- a device that lags ----
+
+
+class Event:
+    def __init__(self) -> None:
+        self.reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_what_a_device_has_not_reached_is_what_a_rank_waits_for() -> None:
+    record = Record()
+    record.watched = True
+    tickets = [Ticket("1F0"), Ticket("the activation", peer=3), Ticket("1B0")]
+    events = [Event() for _ in tickets]
+    for ticket, event in zip(tickets, events, strict=True):
+        record._issued(ticket, event)
+    record.poll()
+    assert record.blocked_on() is None  # it computes
+    events[0].reached = True
+    before = record.progress
+    record.poll()
+    assert record.progress == before + 1
+    assert record.device_op == "1F0"
+    assert record.blocked_on() is tickets[1]
+    events[1].reached = events[2].reached = True
+    record.poll()
+    assert record.device_op == "1B0"
+    assert record.blocked_on() is None
+
+
+# ---- beats through files and stores ----
+
+
+@pytest.mark.parametrize("kind", ["files", "store"])
+def test_a_rank_that_skips_a_collective_is_found_by_all(tmp_path: Path, kind: str) -> None:
+    texts = run_ranks(_skip, 3, str(tmp_path), kind)
+    assert texts[0] == texts[1] == texts[2]  # one verdict for all
+    assert re.search(
+        r"rank 0, at step 1: waits in sum 2 \(collective 2 of ranks 0, 1, 2\) for rank 1, which has", texts[0]
+    )
+    assert "rank 1 hangs at step 1, in _skip (" in texts[0]
+
+
+def _skip(rank: int, ranks: int, folder: str, kind: str) -> str:
+    board: Any = FileBoard(Path(folder) / "beats")
+    if kind == "store":
+        port = Path(folder) / "port"
+        if rank == 0:
+            server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port.write_text(str(server.port))
+        dist.barrier()
+        board = make_board(
+            dist.PrefixStore("job", dist.TCPStore("127.0.0.1", int(port.read_text()), wait_for_workers=False))
+        )
+        assert isinstance(board, StoreBoard)
+    said: list[str] = []
+    with Watch(board, rank, ranks, Limits(0.8, 60, 1, 1), end=said.append):
+        RECORD.enter("step 1", 0.8)
+        all_reduce(torch.ones(3), dist.group.WORLD, "sum 1", now=True).wait()  # type: ignore[arg-type]
+        deadline = time.monotonic() + 15
+        if rank != 1:
+            all_reduce(torch.ones(3), dist.group.WORLD, "sum 2")  # type: ignore[arg-type]
+            RECORD.waiting = Ticket("sum 2", RECORD.groups[dist.group.WORLD], 2)  # type: ignore[index]
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.02)  # what the main thread is in
+    return said[0] if said else "nothing"
+
+
+# ---- training ----
+
+PLANS: dict[str, dict[str, Any]] = {
+    "zero3": {"mesh": {"data": 2}, "unit": [{"match": "*", "mode": "zero3"}]},
+    "col": {"mesh": {"col": 2}},
+    "pipe": {"mesh": {"pipe": 2}, "batch": {"micro_batches": 4}},
+}  # replicas are in tests/test_faults.py
+
+
+def start(tmp_path: Path, plan: dict[str, Any], *flags: str, **sections: Any) -> int:
+    (tmp_path / "c.json").write_text(json.dumps(make_config(tmp_path / "run", **sections).to_dict()))
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    return main(["train", str(tmp_path / "c.json"), "--plan", str(tmp_path / "plan.json"), *flags])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_stopped_rank_is_named_in_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOURFOLD_FAULTS", f"stop rank=1 step=3 op={'1B0' if name == 'pipe' else '0B0'}")
+    begin = time.monotonic()
+    assert start(tmp_path, PLANS[name], "--train.timeout", "1.5", train={"steps": 5}) == 1
+    assert time.monotonic() - begin < 25
+    error = capfd.readouterr().err
+    assert "rank 1 is stopped (SIGSTOP)" in error
+    assert re.search(r"rank 0, at step 3, op 0[FB]\d.*: waits (for the gradient of stage 1|in .* for rank 1)", error), (
+        error
+    )
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_rank_stopped_in_a_save_is_named(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOURFOLD_FAULTS", "stop rank=1 step=2 op=save")
+    checkpoint = {"every": 2, "mode": mode, "timeout": 1.5}
+    plan = {"mesh": {"data": 2}}
+    assert start(tmp_path, plan, "--train.timeout", "1.5", train={"steps": 5}, checkpoint=checkpoint) == 1
+    error = capfd.readouterr().err
+    assert "rank 1 is stopped (SIGSTOP)" in error
+    assert "rank 1 has not answered" in error
+    assert "rank 0 hangs" not in error
+
+
+def test_a_rank_a_hundred_times_slower_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it longer than the timeout, in one collective, and it never stands still for as long."""
+    slow = "; ".join(f"delay rank=1 step=2 op=0{kind}{m} seconds=0.4" for m in range(4) for kind in "FB")
+    monkeypatch.setenv("FOURFOLD_FAULTS", slow)
+    plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 4}}
+    assert start(tmp_path, plan, "--train.timeout", "1", train={"steps": 3, "global_batch": 8}) == 0
