@@ -223,8 +223,12 @@ def test_a_template_that_loops_is_ended() -> None:
 def test_chats_without_a_template_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": TALK}))
-    with pytest.raises(DataError, match=r"chats.jsonl:1: a chat, but the tokenizer 'bytes' has no chat template"):
+    refusal = r"^{}:1: a chat, but the tokenizer 'bytes' has no chat template".format(path)
+    with pytest.raises(DataError, match=refusal):
         open_corpus(str(path))
+    with pytest.raises(DataError, match=refusal):
+        write_tokens(str(path), "bytes", tmp_path / "out.tokens")
+    assert [p.name for p in tmp_path.iterdir()] == ["chats.jsonl"]
 
 
 def corpus_of(path: Path, lines: list[dict[str, Any]], **options: str) -> Corpus:

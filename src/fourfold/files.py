@@ -351,6 +351,8 @@ def create(path: str | Path, error: type[FourfoldError] = FileError) -> Iterator
                 os.unlink(partial)
             raise
         sync_folder(path.parent)
+    except FourfoldError:  # of whoever writes: some are ValueErrors, too
+        raise
     except OSError as e:
         raise error(f"{path}: cannot be written: {why(e)}") from None
     except ValueError as e:  # a name with a NUL
