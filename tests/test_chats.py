@@ -223,7 +223,7 @@ def test_a_template_that_loops_is_ended() -> None:
 def test_chats_without_a_template_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": TALK}))
-    refusal = r"^{}:1: a chat, but the tokenizer 'bytes' has no chat template".format(path)
+    refusal = rf"^{path}:1: a chat, but the tokenizer 'bytes' has no chat template"
     with pytest.raises(DataError, match=refusal):
         open_corpus(str(path))
     with pytest.raises(DataError, match=refusal):
