@@ -8,6 +8,7 @@ host's memory channels limit, not PCIe.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fourfold.cluster import Cluster, Device, Host, Level
 
@@ -16,6 +17,44 @@ __all__ = ["PRESETS"]
 
 def _gpus(name: str, source: str, device: Device, *, node: Level, network: Level, link: float, memory: str) -> Cluster:
     return Cluster(name=name, device=device, host=Host(memory=memory, link=link), level=(node, network), source=source)
+
+
+def _cards(
+    name: str,
+    source: str,
+    device: Device,
+    *,
+    devices: int,
+    pcie: float,
+    ethernet: float,
+    link: float,
+    memory: str,
+) -> Cluster:
+    """A host with PCIe cards; `ethernet` is the bandwidth of the node, which its devices share."""
+    levels = (
+        Level(name="PCIe", ranks=devices, bandwidth=pcie, latency=8e-6),
+        Level(name="Ethernet", bandwidth=ethernet / devices, latency=3e-5),
+    )
+    return Cluster(
+        name=name, devices=devices, device=device, host=Host(memory=memory, link=link), level=levels, source=source
+    )
+
+
+def _card(
+    name: str, memory: str, bf16: float, fp32: float, fp64: float, processors: int, rate: float, share: float
+) -> Device:
+    """A card by its data sheet: TFLOP/s by dtype, multiprocessors, bytes/s of memory; `share` of the peak is assumed."""
+    return Device(
+        name=name,
+        memory=memory,
+        reserve="1GiB",
+        matrix={"bf16": bf16 * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12},
+        efficiency=share,
+        attention_backward=3.0,
+        processors=processors,
+        memory_rate=0.88 * rate,
+        eager=0.85,
+    )
 
 
 def _presets() -> dict[str, Cluster]:
@@ -29,6 +68,26 @@ def _presets() -> dict[str, Cluster]:
 
     a100 = {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
     h100 = {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}
+    h100_sxm = _gpus(
+        "h100-sxm",
+        "NVIDIA H100 datasheet, shares of it as measured on an H200; rings over NVSwitch 360 GB/s (nccl-tests), "
+        "8 × 400 Gb/s InfiniBand a node, two sockets of DDR5-4800",
+        Device(
+            name="H100 80 GB",
+            memory="79.1GiB",
+            matrix=h100,
+            efficiency=0.7,
+            attention=0.7,
+            attention_backward=3.0,
+            processors=132,
+            memory_rate=2.95e12,
+            eager=0.65,
+        ),
+        node=nvlink(360e9),
+        network=infiniband(46e9),
+        link=30e9,
+        memory="2TiB",
+    )
     made = [
         _gpus(
             "v100-16g",
@@ -88,26 +147,7 @@ def _presets() -> dict[str, Cluster]:
             link=20e9,
             memory="2TiB",
         ),
-        _gpus(
-            "h100-sxm",
-            "NVIDIA H100 datasheet, shares of it as measured on an H200; rings over NVSwitch 360 GB/s (nccl-tests), "
-            "8 × 400 Gb/s InfiniBand a node, two sockets of DDR5-4800",
-            Device(
-                name="H100 80 GB",
-                memory="79.1GiB",
-                matrix=h100,
-                efficiency=0.7,
-                attention=0.7,
-                attention_backward=3.0,
-                processors=132,
-                memory_rate=2.95e12,
-                eager=0.65,
-            ),
-            node=nvlink(360e9),
-            network=infiniband(46e9),
-            link=30e9,
-            memory="2TiB",
-        ),
+        h100_sxm,
         _gpus(
             "h200",
             "NVIDIA H200 datasheet; shares of it measured on one (large products, warm: 700 TFLOP/s); network and host as H100's",
@@ -167,8 +207,148 @@ def _presets() -> dict[str, Cluster]:
             ),
             source="NVIDIA L4 datasheet; PCIe 4 through the host, 100 Gb/s Ethernet a node",
         ),
+        # Cards: bf16 peaks are those with fp32 accumulation. Their shares of the peak are assumed, not measured.
+        _cards(
+            "rtx-3090",
+            "NVIDIA GA102 whitepaper; shares assumed; PCIe 4 through the host, 10 Gb/s Ethernet a node",
+            _card("RTX 3090 24 GB", "23.69GiB", 71, 35.6, 0.56, 82, 0.936e12, 0.85),
+            devices=4,
+            pcie=9e9,
+            ethernet=1.1e9,
+            link=12e9,
+            memory="128GiB",
+        ),
+        _cards(
+            "rtx-4090",
+            "NVIDIA Ada whitepaper; shares assumed; PCIe 4 through the host (no peer-to-peer), 10 Gb/s Ethernet a node",
+            _card("RTX 4090 24 GB", "23.64GiB", 165.2, 82.6, 1.29, 128, 1.008e12, 0.85),
+            devices=4,
+            pcie=9e9,
+            ethernet=1.1e9,
+            link=12e9,
+            memory="128GiB",
+        ),
+        _cards(
+            "rtx-5090",
+            "NVIDIA RTX Blackwell whitepaper; shares assumed; PCIe 5 through the host, 10 Gb/s Ethernet a node",
+            _card("RTX 5090 32 GB", "31.36GiB", 209.5, 104.8, 1.64, 170, 1.792e12, 0.85),
+            devices=4,
+            pcie=16e9,
+            ethernet=1.1e9,
+            link=20e9,
+            memory="192GiB",
+        ),
+        _cards(
+            "rtx-pro-6000",
+            "NVIDIA RTX PRO 6000 Blackwell datasheet; shares assumed; PCIe 5, 100 Gb/s Ethernet a node",
+            _card("RTX PRO 6000 96 GB", "94.97GiB", 503.8, 126, 1.97, 188, 1.792e12, 0.7),
+            devices=4,
+            pcie=35e9,
+            ethernet=11e9,
+            link=30e9,
+            memory="512GiB",
+        ),
+        _cards(
+            "a6000",
+            "NVIDIA RTX A6000 datasheet; shares assumed; PCIe 4, 25 Gb/s Ethernet a node",
+            _card("RTX A6000 48 GB", "47.5GiB", 154.8, 38.7, 0.6, 84, 0.768e12, 0.7),
+            devices=4,
+            pcie=18e9,
+            ethernet=2.8e9,
+            link=16e9,
+            memory="256GiB",
+        ),
+        _cards(
+            "a10g",
+            "NVIDIA A10G as in AWS g5.12xlarge; shares assumed; PCIe 4 through the host, 40 Gb/s Ethernet a node",
+            _card("A10G 24 GB", "22.06GiB", 70, 31.5, 0.49, 80, 0.6e12, 0.75),
+            devices=4,
+            pcie=8e9,
+            ethernet=4.4e9,
+            link=10e9,
+            memory="192GiB",
+        ),
+        _cards(
+            "l40s",
+            "NVIDIA L40S datasheet; shares assumed (its power limit binds); PCIe 4, 200 Gb/s Ethernet a node",
+            _card("L40S 48 GB", "44.39GiB", 362, 91.6, 1.4, 142, 0.864e12, 0.58),
+            devices=8,
+            pcie=18e9,
+            ethernet=22e9,
+            link=16e9,
+            memory="1TiB",
+        ),
+        _cards(
+            "h100-pcie",
+            "NVIDIA H100 PCIe datasheet; shares assumed (its power limit binds); PCIe 5, 200 Gb/s Ethernet a node",
+            _card("H100 PCIe 80 GB", "79.1GiB", 756, 51, 51, 114, 2.0e12, 0.58),
+            devices=8,
+            pcie=35e9,
+            ethernet=22e9,
+            link=25e9,
+            memory="1TiB",
+        ),
+        _gpus(
+            "h20",
+            "NVIDIA H20 datasheet; shares assumed; network and host as H100's",
+            _card("H20 96 GB", "95.1GiB", 148, 44, 1, 78, 4.0e12, 0.9),
+            node=nvlink(360e9),
+            network=infiniband(46e9),
+            link=30e9,
+            memory="2TiB",
+        ),
+        _gpus(
+            "mi300x",
+            "AMD MI300X datasheet; untested: shares and ring bandwidths assumed, 8 × 400 Gb/s RoCE a node",
+            _card("MI300X 192 GB (untested)", "191.5GiB", 1307, 163, 163, 304, 5.3e12, 0.45),
+            node=Level(name="Infinity Fabric", ranks=8, bandwidth=300e9, latency=4e-6),
+            network=Level(name="RoCE", bandwidth=42e9, latency=8e-6),
+            link=30e9,
+            memory="2TiB",
+        ),
+        Cluster(
+            name="gh200",
+            devices=1,
+            device=replace(h100_sxm.device, name="GH200 96 GB", memory="94.5GiB", memory_rate=3.5e12),
+            host=Host(memory="480GB", link=380e9),
+            level=(Level(name="InfiniBand", bandwidth=46e9, latency=6e-6),),
+            source="NVIDIA GH200 datasheet; one GPU a node on NVLink-C2C, shares as H100's, 400 Gb/s InfiniBand a GPU",
+        ),
+        Cluster(
+            name="gb200",
+            devices=72,
+            device=Device(
+                name="GB200 186 GB",
+                memory="184GiB",
+                matrix={"bf16": 2500e12, "fp32": 80e12, "fp64": 40e12},
+                efficiency=0.66,
+                attention=0.7,
+                attention_backward=3.0,
+                processors=148,
+                memory_rate=7.0e12,
+                eager=0.6,
+            ),
+            host=Host(memory="17TiB", link=150e9),
+            level=(Level(name="NVLink", ranks=72, bandwidth=700e9, latency=3e-6), infiniband(46e9)),
+            source="NVIDIA GB200 NVL72 datasheet; a rack is a node, shares assumed, NVLink-C2C shared by two GPUs",
+        ),
     ]
-    return {c.name: c for c in made}
+    by_name = {c.name: c for c in made}
+
+    def cloud(name: str, gpu: str, gigabits: float, source: str) -> Cluster:
+        """A cloud's node: the GPUs of a preset with `gigabits` Gb/s of network a node, of which 80 % are reached."""
+        base = by_name[gpu]
+        network = Level(name="cloud network", bandwidth=0.8 * gigabits / 8 * 1e9 / base.devices, latency=2e-5)
+        return replace(base, name=name, level=(base.level[0], network), source=f"{source}; GPUs as {gpu}")
+
+    clouds = [
+        cloud("p4d", "a100-40g", 400, "AWS p4d.24xlarge: 400 Gb/s EFA a node"),
+        cloud("p4de", "a100-80g", 400, "AWS p4de.24xlarge: 400 Gb/s EFA a node"),
+        cloud("p5", "h100-sxm", 3200, "AWS p5.48xlarge: 3,200 Gb/s EFA a node"),
+        cloud("a3-high", "h100-sxm", 1000, "Google Cloud a3-highgpu-8g: 1,000 Gb/s a node"),
+        cloud("a3-mega", "h100-sxm", 1800, "Google Cloud a3-megagpu-8g: 1,800 Gb/s a node"),
+    ]
+    return by_name | {c.name: c for c in clouds}
 
 
 PRESETS: Mapping[str, Cluster] = _presets()

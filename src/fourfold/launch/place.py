@@ -194,10 +194,12 @@ def choose_device(wish: str, place: Place) -> torch.device:
 
 
 PRESET_OF = {
-    "B200": "b200", "GB200": "b200", "H200": "h200", "GH200": "h200", "H100": "h100-sxm", "H800": "h100-sxm", "A100": "a100-80g",
-    "A800": "a100-80g", "V100": "v100-16g", "L4": "l4-pcie",
+    "B200": "b200", "GB200": "gb200", "H200": "h200", "GH200": "gh200", "H100 PCIe": "h100-pcie", "H100": "h100-sxm",
+    "H800": "h100-sxm", "H20": "h20", "A100": "a100-80g", "A800": "a100-80g", "V100": "v100-16g", "L40S": "l40s", "L4": "l4-pcie",
+    "A10G": "a10g", "RTX A6000": "a6000", "RTX PRO 6000": "rtx-pro-6000", "RTX 5090": "rtx-5090", "RTX 4090": "rtx-4090",
+    "RTX 3090": "rtx-3090", "MI300X": "mi300x",
 }  # fmt: skip
-"""By a word of a GPU's name."""
+"""By words of a GPU's name; the first that matches."""
 HOST_SHARE = 0.9
 """Of a host's memory, what a plan may count on."""
 
@@ -208,7 +210,13 @@ def gpu_cluster(ranks: int, local_ranks: int) -> Cluster:
     Ranks that share a GPU have their part of it, and talk through the host. CUDA is not started in this process.
     """
     name, memory = _first_gpu()
-    cluster = Cluster.preset(_preset(name, memory))
+    preset, known = _preset(name, memory)
+    cluster = Cluster.preset(preset)
+    if not known:  # the console shows the name beside the prediction
+        found = f"'{name}'" if name else "a GPU of unknown name"
+        cluster = dataclasses.replace(
+            cluster, name=f"rates of {preset}, for want of a preset for {found}: fourfold calibrate"
+        )
     local = math.gcd(ranks, local_ranks)
     share = -(-local // max(1, torch.cuda.device_count()))
     d, link = cluster.device, cluster.host.link / share
@@ -239,10 +247,12 @@ def _first_gpu() -> tuple[str, int]:
     return match[1], (int(match[2]) - (int(match[3]) if match[3].isdigit() else 0)) << 20
 
 
-def _preset(name: str, memory: int) -> str:
-    """The cluster whose GPUs are most like one of this name and memory."""
-    found = next((preset for word, preset in PRESET_OF.items() if re.search(rf"\b{word}\b", name)), "a100-40g")
-    return "a100-40g" if found == "a100-80g" and memory and memory < 60 << 30 else found
+def _preset(name: str, memory: int) -> tuple[str, bool]:
+    """The cluster whose GPUs are most like one of this name and memory, and whether its name is known."""
+    found = next((preset for word, preset in PRESET_OF.items() if re.search(rf"\b{word}\b", name)), None)
+    if found == "a100-80g" and memory and memory < 60 << 30:
+        found = "a100-40g"
+    return found or "a100-40g", found is not None
 
 
 @dataclass(frozen=True)
