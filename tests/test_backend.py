@@ -14,6 +14,7 @@ from fourfold.errors import ConfigError, DeviceError
 from fourfold.launch import place as places
 from fourfold.launch.gpu_errors import explain, translated
 from fourfold.launch.place import check_joined, choose_backend, own_host_settings
+from fourfold.testing import ranks as ranks_module
 from fourfold.testing.ranks import run_ranks
 
 NCCL = (
@@ -196,3 +197,14 @@ def _joined(rank: int, ranks: int) -> bool:
     except ConfigError as e:
         return "the process group that is there has 'cpu:gloo" in str(e)
     return False
+
+
+def test_ranks_can_be_forked_from_a_server_as_gpus_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ranks_module.START, "gloo", "forkserver")
+    assert run_ranks(_sum, 2) == [1.0, 1.0]
+
+
+def _sum(rank: int, ranks: int) -> float:
+    x = torch.tensor(float(rank))
+    dist.all_reduce(x)
+    return x.item()

@@ -39,15 +39,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from fourfold.errors import RankFailure
+from fourfold.launch.place import Place, choose_device, join
 from fourfold.testing._torch import set_default_timeout
 
 __all__ = ["run_ranks"]
+
+START = {"gloo": "fork", "nccl": "forkserver"}
 
 
 def run_ranks(
@@ -57,23 +60,27 @@ def run_ranks(
     timeout: float = 60.0,
     group_timeout: float = 20.0,
     prepare: Callable[[int], None] | None = None,
+    backend: Literal["gloo", "nccl"] = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `fn(rank, ranks, *args, **kwargs)` in `ranks` processes that share a gloo group; returns their results.
+    """Call `fn(rank, ranks, *args, **kwargs)` in `ranks` processes that share a process group; returns their results.
 
     The first rank to fail ends the others, and RankFailure carries its traceback. `timeout` bounds the whole call,
     `group_timeout` every collective of every group, both in seconds. `prepare(rank)` is called in each rank before it joins
-    the group.
+    the group. With `backend="nccl"` each rank has a GPU, which it shares where there are too few. CUDA does not survive a fork,
+    so these ranks are forked from a server that has never used it: `fn` and its arguments must be picklable.
     """
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(START[backend])
+    if START[backend] == "forkserver":
+        context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory(prefix="fourfold-ranks-") as folder:
         processes, pipes = [], []
         gc.freeze()
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, prepare, theirs)
+                job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, prepare, backend, theirs)
                 process = context.Process(target=_rank, args=job, daemon=True)
                 process.start()
                 theirs.close()
@@ -100,6 +107,7 @@ def _rank(
     store: str,
     group_timeout: float,
     prepare: Callable[[int], None] | None,
+    backend: str,
     pipe: Connection,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,16 +120,17 @@ def _rank(
         if prepare is not None:
             prepare(rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         set_default_timeout(timedelta(seconds=group_timeout))
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, ranks),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=group_timeout),
-        )
-        dist.barrier()  # one that is done at once must not be gone before the others have connected to it
+        file = dist.FileStore(store, ranks)
+        if backend == "nccl":
+            place = Place(rank, ranks, rank, ranks)
+            join(place, file, choose_device("cuda", place), group_timeout, "nccl")
+        else:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+            limit = timedelta(seconds=group_timeout)
+            dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks, timeout=limit)
+        # over gloo: one that is done at once must not be gone before the others have connected to it
+        dist.all_reduce(torch.zeros(1))
         answer = (time.monotonic(), True, fn(rank, ranks, *args, **kwargs))
     except BaseException:  # all of it is the parent's to raise
         answer = (time.monotonic(), False, traceback.format_exc())

@@ -334,13 +334,16 @@ def make_transport(
 
     def new_group(ranks: list[int]) -> dist.ProcessGroup:
         spec = Group(f"edge {ranks[0]} to {ranks[1]}", tuple(members[r] for r in ranks)) if len(ranks) == 2 else alone
-        # a receive may be posted long before its message: waits have their own timeout
-        return mesh.new_group(spec, timedelta(days=30))
+        return mesh.new_group(spec, limit)
 
+    # A receive may be posted long before its message, and on gloo every wait has a timeout of its own. On NCCL the group's timeout
+    # also bounds how long an abort of its communicator may take.
     port: Port = HostPort(device)
+    limit = timedelta(days=30)
     if device.type == "cuda":
-        shared = "nccl" not in str(dist.get_backend_config())
-        port = StagedPort(device) if shared else DevicePort(device)
+        nccl = "nccl" in str(dist.get_backend_config())
+        port = DevicePort(device) if nccl else StagedPort(device)
+        limit = timedelta(seconds=3600 + 2 * timeout) if nccl else limit
     return Transport(
         mesh.coordinates["pipe"],
         layout.edges(),
