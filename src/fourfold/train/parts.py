@@ -336,7 +336,7 @@ def make_transport(
         spec = Group(f"edge {ranks[0]} to {ranks[1]}", tuple(members[r] for r in ranks)) if len(ranks) == 2 else alone
         return mesh.new_group(spec, limit)
 
-    # A receive may be posted long before its message, and on gloo every wait has a timeout of its own. On NCCL the group's timeout
+    # A receive may be posted long before its message; on gloo every wait has a timeout of its own. On NCCL the group's timeout
     # also bounds how long an abort of its communicator may take.
     port: Port = HostPort(device)
     limit = timedelta(days=30)
