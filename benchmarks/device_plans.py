@@ -38,8 +38,8 @@ from fourfold.config import Config
 from fourfold.launch.place import Place
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
-from fourfold.planner.layout import Setting
-from fourfold.planner.predict import predict
+from fourfold.planner.evaluate import predict
+from fourfold.planner.problem import PlanProblem
 from fourfold.testing.budget import Budget
 from fourfold.train.calibrate import calibrate
 from fourfold.train.one_rank import OneRank, one_of_many
@@ -165,11 +165,11 @@ def own_data() -> Iterator[Clock]:
 # ---- one plan ----
 
 
-def predicted(plan: Plan, setting: Setting, stage: int) -> tuple[float, float]:
+def predicted(plan: Plan, problem: PlanProblem, stage: int) -> tuple[float, float]:
     """Bytes, and seconds without communication, of a rank of the pipeline."""
-    host = setting.cluster.host  # it has one to itself here
-    alone = replace(host, memory=str(int(setting.cluster.host_memory) * setting.cluster.devices**2))
-    p = predict(plan, replace(setting, cluster=replace(setting.cluster, host=alone)))
+    host = problem.cluster.host  # it has one to itself here
+    alone = replace(host, memory=str(int(problem.cluster.host_memory) * problem.cluster.devices**2))
+    p = predict(plan, replace(problem, cluster=replace(problem.cluster, host=alone)))
     return p.memory[stage].peak, p.computing[stage] if plan.mesh.pipe > 1 else p.seconds
 
 
@@ -209,9 +209,9 @@ def rows(cluster: Cluster, quick: bool, device: str) -> Iterator[Row]:
         train = {"global_batch": batch, "run_dir": "unused", "device": device}
         config = Config.from_dict({"model": (TINY if quick else MODELS)[model], "train": train}).resolve()
         plan.check(config, plan.mesh.ranks)
-        setting = Setting(ModelSpec.from_config(config.model), cluster, batch, plan.precision)
+        problem = PlanProblem(ModelSpec.from_config(config.model), cluster, batch, plan.precision)
         stage = rank // (plan.mesh.ranks // plan.mesh.pipe)
-        memory, seconds = predicted(plan, setting, stage)
+        memory, seconds = predicted(plan, problem, stage)
         allocated, reserved, took = measured(config, plan, rank, device, 2 if quick else 3)
         case = f"{model}: {name}"
         for row in (

@@ -22,10 +22,10 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.errors import PlanError, RankFailure
 from fourfold.plan import Plan
-from fourfold.planner.constraints import Constraints, parse_fixes
-from fourfold.planner.make import find_plan, with_report
-from fourfold.planner.misfit import least
-from fourfold.planner.runnable import run_setting
+from fourfold.planner.api import find_plan, problem_of_run
+from fourfold.planner.infeasible import least_memory_plan
+from fourfold.planner.problem import Constraints, parse_fixes
+from fourfold.planner.report import with_report
 
 WISHES: tuple[tuple[str, ...], ...] = (
     (),
@@ -87,7 +87,7 @@ def make_case(random: Random, folder: str) -> Case:
     cluster = replace(Cluster.local(ranks), name="budget")
     cluster = replace(cluster, device=replace(cluster.device, reserve="0MiB"))
     try:
-        need = least(run_setting(config, cluster), parse_fixes(list(wish))).prediction.peak.peak
+        need = least_memory_plan(problem_of_run(config, cluster), parse_fixes(list(wish))).prediction.peak.peak
     except PlanError:  # the wish cannot be had on so many ranks: any budget will do
         need = 2.0**23
     memory = int(need * random.uniform(0.85, 3.0))
@@ -96,9 +96,9 @@ def make_case(random: Random, folder: str) -> Case:
 
 def plan_of(case: Case) -> Plan:
     """The planner's plan for a case; raises PlanError where nothing fits."""
-    setting = run_setting(case.config, case.cluster)
+    problem = problem_of_run(case.config, case.cluster)
     wanted: Constraints = parse_fixes(list(case.wish))
-    plan = with_report(find_plan(setting, wanted), setting)
+    plan = with_report(find_plan(problem, wanted), problem)
     plan.check(case.config, case.cluster.ranks)
     return plan
 

@@ -20,8 +20,8 @@ from fourfold.config import Config
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
-from fourfold.planner.layout import Setting
-from fourfold.planner.predict import predict
+from fourfold.planner.evaluate import predict
+from fourfold.planner.problem import PlanProblem
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt", "layers": 4, "hidden": 192, "heads": 4, "seq_len": 96, "vocab": 256},
@@ -130,7 +130,7 @@ def alone(fields: dict[str, Any], sections: dict[str, Any], rank: int = 0, batch
     plan, train = Plan.from_dict(sections), {"global_batch": batch, "run_dir": "unused", "device": "cpu"}
     resolved = Config.from_dict({"model": fields, "train": train}).resolve()
     plan.check(resolved, plan.mesh.ranks)
-    setting = Setting(
+    problem = PlanProblem(
         ModelSpec.from_config(resolved.model),
         Cluster.local(plan.mesh.ranks),
         batch,
@@ -145,7 +145,7 @@ def alone(fields: dict[str, Any], sections: dict[str, Any], rank: int = 0, batch
             one.update()
             if not attempt:
                 budget.reset_peak()
-    return predict(plan, setting).memory[0].peak / budget.peak.bytes
+    return predict(plan, problem).memory[0].peak / budget.peak.bytes
 
 
 def measure(name: str, model: str, sections: dict[str, Any]) -> Row | str:
@@ -158,8 +158,8 @@ def measure(name: str, model: str, sections: dict[str, Any]) -> Row | str:
         except PlanError as e:
             return f"{model}, {name}: {e}"
         spec = ModelSpec.from_config(resolved.model)
-        setting = Setting(spec, Cluster.local(plan.mesh.ranks), resolved.train.global_batch, plan.precision)
-        predicted = predict(plan, setting)
+        problem = PlanProblem(spec, Cluster.local(plan.mesh.ranks), resolved.train.global_batch, plan.precision)
+        predicted = predict(plan, problem)
         real = counted(resolved, plan)
     by_rank = plan.mesh.ranks // plan.mesh.pipe
     stages = [max(real[r * by_rank : (r + 1) * by_rank]) for r in range(plan.mesh.pipe)]

@@ -18,9 +18,8 @@ from fourfold.config import ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Precision
-from fourfold.planner.constraints import parse_fixes
-from fourfold.planner.layout import Setting
-from fourfold.planner.make import find_plan
+from fourfold.planner.api import find_plan
+from fourfold.planner.problem import PlanProblem, parse_fixes
 
 MODELS = (
     ModelConfig(family="gpt", layers=12, hidden=768, heads=12, vocab=50304, seq_len=1024),
@@ -55,9 +54,9 @@ def climb(chance: random.Random) -> tuple[int, list[str]]:
     for step in range(STEPS):
         memory *= more
         value = str(int(memory)) if what == "memory" else f"x{(1.02 * more) ** step:.4f}"
-        setting = Setting(ModelSpec.from_config(model), base.what_if({what: value}), batch, precision)
+        problem = PlanProblem(ModelSpec.from_config(model), base.what_if({what: value}), batch, precision)
         try:
-            found = find_plan(setting, parse_fixes(fixes))
+            found = find_plan(problem, parse_fixes(fixes))
             seconds, lower = found.best.prediction.seconds, found.certificate["lower_bound"]
         except PlanError:  # too small
             seconds = lower = float("inf")

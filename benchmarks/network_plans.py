@@ -32,11 +32,10 @@ from fourfold.config import Config
 from fourfold.launch.place import Place
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, UnitRule
-from fourfold.planner.constraints import Constraints
-from fourfold.planner.layout import Setting
-from fourfold.planner.layouts import layouts
-from fourfold.planner.make import find_plan
-from fourfold.planner.predict import Prediction, judged, layout_of_plan, predict
+from fourfold.planner.api import find_plan
+from fourfold.planner.evaluate import Prediction, evaluate, predict
+from fourfold.planner.layouts import enumerate_layouts, layout_of_plan
+from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.network import Network, measure, missing, parse_rate
 from fourfold.train.calibrate import calibrate
@@ -59,8 +58,8 @@ def config_of(model: str, batch: int = 16) -> Config:
     return Config.from_dict({"model": MODELS[model], "train": train, "data": {"source": "stdlib"}}).resolve()
 
 
-def setting_of(config: Config, plan: Plan, cluster: Cluster) -> Setting:
-    return Setting(ModelSpec.from_config(config.model), cluster, config.train.global_batch, plan.precision)
+def problem_of(config: Config, plan: Plan, cluster: Cluster) -> PlanProblem:
+    return PlanProblem(ModelSpec.from_config(config.model), cluster, config.train.global_batch, plan.precision)
 
 
 # ---- in the hosts ----
@@ -183,7 +182,7 @@ def plan_rows(cluster: Cluster, quick: bool) -> Iterator[Row]:
     with Network(HOSTS, RATE) as net:  # each in processes of its own, as users run it
         found = [net.run_ranks(measured, [case], 2 if quick else 3)[0][0] for case in cases]
     for (name, model, plan), (config, _), m in zip(chosen, cases, found, strict=True):
-        seconds = without_update(predict(plan, setting_of(config, plan, cluster)))
+        seconds = without_update(predict(plan, problem_of(config, plan, cluster)))
         yield Row(
             f"{model}, {name}", "measured", "step ms", 1e3 * seconds, 1e3 * m.seconds, seconds / m.seconds, m.spread
         )
@@ -198,11 +197,11 @@ BUDGETS = {"plenty of memory": 1024.0, "7 MiB": 7.0, "5.5 MiB": 5.5, "4.6 MiB": 
 
 def every_plan(cluster: Cluster) -> dict[str, Plan]:
     """All layouts of the planner's search, each with all units in one mode."""
-    setting, out = setting_of(SMALL, Plan(), cluster), {}
-    for layout in layouts(setting, Constraints({})):
+    problem, out = problem_of(SMALL, Plan(), cluster), {}
+    for layout in enumerate_layouts(problem, Constraints({})):
         again = "keep" if layout.micro_batches > 1 else "zero2"
         for mode in ("replicate", again, "zero3") if layout.replicas > 1 else ("replicate",):
-            out[f"{layout}, {mode}"] = layout.plan(setting, (UnitRule(match="*", mode=mode),), None)  # type: ignore[arg-type]
+            out[f"{layout}, {mode}"] = layout.plan(problem, (UnitRule(match="*", mode=mode),), None)  # type: ignore[arg-type]
     return out
 
 
@@ -214,22 +213,22 @@ def taking_turns(rank: int, ranks: int, plans: Sequence[Plan], rounds: int) -> l
 
 def same(a: Plan, b: Plan, cluster: Cluster) -> bool:
     """Whether two plans run the same, however they are written."""
-    setting = setting_of(SMALL, a, cluster)
-    one, other = (judged(plan, setting).followed for plan in (a, b))
+    problem = problem_of(SMALL, a, cluster)
+    one, other = (evaluate(plan, problem).simulated for plan in (a, b))
     return replace(one.layout, tensor=other.layout.tensor) == other.layout and one.stages == other.stages
 
 
 def ranking_rows(cluster: Cluster, quick: bool) -> Iterator[Row]:
     everything = every_plan(cluster)
     plans = dict(list(everything.items())[:: 20 if quick else 1])
-    peak = {n: predict(p, setting_of(SMALL, p, cluster)).peak.peak for n, p in plans.items()}
+    peak = {n: predict(p, problem_of(SMALL, p, cluster)).peak.peak for n, p in plans.items()}
     with Network(HOSTS, RATE) as net:
         found = net.run_ranks(measured, [(SMALL, p) for p in plans.values()], 1, 1.8, timeout=280)[0]
         seconds = {name: m.seconds for name, m in zip(plans, found, strict=True)}
         print(f"{len(plans)} plans measured, {min(seconds.values()) * 1e3:.0f} to {max(seconds.values()) * 1e3:.0f} ms")
         for budget, size in BUDGETS.items():
             limited = replace(cluster, device=replace(cluster.device, memory=str(int(size * 2**20))))
-            chosen = find_plan(setting_of(SMALL, Plan(), limited), Constraints({})).best.plan
+            chosen = find_plan(problem_of(SMALL, Plan(), limited), Constraints({})).best.plan
             fit = [n for n in plans if peak[n] <= size * 2**20]
             near = sorted(fit, key=lambda n: seconds[n])[: 2 if quick else 4]
             known = next((n for n in near if same(plans[n], chosen, cluster)), None)
@@ -237,7 +236,7 @@ def ranking_rows(cluster: Cluster, quick: bool) -> Iterator[Row]:
             turns = net.run_ranks(taking_turns, again, 1 if quick else 9, timeout=200)[0]
             best = min(range(len(near)), key=lambda i: statistics.median(turns[i]))
             ours, theirs = turns[near.index(known) if known else -1], turns[best]
-            layout = layout_of_plan(chosen, setting_of(SMALL, Plan(), cluster))
+            layout = layout_of_plan(chosen, problem_of(SMALL, Plan(), cluster))
             print(f"{budget}: {len(fit)} fit; best measured: {near[best]}; chosen: {known or layout}")
             ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
             took = [1e3 * statistics.median(found) for found in (ours, theirs)]

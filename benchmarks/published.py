@@ -21,10 +21,10 @@ from fourfold.cluster import Cluster, Host, Level
 from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Memory, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
-from fourfold.planner.choice import Group, choose
-from fourfold.planner.layout import Setting
-from fourfold.planner.make import make_plan
-from fourfold.planner.predict import Prediction, predict
+from fourfold.planner.api import make_plan
+from fourfold.planner.evaluate import Prediction, predict
+from fourfold.planner.knapsack import Group, choose
+from fourfold.planner.problem import PlanProblem
 
 DATA = tomllib.loads((Path(__file__).parent / "published_runs.toml").read_text(encoding="utf-8"))
 HALF = Precision(compute="bf16")
@@ -66,7 +66,7 @@ def megatron() -> Iterator[Row]:
                 precision=HALF,
             )
             cluster = fused("a100-80g", nodes=r["gpus"] // 8)
-            seconds = predict(plan, Setting(spec, cluster, r["global_batch"], HALF)).seconds
+            seconds = predict(plan, PlanProblem(spec, cluster, r["global_batch"], HALF)).seconds
             yield row(r["model"], "Megatron-LM", metric, seconds, r[metric])
 
 
@@ -110,8 +110,8 @@ def axonn() -> Iterator[Row]:
             memory=Memory(optimizer="host"),
             precision=Precision(compute="bf16", reduce="bf16"),
         )
-        setting = Setting(spec, summit(r["gpus"]), 16384, plan.precision)
-        seconds = predict(plan, setting).seconds
+        problem = PlanProblem(spec, summit(r["gpus"]), 16384, plan.precision)
+        seconds = predict(plan, problem).seconds
         days = 3e11 / (16384 * 512) * seconds / 86400
         yield row(r["model"], "AxoNN", "days for 300 B tokens", days, r["days"])
 
@@ -157,7 +157,7 @@ def hanayo() -> Iterator[Row]:
                 pipeline=Pipeline(schedule=schedule, waves=waves, layers=layers),
                 precision=single,
             )
-            return batch / predict(plan, Setting(spec, cluster, batch, single)).seconds
+            return batch / predict(plan, PlanProblem(spec, cluster, batch, single)).seconds
 
         base = rate("gpipe")
         case = f"{r['cluster']} {r['data']}x{r['pipe']}"
@@ -192,7 +192,7 @@ def tesseract() -> Iterator[Row]:
             plan = Plan(
                 mesh=mesh, batch=Batch(micro_batches=1), tensor=Tensor(flow=flow, overlap=False), precision=single
             )
-            p: Prediction = predict(plan, Setting(spec, cluster, batch, single))
+            p: Prediction = predict(plan, PlanProblem(spec, cluster, batch, single))
             return (p.compute + p.grid + p.exposed) / batch
 
         found = {

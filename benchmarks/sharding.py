@@ -47,11 +47,10 @@ from fourfold.launch.place import Place
 from fourfold.model.build import serial_model
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision, UnitRule
-from fourfold.planner.choice import Group, choose
-from fourfold.planner.constraints import parse_fixes
-from fourfold.planner.layout import Setting
-from fourfold.planner.make import find_plan
-from fourfold.planner.predict import predict
+from fourfold.planner.api import find_plan
+from fourfold.planner.evaluate import predict
+from fourfold.planner.knapsack import Group, choose
+from fourfold.planner.problem import PlanProblem, parse_fixes
 from fourfold.testing.budget import Budget
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.network import Network, missing
@@ -352,10 +351,10 @@ def our_plan(task: Task, cluster: Cluster, budget: float, *fixes: str) -> Plan |
 
 def _planned(task: Task, cluster: Cluster, budget: float, *fixes: str) -> Plan | None:
     cluster = replace(cluster, device=replace(cluster.device, memory=str(int(budget)), reserve="0MiB", margin=0.0))
-    setting = Setting(task.model.spec(), cluster, task.batch, Precision())
+    problem = PlanProblem(task.model.spec(), cluster, task.batch, Precision())
     wanted = [f"data={task.ranks}", f"micro_batches={task.micro_batches}", *(fixes or ("recompute=none",))]
     try:
-        return find_plan(setting, parse_fixes(wanted)).best.plan
+        return find_plan(problem, parse_fixes(wanted)).best.plan
     except PlanError:
         return None
 
@@ -472,10 +471,10 @@ def race(task: Task, lab: Lab, cluster: Cluster, rounds: int) -> list[Row]:
 
     name = f"{task.model.name}; {task.ranks} ranks, {task.micro_batches} micro-batch{'es' if several else ''}"
     print(f"\n{name}")
-    setting = Setting(task.model.spec(), cluster, task.batch, Precision())
+    problem = PlanProblem(task.model.spec(), cluster, task.batch, Precision())
 
     def expected(entry: Entry) -> str:
-        return f" (predicted {1e3 * predict(entry, setting).seconds:.0f})" if isinstance(entry, Plan) else ""
+        return f" (predicted {1e3 * predict(entry, problem).seconds:.0f})" if isinstance(entry, Plan) else ""
 
     for peer, entry in single.items():
         more = f", of {ROUNDS} rounds {closely(entry):.0f}" if again and entry in close else ""
@@ -544,7 +543,7 @@ def batch_rows(quick: bool) -> list[Row]:
             plan = our_plan(task, cluster, budget, "optimizer=device")
             if plan is None:
                 break
-            seconds = predict(plan, Setting(model.spec(), cluster, task.batch, Precision())).seconds
+            seconds = predict(plan, PlanProblem(model.spec(), cluster, task.batch, Precision())).seconds
             if task.batch / seconds > best:
                 best, found["ours"] = task.batch / seconds, (task, plan)
     rates = {}
@@ -590,8 +589,8 @@ def _own(lab: Lab, cluster: Cluster, model: Model, ranks: int, sequences: int, r
     best = float("inf")
     for task in tasks:
         plan = our_plan(task, cluster, budget)
-        setting = Setting(model.spec(), cluster, task.batch, Precision())
-        if plan is not None and (seconds := predict(plan, setting).seconds) < best:
+        problem = PlanProblem(model.spec(), cluster, task.batch, Precision())
+        if plan is not None and (seconds := predict(plan, problem).seconds) < best:
             best, found["ours"] = seconds, (task, plan)
     times = {}
     with lab.up() as run:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fourfold.model.operators import ModelSpec as ModelSpec
     from fourfold.offload.adamw import StreamedAdamW as StreamedAdamW
     from fourfold.plan import Plan as Plan
-    from fourfold.planner.make import make_plan as make_plan
+    from fourfold.planner.api import make_plan as make_plan
     from fourfold.train.callbacks import Callback as Callback
     from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit
@@ -36,7 +36,7 @@ _HOMES = {
     "PlanError": "fourfold.errors",
     "StreamedAdamW": "fourfold.offload.adamw",
     "fit": "fourfold.train.worker",
-    "make_plan": "fourfold.planner.make",
+    "make_plan": "fourfold.planner.api",
     "parallelize": "fourfold.train.parallelize",
 }
 

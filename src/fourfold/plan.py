@@ -277,7 +277,7 @@ class Plan:
 
     def explain(self) -> str:
         """Why the planner chose this plan: what binds it, what more memory would buy, what the ranks hold."""
-        from fourfold.planner.explain import explain  # it needs this module
+        from fourfold.planner.report import explain  # it needs this module
 
         return explain(self)
 

@@ -11,7 +11,7 @@ from benchmarks import network_plans, sharding
 
 from fourfold.cluster import Cluster, Level
 from fourfold.launch.place import Place
-from fourfold.planner.predict import predict
+from fourfold.planner.evaluate import predict
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.network import Network, missing, parse_rate
 from fourfold.train.calibrate import CPU, _Calibration
@@ -109,11 +109,11 @@ def test_predicted_plans_run() -> None:
     for _, model, plan in network_plans.plans():
         config = network_plans.config_of(model)
         plan.check(config, 4)
-        assert predict(plan, network_plans.setting_of(config, plan, cluster)).seconds > 0
+        assert predict(plan, network_plans.problem_of(config, plan, cluster)).seconds > 0
     _, model, plan = network_plans.plans()[0]
     config = network_plans.config_of(model)
     with Network(4, RATE) as net:
         found = net.run_ranks(network_plans.measured, [(config, plan)], 1)[0][0]
-    seconds = predict(plan, network_plans.setting_of(config, plan, cluster)).seconds
+    seconds = predict(plan, network_plans.problem_of(config, plan, cluster)).seconds
     assert found.seconds > 0.7 * seconds  # never faster than its products and bytes
     assert len(network_plans.every_plan(cluster)) > 60

@@ -18,7 +18,7 @@ from fourfold.config import Config
 from fourfold.errors import PlanError
 from fourfold.launch.place import Place, gpu_cluster
 from fourfold.plan import Plan
-from fourfold.planner.runnable import plan_run
+from fourfold.planner.api import plan_run
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.calibrate import CPU, _Calibration, _Sizes, fitted
 from fourfold.train.rundir import RunDir, read_metrics

@@ -13,16 +13,16 @@ from fourfold.config import Config
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision
 from fourfold.planner.export import Exported, export
-from fourfold.planner.layout import Setting
+from fourfold.planner.problem import PlanProblem
 from fourfold.program.ops import Schedule
 
 SPEC = ModelSpec.from_config(Config.load("configs/llama-8b.toml").model, "llama-8b")  # 32 layers
 
 
 def exported(system: str, pipe: int, **pipeline: object) -> Exported:
-    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
     plan = Plan(mesh=Mesh(pipe=pipe), batch=Batch(micro_batches=16), pipeline=Pipeline(**pipeline))  # type: ignore[arg-type]
-    return export(plan, setting, system)  # type: ignore[arg-type]
+    return export(plan, problem, system)  # type: ignore[arg-type]
 
 
 def option(found: Exported, name: str) -> str | None:
@@ -90,29 +90,29 @@ def test_megatron_first_and_last_stage_may_differ() -> None:
 
 
 def test_megatron_is_given_what_its_flags_need() -> None:
-    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
     rules = {"mesh": {"data": 8}, "unit": [{"match": "*", "mode": "zero3"}], "memory": {"optimizer": "host"}}
-    text = str(export(Plan.from_dict(rules | {"precision": {"compute": "bf16"}}), setting, "megatron"))
+    text = str(export(Plan.from_dict(rules | {"precision": {"compute": "bf16"}}), problem, "megatron"))
     for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer", "--use-precision-aware-optimizer"):
         assert flag in text
     assert "--optimizer-offload-fraction 1.00" in text
     plain = {"mesh": {"data": 8}, "precision": {"compute": "fp64", "reduce": "fp64"}, "memory": {"moments": "bf16"}}
-    lost = export(Plan.from_dict(plain), setting, "megatron").lost
+    lost = export(Plan.from_dict(plain), problem, "megatron").lost
     assert [x for x in lost if x.startswith("fp64")]
     assert [x for x in lost if "moments in bf16" in x]
 
 
 @pytest.mark.parametrize("system", ["torchtitan", "megatron"])
 def test_what_no_longer_fits_is_recomputed_or_said(system: str) -> None:
-    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
     rules = {"mesh": {"data": 8}, "unit": [{"match": "*", "mode": "zero3"}], "precision": {"compute": "bf16"}}
     plan = Plan.from_dict(rules | {"memory": {"activations": "host"}})
-    found = export(plan, setting, system)  # type: ignore[arg-type]
+    found = export(plan, problem, system)  # type: ignore[arg-type]
     assert not [x for x in found.lost if "made it fit" in x]
-    small = replace(setting, cluster=setting.cluster.what_if({"memory": "44GB"}))
+    small = replace(problem, cluster=problem.cluster.what_if({"memory": "44GB"}))
     found = export(plan, small, system)  # type: ignore[arg-type]
     assert [x for x in found.lost if "with which it fits" in x]
-    tiny = replace(setting, cluster=setting.cluster.what_if({"memory": "16GB"}))
+    tiny = replace(problem, cluster=problem.cluster.what_if({"memory": "16GB"}))
     found = export(plan, tiny, system)  # type: ignore[arg-type]
     assert [x for x in found.lost if "what made it fit" in x]
 
@@ -121,15 +121,15 @@ def test_rounds_that_interleaved_schedules_need() -> None:
     plan = Plan(
         mesh=Mesh(pipe=4), batch=Batch(micro_batches=9), pipeline=Pipeline(schedule="interleaved", stages_per_rank=2)
     )
-    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 9, Precision(compute="bf16"))
-    assert option(export(plan, setting, "torchtitan"), "pipeline_parallel_schedule") == "PipelineScheduleMulti"
-    found = export(plan, setting, "megatron")
+    problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 9, Precision(compute="bf16"))
+    assert option(export(plan, problem, "torchtitan"), "pipeline_parallel_schedule") == "PipelineScheduleMulti"
+    found = export(plan, problem, "megatron")
     assert "virtual" not in str(found.options)
     assert [x for x in found.lost if "no multiple of 4" in x]
 
 
 def test_copies_beside_columns_are_sharded_in_torchtitan() -> None:
-    setting = Setting(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
-    found = export(Plan(mesh=Mesh(data=4, col=2), precision=setting.precision), setting, "torchtitan")
+    problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
+    found = export(Plan(mesh=Mesh(data=4, col=2), precision=problem.precision), problem, "torchtitan")
     assert option(found, "data_parallel_shard_degree") == "4"
     assert [x for x in found.lost if x.startswith("whole copies")]

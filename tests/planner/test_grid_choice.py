@@ -13,31 +13,31 @@ from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision, Tensor
-from fourfold.planner.constraints import parse_fixes
-from fourfold.planner.layout import Setting
-from fourfold.planner.make import find_plan, judge, with_report
-from fourfold.planner.predict import predict
-from fourfold.planner.products import links_of
+from fourfold.planner.api import find_plan, judge
+from fourfold.planner.evaluate import predict
+from fourfold.planner.grid_cost import grid_axes
+from fourfold.planner.problem import PlanProblem, parse_fixes
+from fourfold.planner.report import with_report
 from fourfold.tensor.costs import Move
 from fourfold.tensor.products import flows_of_plan
 
 MODEL = ModelConfig(family="llama", layers=8, hidden=4096, heads=32, kv_heads=8, ffn=11008, vocab=32000, seq_len=2048)
 
 
-def question(batch: int = 64, memory: str = "80GB", bandwidth: str = "x1") -> Setting:
+def question(batch: int = 64, memory: str = "80GB", bandwidth: str = "x1") -> PlanProblem:
     cluster = Cluster.preset("a100-80g", nodes=2).what_if({"memory": memory, "bandwidth": bandwidth})
-    return Setting(ModelSpec.from_config(MODEL.resolve()), cluster, batch, Precision(compute="bf16"))
+    return PlanProblem(ModelSpec.from_config(MODEL.resolve()), cluster, batch, Precision(compute="bf16"))
 
 
-def plan_for(setting: Setting, *fix: str) -> Plan:
-    return with_report(find_plan(setting, parse_fixes(list(fix))), setting)
+def plan_for(problem: PlanProblem, *fix: str) -> Plan:
+    return with_report(find_plan(problem, parse_fixes(list(fix))), problem)
 
 
-def test_lines_have_the_rate_of_the_networks_they_cross() -> None:
+def test_axes_have_the_bandwidth_of_the_networks_they_cross() -> None:
     s = question()
     near, *_ = s.cluster.level
     col, row = (Move("F", axis, "weights", "all_gather", 10**8) for axis in ("col", "row"))  # type: ignore[arg-type]
-    inside, across = links_of(s, 2, 4), links_of(s, 4, 4)  # nodes of eight
+    inside, across = grid_axes(s, 2, 4), grid_axes(s, 4, 4)  # nodes of eight
     assert inside.seconds(col, 2) == pytest.approx(2e8 / near.bandwidth, rel=0.1)
     assert inside.seconds(row, 2) == pytest.approx(2e8 / near.bandwidth, rel=0.1)
     assert across.seconds(row, 2) > 1.5 * across.seconds(col, 2)
@@ -51,7 +51,7 @@ def test_flows_are_in_the_plan_and_explained(tmp_path: Path) -> None:
     said = {k: v for k, v in asdict(plan.tensor.flows).items() if v != "auto"}
     assert set(said) == {"qkv", "out", "up", "down", "proj"}
     text = plan.explain()
-    for part in ("on the grid, kept:", "qkv", "beside", "would show"):
+    for part in ("on the grid, kept:", "qkv", "overlapped with", "would expose"):
         assert part in text
     plan.save(tmp_path / "plan.toml")
     again = Plan.load(tmp_path / "plan.toml")

@@ -19,11 +19,11 @@ from fourfold.model.build import build_model, serial_model
 from fourfold.model.operators import ModelSpec, Operator
 from fourfold.model.spec import flops_per_token, parameter_count
 from fourfold.plan import Plan, Precision
-from fourfold.planner.heights import _bytes
-from fourfold.planner.layout import Setting
-from fourfold.planner.make import make_plan
-from fourfold.planner.predict import predict
-from fourfold.planner.products import product_seconds
+from fourfold.planner.api import make_plan
+from fourfold.planner.compute_cost import matmul_seconds
+from fourfold.planner.evaluate import predict
+from fourfold.planner.memory_model import _saved_per_token
+from fourfold.planner.problem import PlanProblem
 from fourfold.runtime.stage import Link, Stage
 from tests.hub import HUB
 
@@ -74,12 +74,12 @@ def test_saved_bytes_are_those_of_the_real_modules(family: str, dtype: torch.dty
     m = config(family)
     spec, model = ModelSpec.from_config(m), serial_model(m, 0, dtype=dtype)
     compute: Any = "fp32" if dtype == torch.float32 else "bf16"
-    setting = Setting(spec, Cluster.local(1), 2, Precision(compute=compute))
+    problem = PlanProblem(spec, Cluster.local(1), 2, Precision(compute=compute))
     for unit in spec.units:
         module = model.units()[unit.name]
         for recompute in ("none", "full"):
             want = saved_bytes(model, unit.name, module, dtype, recompute)
-            have = _bytes(setting, unit.saved[recompute], unit, recompute) * 64
+            have = _saved_per_token(problem, unit.saved[recompute], unit, recompute) * 64
             if unit.name == "head":  # the targets are handed over beside the input, also where all is recomputed
                 want = max(want, 64 * 64 * dtype.itemsize + 64 * 8) if recompute == "full" else want
             assert have == pytest.approx(want, rel=0.012), (unit.name, recompute)
@@ -250,7 +250,7 @@ def test_tied_modules_take_the_memory_of_tied_models() -> None:
     for pipe in (1, 2):  # a copy of the table on the last rank
         plan = Plan.from_dict({"mesh": {"pipe": pipe}, "batch": {"micro_batches": 2}})
         peaks = [
-            predict(plan, Setting(spec, Cluster.local(pipe), 4, Precision())).memory[-1] for spec in (ours, traced)
+            predict(plan, PlanProblem(spec, Cluster.local(pipe), 4, Precision())).memory[-1] for spec in (ours, traced)
         ]
         assert peaks[1].peak == pytest.approx(peaks[0].peak, rel=0.05)
 
@@ -284,10 +284,10 @@ def test_convolutions_are_products() -> None:
 
 def test_products_of_other_rows_than_tokens_take_their_own_time() -> None:
     """A pooled sequence has one row in the head, an image many: a product of so many rows, not many products or parts of one."""
-    setting = Setting(ModelSpec.from_config(config("gpt")), Cluster.preset("a100-40g"), 8, Precision())
+    problem = PlanProblem(ModelSpec.from_config(config("gpt")), Cluster.preset("a100-40g"), 8, Precision())
     pooled = Operator("head", "product", 64, 96, flops=2.0 * 64 * 96 / 32, rows=1 / 32)
     whole = replace(pooled, flops=2.0 * 64 * 96, rows=1.0)
-    assert product_seconds(setting, pooled, 8 * 32, 1, 1) == pytest.approx(product_seconds(setting, whole, 8, 1, 1))
+    assert matmul_seconds(problem, pooled, 8 * 32, 1, 1) == pytest.approx(matmul_seconds(problem, whole, 8, 1, 1))
 
 
 @pytest.mark.parametrize(

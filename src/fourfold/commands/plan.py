@@ -18,9 +18,9 @@ from fourfold.errors import ConfigError, PlanError
 from fourfold.model.hf import hf_file
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
-from fourfold.planner.constraints import Constraints, parse_fixes
-from fourfold.planner.layout import Setting
-from fourfold.planner.make import default_batch, default_precision, find_plan, judge, named_precision, with_report
+from fourfold.planner.api import default_batch, default_precision, find_plan, judge, named_precision
+from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
+from fourfold.planner.report import with_report
 from fourfold.planner.search import Progress
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     """Run the command; returns 0, or 2 where neither the plan fits nor that of a changed cluster."""
     _check(args)
     cluster = Cluster.find(args.cluster, args.nodes)
-    setting = read_setting(args, cluster)
+    problem = read_problem(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
     given = Plan.load(args.judge) if args.judge else None
-    changed = replace(setting, cluster=cluster.what_if(_changes(args.what_if))) if args.what_if else None
+    changed = replace(problem, cluster=cluster.what_if(_changes(args.what_if))) if args.what_if else None
 
-    def answer(question: Setting) -> Plan | str:
+    def answer(question: PlanProblem) -> Plan | str:
         """The plan, or why there is none."""
         try:
             return judge(given, question) if given is not None else _planned(question, wanted, args)
@@ -87,9 +87,9 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
                 raise
             return str(e)
 
-    plan = answer(setting)
+    plan = answer(problem)
     other = answer(changed) if changed is not None else None
-    exported = _write(plan, setting, args) if isinstance(plan, Plan) and _fits(plan) else None
+    exported = _write(plan, problem, args) if isinstance(plan, Plan) and _fits(plan) else None
     status = 0 if _fits(plan) or _fits(other) else 2
     if args.json:
         data = _json(plan)
@@ -157,7 +157,7 @@ def _json(plan: Plan | str) -> dict[str, Any]:
     return plan.to_dict() if isinstance(plan, Plan) else {"error": plan}
 
 
-def _write(plan: Plan, setting: Setting, args: PlanArgs) -> Exported | None:
+def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> Exported | None:
     """The plan's file, and its export with the files that it names."""
     if args.out:
         plan.save(args.out)
@@ -165,20 +165,20 @@ def _write(plan: Plan, setting: Setting, args: PlanArgs) -> Exported | None:
         return None
     from fourfold.planner.export import export
 
-    exported = export(plan, setting, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
+    exported = export(plan, problem, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
     if args.out:
         exported.write()
     return exported
 
 
-def read_setting(args: PlanArgs, cluster: Cluster) -> Setting:
+def read_problem(args: PlanArgs, cluster: Cluster) -> PlanProblem:
     """The question."""
     spec, batch = read_model(args.model, args.seq_len)
     precision = named_precision(args.precision) if args.precision else default_precision(cluster)
     size = args.global_batch if args.global_batch is not None else batch
     if size is not None and size < 1:
         raise PlanError(f"--global-batch {size} must be at least 1")
-    return Setting(spec, cluster, size or default_batch(spec, cluster, args.max_ranks), precision, args.moments)
+    return PlanProblem(spec, cluster, size or default_batch(spec, cluster, args.max_ranks), precision, args.moments)
 
 
 def read_model(path: str, seq_len: int | None) -> tuple[ModelSpec, int | None]:
@@ -193,14 +193,14 @@ def read_model(path: str, seq_len: int | None) -> tuple[ModelSpec, int | None]:
     return ModelSpec.from_config(model, where.stem), config.train.global_batch
 
 
-def _planned(setting: Setting, wanted: Constraints, args: PlanArgs) -> Plan:
+def _planned(problem: PlanProblem, wanted: Constraints, args: PlanArgs) -> Plan:
     if args.json or not sys.stderr.isatty():
-        return with_report(find_plan(setting, wanted, args.top), setting, args.top)
+        return with_report(find_plan(problem, wanted, args.top), problem, args.top)
     from fourfold.view.plan import progress_bar
 
     with progress_bar() as bar:
         progress: Progress = bar
-        return with_report(find_plan(setting, wanted, args.top, progress), setting, args.top)
+        return with_report(find_plan(problem, wanted, args.top, progress), problem, args.top)
 
 
 def _changes(texts: Sequence[str]) -> dict[str, str]:

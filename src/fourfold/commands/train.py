@@ -177,7 +177,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout]:
 def _planned(config: Config, ranks: int) -> Plan:
     """The planner's plan for these ranks, on this machine's GPUs or its cores."""
     from fourfold.cluster import Cluster
-    from fourfold.planner.runnable import plan_run
+    from fourfold.planner.api import plan_run
 
     if not _gpus(config):
         return plan_run(config, Cluster.local(ranks))

@@ -1,18 +1,16 @@
-"""The search: every layout, every unit's choice, the fastest plan that fits; and the proof of how good it is.
+"""The search: branch and bound over layouts, the fastest plan that fits, and a certificate of how good it is.
 
-1. Every layout gets a floor (`layouts`). The lowest is taken first, and its floor raised: by what its busiest rank computes and
-   the grid moves, for each of what may be kept and where, then by the relaxed choice of its units (`inner`). A floor counts
-   no idling but what cannot be avoided.
-2. Where it still is the lowest, every rank's units are chosen by the knapsack: an estimate of the layout's time.
-3. The best estimates are built out (`build`), unless their layers as dealt out to stages, simulated with nothing but computing,
-   are too slow. A choice whose sum is above the budget by less than STRETCH may be built out, too: heights that are summed
-   need not meet, and the replay decides.
-4. When the next floor is above the best simulated time, nothing that is left can win (of thousands of layouts: by more than
-   LITTLE). The best are looked at once more (`finish`).
+1. Every layout has a lower bound (`lower_bounds`). The layout with the lowest bound is taken first and its bound tightened, at
+   more cost each time: with the grid's collectives, with whole layers on ranks, for each of what may be kept and placed where,
+   then with the relaxed choice of its units.
+2. Where it still has the lowest bound, the units of its ranks are chosen by the knapsack: an estimate of the layout's time.
+3. The layouts with the best estimates are built into plans (`build`), unless their layers as partitioned into stages, simulated
+   with nothing but computing, are too slow.
+4. When the next lower bound is above the best plan, nothing that is left can win (of thousands of layouts: by more than a small
+   share). The best plans are improved by local search (`local_search`).
 
-The certificate says: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all
-floors that are left. Within a layout the choice of units is that close to the best of its knapsack (`choice_gap`); the bound
-does not lean on that, since the knapsack adds up what the simulation overlaps.
+The certificate: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all bounds
+that are left. `choice_gap` says how close the choice of units is to the optimum of its knapsack; the bound does not rely on it.
 """
 
 from __future__ import annotations
@@ -21,78 +19,66 @@ import heapq
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, NamedTuple
 
 from fourfold.errors import ScheduleError
 from fourfold.plan import Tensor
-from fourfold.planner.build import Candidate, dealt_out, stretched
-from fourfold.planner.constraints import Constraints
-from fourfold.planner.deal import least_idle
-from fourfold.planner.finish import Maker, rung_below
-from fourfold.planner.floors import floor_in, floor_of
-from fourfold.planner.inner import free_bytes, frugal_bytes, solve_rank
-from fourfold.planner.layout import Layout, Setting
-from fourfold.planner.layouts import bound, bubble, computed, layouts, loads, mean, waits
-from fourfold.planner.misfit import explain_misfit, least
-from fourfold.planner.options import RankLoad, Solver
-from fourfold.planner.predict import fits
-from fourfold.planner.products import ladder
-from fourfold.planner.units import tied_elements
+from fourfold.planner.build import Candidate, build_plan, stretched_budget
+from fourfold.planner.evaluate import fits
+from fourfold.planner.infeasible import explain_no_fit, least_memory_plan
+from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
+from fourfold.planner.local_search import LocalSearch
+from fourfold.planner.lower_bounds import compute_bound, memory_bound, partition_bound, schedule_bound
+from fourfold.planner.problem import Constraints, PlanProblem
+from fourfold.planner.search_config import SearchConfig
+from fourfold.planner.stage_partition import RankLoad, in_flight, partition_layers, rank_loads
+from fourfold.planner.unit_cost import tied_elements
+from fourfold.planner.unit_options import OptionTable, choose_for_rank, free_bytes, smallest_bytes
 
-__all__ = ["Candidate", "Found", "Progress", "search"]
+__all__ = ["Progress", "SearchResult", "search"]
 
-MANY, LITTLE, UNLIKELY = 2000, 0.02, 0.02
-"""Of more layouts than MANY, those are left out that could win by less than a share of LITTLE, or whose estimate, put
-right by what was built of their sort, is above the best by more than UNLIKELY; the certificate's gap says so."""
-SIMULATED = 48
-"""Layouts that are built out at most, and of which the plan fits (of more layouts than MANY, half); of those that turn out not to
-fit, three times as many."""
-OTHERS = 4
-"""Layouts that are estimated for each that is to be shown, where those that may be best are fewer."""
-APART = 0.25
-"""Without a pipeline: of what units would wait for the host's link, each for its own, the share that shows (0.1 to 0.4)."""
-RAISED = 200
-"""Floors that are raised for the certificate alone, at most."""
-SEEN = 3
-"""So many of a sort are built before it is believed how far off its estimates are."""
-PASSING = 0.05
-"""On CPUs, gathers and reductions pass each other on the link, and are predicted as if they shared it: so much may be gained."""
 Progress = Callable[[int, int, float | None], None]
-"""Called with layouts done, layouts in all, and the best seconds so far."""
+"""Called with layouts done, layouts in total, and the best seconds so far."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What the search found."""
 
     best: Candidate
     ranked: tuple[Candidate, ...]
-    """The best plan of every layout that was built out, the fastest first."""
+    """The best plan of every layout that was built, the fastest first."""
     certificate: dict[str, Any] = field(default_factory=dict)
 
 
 class _Estimate(NamedTuple):
     seconds: float
-    """Put right by what others of its sort took."""
+    """Corrected by what layouts of its class took."""
     number: int
-    layout: Layout
-    floor: float
-    first: float
-    """As they were before."""
+    layout: ParallelLayout
+    bound: float
+    uncorrected: float
 
 
-def search(setting: Setting, wanted: Constraints, progress: Progress | None = None, top: int = 5) -> Found:
-    """The fastest plan; raises PlanError, with what would do, where none fits."""
+def search(
+    problem: PlanProblem,
+    constraints: Constraints,
+    progress: Progress | None = None,
+    top: int = 5,
+    config: SearchConfig | None = None,
+) -> SearchResult:
+    """The fastest plan; raises PlanError, with what would fit, where none fits."""
     began = time.perf_counter()
-    run = _Search(setting, wanted, progress, top)
+    run = _Search(problem, constraints, progress, top, config or SearchConfig())
     run.go()
     if not run.built:
-        run.last_resort()
-    best = run.fastest()
+        run.take_least_memory_plan()
+    best = run.improved()
     seconds = best.prediction.seconds
-    others = (c for c in _distinct(run.built) if _plain(c.layout) != _plain(best.layout))
+    others = (c for c in _distinct(run.built) if _without_placement(c.layout) != _without_placement(best.layout))
     ranked = [best, *(c for c in others if c.prediction.seconds >= seconds)]
     lower = min(seconds, run.lower)
     certificate = {
@@ -101,278 +87,330 @@ def search(setting: Setting, wanted: Constraints, progress: Progress | None = No
         "choice_gap": round(best.choice_gap / seconds, 8),
         "layouts": run.total,
         "too_large": run.too_large,
-        "pruned": run.total - run.solved,
+        "pruned": run.total - run.expanded,
         "simulated": run.simulated,
         "seconds": round(time.perf_counter() - began, 3),
-        "model": setting.spec.fingerprint,
-        "cluster": setting.cluster.fingerprint,
+        "model": problem.spec.fingerprint,
+        "cluster": problem.cluster.fingerprint,
     }
-    return Found(best, tuple(ranked), certificate)
+    return SearchResult(best, tuple(ranked), certificate)
 
 
-def _plain(layout: Layout, grids: bool = False) -> Layout:
-    """Without its placements and, but for `grids`, what it keeps on the grid."""
-    return replace(layout, optimizer="device", activations="device", tensor=layout.tensor if grids else Tensor())
+def _without_placement(layout: ParallelLayout, keep: bool = False) -> ParallelLayout:
+    """Without its placements and, unless `keep`, without what it keeps on the grid."""
+    return replace(layout, optimizer="device", activations="device", tensor=layout.tensor if keep else Tensor())
 
 
-def _distinct(built: list[Candidate], grids: bool = False) -> list[Candidate]:
-    """The fastest first; of plans that differ in placements alone the fastest, on the device where that costs nothing.
+def _distinct(built: list[Candidate], keep: bool = False) -> list[Candidate]:
+    """The fastest first; of plans that differ only in placements the fastest, on the device where that costs nothing.
 
-    `grids`: what they keep on the grid counts as a difference, too.
+    `keep`: what they keep on the grid also counts as a difference.
     """
-    best: dict[Layout, Candidate] = {}
+    best: dict[ParallelLayout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
-        key = _plain(c.layout, grids)
+        key = _without_placement(c.layout, keep)
         if key not in best or c.prediction.seconds < best[key].prediction.seconds:
             best[key] = c
     return sorted(best.values(), key=lambda c: c.prediction.seconds)
 
 
-def _sort(layout: Layout) -> tuple[object, ...]:
-    """What estimates are wrong about alike."""
+def _class_of(layout: ParallelLayout) -> tuple[object, ...]:
+    """Layouts whose estimates err alike."""
     mesh = layout.mesh
     return layout.schedule, mesh.pipe > 1, mesh.row > 1, mesh.col > 1, layout.micro_batches > 1, layout.activations
+
+
+_Step = Callable[[ParallelLayout, float], None]
 
 
 class _Search:
     def __init__(
         self,
-        setting: Setting,
-        wanted: Constraints,
+        problem: PlanProblem,
+        constraints: Constraints,
         progress: Progress | None,
         top: int,
+        config: SearchConfig,
     ):
-        self.limit = rung_below(setting.cluster.usable)
-        self.setting, self.wanted, self.progress, self.top = setting, wanted, progress, top
-        self.solver = Solver(setting, {k: str(v) for k, v in wanted.fixed.items()})
-        self.maker = Maker(setting, self.solver, wanted, self.limit)
-        self.waiting: list[tuple[float, int, Layout, Callable[[Layout, float], None]]] = []
-        """The lowest floor first: what is done next for a layout; each raises its floor, at more cost than the one before."""
-        self.pending: list[_Estimate] = []
-        self.left: list[_Estimate] = []
-        """Not built, since it could not win, or is not likely to."""
+        self.problem, self.constraints, self.progress, self.top, self.config = (
+            problem,
+            constraints,
+            progress,
+            top,
+            config,
+        )
+        self.limit = problem.cluster.usable
+        self.table = OptionTable(problem, {k: str(v) for k, v in constraints.fixed.items()})
+        self.queue: list[tuple[float, int, ParallelLayout, _Step]] = []
+        """The lowest bound first, with the step that tightens it next."""
+        self.estimates: list[_Estimate] = []
+        self.skipped: list[_Estimate] = []
+        """Not built, since it cannot win, or is unlikely to."""
         self.built: list[Candidate] = []
-        self.total = self.solved = self.simulated = self.too_large = 0
-        self.unsolved = self.passed = self.lower = float("inf")
-        self.over: dict[Any, list[float]] = defaultdict(list)
-        """By sort of layout: what was built took, over its estimate."""
+        self.total = self.expanded = self.simulated = self.too_large = 0
+        self.unexpanded = self.tried = self.lower = inf
+        """Lowest bounds: of layouts left in the queue, of those that were built or pruned last, and of all."""
+        self.errors: dict[Any, list[float]] = defaultdict(list)
+        """By class of layouts: seconds of built plans over their estimates."""
         self._number = 0
 
-    # ---- outside ----
+    # ---- branch and bound ----
 
     def go(self) -> None:
-        for layout in layouts(self.setting, self.wanted):
-            self._wait(computed(self.setting, layout), layout, self._move)
-        self.total = len(self.waiting)
-        while self.waiting:
-            floor, _, layout, step = self.waiting[0]
-            while self.pending and self.pending[0].seconds <= floor and not self._enough():
-                self._try_next()
-            enough = len(self.built) >= self.top or len(self.built) + len(self.pending) >= OTHERS * self.top
-            if (floor > self._cut() and enough) or self._enough():
-                self.unsolved = floor
+        for layout in enumerate_layouts(self.problem, self.constraints):
+            self._push(compute_bound(self.problem, layout), layout, self._add_grid)
+        self.total = len(self.queue)
+        while self.queue:
+            bound, _, layout, tighten = self.queue[0]
+            while self.estimates and self.estimates[0].seconds <= bound and not self._enough():
+                self._build_next()
+            wanted = self.config.estimates_per_alternative * self.top
+            enough = len(self.built) >= self.top or len(self.built) + len(self.estimates) >= wanted
+            if (bound > self._cut() and enough) or self._enough():
+                self.unexpanded = bound
                 break
-            heapq.heappop(self.waiting)
-            step(layout, floor)
-        while self.pending and not self._enough():
-            self._try_next()
-            if self.progress:
-                self.progress(self.solved, self.total, self._best())
-        self.lower = min(self.unsolved, self.passed, self._left_floor())
-        if self.progress:
-            self.progress(self.total, self.total, self._best())
+            heapq.heappop(self.queue)
+            tighten(layout, bound)
+        while self.estimates and not self._enough():
+            self._build_next()
+            self._report(self.expanded)
+        self.lower = min(self.unexpanded, self.tried, self._lowest_skipped())
+        self._report(self.total)
 
-    def _wait(self, floor: float, layout: Layout, step: Callable[[Layout, float], None]) -> None:
+    def _report(self, done: int) -> None:
+        if self.progress:
+            self.progress(done, self.total, self._best())
+
+    def _push(self, bound: float, layout: ParallelLayout, tighten: _Step) -> None:
         self._number += 1
-        heapq.heappush(self.waiting, (floor, self._number, layout, step))
+        heapq.heappush(self.queue, (bound, self._number, layout, tighten))
+
+    @property
+    def _many(self) -> bool:
+        return self.total > self.config.many_layouts
 
     def _enough(self) -> bool:
-        most = SIMULATED // 2 if self.total > MANY else SIMULATED
+        most = self.config.most_built // (2 if self._many else 1)
         return len(self.built) >= most or self.simulated >= 4 * most
 
     def _best(self) -> float | None:
         return min((c.prediction.seconds for c in self.built), default=None)
 
     def _cut(self) -> float:
-        """Layouts above this can neither win nor come second; of many, those that could win by little are left out, too."""
-        if self.total > MANY:
+        """Layouts with a bound above this can neither win nor come second; of many, nor win by a sensible share."""
+        if self._many:
             best = self._best()
-            return float("inf") if best is None else best * (1 - LITTLE)
+            return inf if best is None else best * (1 - self.config.least_gain)
         ranked = _distinct(self.built)[:2]
-        return ranked[-1].prediction.seconds if len(ranked) > 1 else float("inf")
+        return ranked[-1].prediction.seconds if len(ranked) > 1 else inf
 
-    # ---- one layout, from its bound to its estimate ----
+    # ---- one layout, from its first bound to its estimate ----
 
-    def _move(self, layout: Layout, floor: float) -> None:
-        self._wait(max(floor, computed(self.setting, layout, moved=True)), layout, self._bound)
+    def _add_grid(self, layout: ParallelLayout, bound: float) -> None:
+        self._push(max(bound, compute_bound(self.problem, layout, grid=True)), layout, self._add_partition)
 
-    def _bound(self, layout: Layout, floor: float) -> None:
-        self._wait(max(floor, bound(self.setting, layout), least_idle(self.setting, layout)), layout, self._vary)
+    def _add_partition(self, layout: ParallelLayout, bound: float) -> None:
+        self._push(max(bound, partition_bound(self.problem, layout)), layout, self._expand)
 
-    def _vary(self, layout: Layout, floor: float) -> None:
-        """What it may keep on the grid and where: all that could be best."""
-        if self.progress and self.solved % 50 == 0:
-            self.progress(self.solved, self.total, self._best())
-        self.solved += 1
-        *richer, least = ladder(layout.mesh, layout.micro_batches, layout.tensor, self.wanted.get("keep"))
+    def _expand(self, layout: ParallelLayout, bound: float) -> None:
+        """Variants of a layout: what it may keep on the grid, what it prefetches, and what is on the host."""
+        if self.expanded % 50 == 0:
+            self._report(self.expanded)
+        self.expanded += 1
+        fixed = self.constraints.fixed
+        *richer, least = keep_options(layout.mesh, layout.micro_batches, layout.tensor, fixed.get("keep"))
         layout = replace(layout, tensor=least)
-        self._start(layout, floor)
-        if self.wanted.get("optimizer") == "auto":  # which may leave all of it there
-            self._start(replace(layout, optimizer="device"), floor)
-        if self._free(layout):  # there is room to keep something on the grid
-            for tensor in richer:
-                self._start(replace(layout, tensor=tensor), floor)
-            return
-        # memory binds: what is not gathered ahead, or what the host takes, may buy a faster choice
-        if layout.replicas > 1 and (self.total <= MANY or self._tight(layout)):
-            self._start(replace(layout, prefetch=0), floor)
-        if self.setting.cluster.device.kind == "cpu":
-            return
-        if "optimizer" not in self.wanted.fixed:
-            self._start(replace(layout, optimizer="auto"), floor)
-        if "activations" not in self.wanted.fixed:
-            self._start(replace(layout, activations="host"), floor)
-        if not {"optimizer", "activations"} & self.wanted.fixed.keys():
-            self._start(replace(layout, optimizer="auto", activations="host"), floor)
+        variants = [layout]
+        if fixed.get("optimizer") == "auto":  # which may leave all of it on the device
+            variants.append(replace(layout, optimizer="device"))
+        if self._memory_is_free(layout):  # there is room to keep something on the grid
+            variants += [replace(layout, tensor=tensor) for tensor in richer]
+        else:  # less prefetching, or the host's memory, may allow a faster choice
+            if layout.replicas > 1 and (not self._many or self._may_not_fit(layout)):
+                variants.append(replace(layout, prefetch=0))
+            if not self.problem.on_cpu:
+                open_ = [name for name in ("optimizer", "activations") if name not in fixed]
+                homes = {"optimizer": {"optimizer": "auto"}, "activations": {"activations": "host"}}
+                variants += [replace(layout, **homes[name]) for name in open_]
+                if len(open_) == 2:
+                    variants.append(replace(layout, optimizer="auto", activations="host"))
+        for variant in variants:
+            busiest = max(map(sum, rank_loads(self.problem, variant)[1]))
+            self._push(max(bound, variant.micro_batches * busiest), variant, self._add_memory)
 
-    def _free(self, layout: Layout) -> bool:
+    def _memory_is_free(self, layout: ParallelLayout) -> bool:
         """Whether memory is no constraint."""
-        ranks = loads(self.setting, layout)[0]
-        return all(self._room(layout, load) >= free_bytes(self.solver, layout, load) for load in ranks)
+        loads = rank_loads(self.problem, layout)[0]
+        return all(self._room(layout, load) >= free_bytes(self.table, layout, load) for load in loads)
 
-    def _tight(self, layout: Layout) -> bool:
-        """Whether it is not sure that there is a choice at all."""
-        ranks = loads(self.setting, layout)[0]
-        return any(self._room(layout, load) < frugal_bytes(self.solver, layout, load) * (1 + 1e-6) for load in ranks)
+    def _may_not_fit(self, layout: ParallelLayout) -> bool:
+        """Whether it is uncertain that there is a choice at all."""
+        loads = rank_loads(self.problem, layout)[0]
+        needs = [smallest_bytes(self.table, layout, load) * (1 + 1e-6) for load in loads]
+        return any(self._room(layout, load) < need for load, need in zip(loads, needs, strict=True))
 
-    def _start(self, layout: Layout, floor: float) -> None:
-        """Its own computing is known."""
-        busiest = max(map(sum, loads(self.setting, layout)[1]))
-        self._wait(max(floor, layout.micro_batches * busiest), layout, self._hope)
-
-    def _hope(self, layout: Layout, floor: float) -> None:
-        """What its ranks' units add at least."""
-        least = floor_in(self.solver, layout, self.limit, floor, self._cut())
+    def _add_memory(self, layout: ParallelLayout, bound: float) -> None:
+        least = memory_bound(self.table, layout, self.limit, bound, self._cut())
         if least is None:
             self.too_large += 1
         else:
-            self._wait(least, layout, self._solve)
+            self._push(least, layout, self._estimate)
 
-    def _solve(self, layout: Layout, floor: float) -> None:
-        """The kinds of ranks, each with its own choice."""
-        setting, m = self.setting, layout.micro_batches
-        ranks, works = loads(setting, layout)
-        worst, parts = 0.0, (0.0, 0.0, 0.0)
-        for load, work in zip(ranks, works, strict=True):
-            solved = solve_rank(self.solver, layout, load, self._room(layout, load))
-            if solved is None:
+    def _estimate(self, layout: ParallelLayout, bound: float) -> None:
+        """Choose for the distinct ranks; then the layout waits for being built."""
+        m = layout.micro_batches
+        loads, works = rank_loads(self.problem, layout)
+        worst, busiest = 0.0, (0.0, 0.0, 0.0)
+        for load, work in zip(loads, works, strict=True):
+            chosen = choose_for_rank(self.table, layout, load, self._room(layout, load))
+            if chosen is None:
                 self.too_large += 1
                 return
-            total = m * sum(work) + solved.seconds
+            total = m * sum(work) + chosen.seconds
             if total > worst:
-                worst, parts = total, work
-        seconds = worst + bubble(layout, *parts) + waits(setting, layout, mean(works), max(map(sum, works)))
+                worst, busiest = total, work
+        seconds = worst + _bubble(layout, *busiest) + _message_waits(self.problem, layout, works)
         if layout.activations == "host" and layout.mesh.pipe == 1:
-            # so far as if each unit waited for its own, where most hide behind others, as in the floor
-            seconds = floor + APART * (seconds - floor)
+            # so far as if each unit waited for its own copies, where most overlap with others, as in the bound
+            seconds = bound + self.config.exposed_host_share * (seconds - bound)
         self._number += 1
-        heapq.heappush(self.pending, _Estimate(seconds, self._number, layout, floor, seconds))
+        heapq.heappush(self.estimates, _Estimate(seconds, self._number, layout, bound, seconds))
 
-    def _room(self, layout: Layout, load: RankLoad) -> float:
+    def _room(self, layout: ParallelLayout, load: RankLoad) -> float:
         """Bytes for a rank's units."""
-        room = self.limit - 6 * layout.message(self.setting) - self._tied(layout, load)
-        return stretched(self.solver, layout, load, room)
+        problem, tied = self.problem, 0.0
+        if load.tied_copy:
+            tied = tied_elements(problem.spec, layout.mesh) * (problem.compute_bytes + problem.reduce_bytes)
+        room = self.limit - 6 * layout.message_bytes(problem) - tied
+        return stretched_budget(self.table, layout, load, room, self.config)
 
-    def _tied(self, layout: Layout, load: RankLoad) -> float:
-        if not load.tied_copy:
-            return 0.0
-        return tied_elements(self.setting.spec, layout.mesh) * (self.setting.compute + self.setting.reduce)
+    # ---- one layout, built into a plan ----
 
-    # ---- one layout, built out ----
-
-    def _try_next(self) -> None:
-        """Build the lowest estimate, unless it is the lowest no more once it is put right."""
-        estimate = heapq.heappop(self.pending)
-        right = estimate.first * self._over(estimate.layout)
-        if right > estimate.seconds and self.pending and right > self.pending[0].seconds:
-            heapq.heappush(self.pending, estimate._replace(seconds=right))
+    def _build_next(self) -> None:
+        """Build the layout with the lowest estimate, unless correcting the estimate moves it behind another."""
+        estimate = heapq.heappop(self.estimates)
+        corrected = estimate.uncorrected * self._correction(estimate.layout)
+        if corrected > estimate.seconds and self.estimates and corrected > self.estimates[0].seconds:
+            heapq.heappush(self.estimates, estimate._replace(seconds=corrected))
         else:
             self._build(estimate)
 
-    def _over(self, layout: Layout) -> float:
-        """Half of what layouts of its sort took at least above their estimates: the next may do better."""
-        found = self.over[_sort(layout)]
-        return (1 + min(found)) / 2 if len(found) >= SEEN else 1.0
+    def _correction(self, layout: ParallelLayout) -> float:
+        """Correction factor: half the smallest relative error seen for this class of layouts."""
+        found = self.errors[_class_of(layout)]
+        return (1 + min(found)) / 2 if len(found) >= self.config.least_samples else 1.0
 
     def _build(self, estimate: _Estimate) -> None:
-        shown = len(self.built) >= self.top
-        if shown and (estimate.floor > self._cut() or self._unlikely(estimate)):
-            self.left.append(estimate)
+        enough = len(self.built) >= self.top
+        if enough and (estimate.bound > self._cut() or self._unlikely(estimate)):
+            self.skipped.append(estimate)
             return
         try:
-            floor = self._raised(estimate)
-            if floor is None:
+            bound = self._tightened(estimate)
+            if bound is None:
                 return
-            self.passed = min(self.passed, floor)  # built or not: its units may have a better choice than the one tried
-            if floor > self._cut() and shown:
+            self.tried = min(self.tried, bound)  # even if built: its units may have a better choice than the one tried
+            if bound > self._cut() and enough:
                 return
             self.simulated += 1
-            candidate = self.maker.built(estimate.layout, self.limit)
+            candidate = build_plan(self.problem, self.table, estimate.layout, self.limit, self.config)
         except ScheduleError:
             return
         if candidate is not None:
             self.built.append(candidate)
-            self.over[_sort(estimate.layout)].append(candidate.prediction.seconds / estimate.first)
+            self.errors[_class_of(estimate.layout)].append(candidate.prediction.seconds / estimate.uncorrected)
 
-    def _raised(self, estimate: _Estimate) -> float | None:
-        """Its floor with its layers dealt out to stages; None where nothing fits then."""
-        schedule, deal = dealt_out(self.setting, estimate.layout)
-        floor = max(estimate.floor, deal.least(estimate.layout.micro_batches))
-        if floor > self._cut():
-            return floor
-        least = floor_of(self.solver, estimate.layout, schedule, deal.counts, self.limit, floor)
+    def _tightened(self, estimate: _Estimate) -> float | None:
+        """Its bound with its schedule and its layers partitioned into stages; None where nothing fits then."""
+        layout = estimate.layout
+        schedule, partition = partition_layers(self.problem, layout)
+        bound = max(estimate.bound, partition.compute_bound(layout.micro_batches))
+        if bound > self._cut():
+            return bound
+        least = schedule_bound(self.table, layout, schedule, partition.counts, self.limit, bound)
         self.too_large += least is None
         return least
 
-    def _left_floor(self) -> float:
-        """The lowest floor of what was estimated and not built: the lowest is raised until it has been, or RAISED of them."""
-        left = [(e.floor, e.number, e) for e in (*self.left, *self.pending)]
+    def _lowest_skipped(self) -> float:
+        """The lowest bound of layouts that were estimated and not built: the lowest is tightened, until it has been."""
+        left = [(e.bound, e.number, e) for e in (*self.skipped, *self.estimates)]
         heapq.heapify(left)
-        known: set[int] = set()
-        while left and left[0][0] < min(self.unsolved, self.passed) and len(known) < RAISED:
+        done: set[int] = set()
+        while left and left[0][0] < min(self.unexpanded, self.tried) and len(done) < self.config.most_tightened:
             _, number, estimate = heapq.heappop(left)
-            if number in known:
-                return estimate.floor
-            known.add(number)
+            if number in done:
+                return estimate.bound
+            done.add(number)
             try:
-                floor = self._raised(estimate)
+                bound = self._tightened(estimate)
             except ScheduleError:
                 continue
-            if floor is not None:
-                heapq.heappush(left, (floor, number, estimate._replace(floor=floor)))
-        return left[0][0] if left else float("inf")
+            if bound is not None:
+                heapq.heappush(left, (bound, number, estimate._replace(bound=bound)))
+        return left[0][0] if left else inf
 
     def _unlikely(self, estimate: _Estimate) -> bool:
-        """Whether it would have to be much better than its sort."""
+        """Whether it would have to be much better than others of its class."""
         best = self._best()
-        if best is None or self.total <= MANY:
+        if best is None or not self._many:
             return False
-        return estimate.first * self._over(estimate.layout) > (1 + UNLIKELY) * best
+        return estimate.uncorrected * self._correction(estimate.layout) > (1 + self.config.unlikely) * best
 
-    def fastest(self) -> Candidate:
-        """Of what was built out, and what is near it."""
-        built, many = _distinct(self.built, grids=True), self.total > MANY
-        best = self.maker.fastest(built, many)
-        ahead = [c for c in built if c.layout.prefetch]
-        if self.setting.cluster.device.kind == "cpu" and not best.layout.prefetch and ahead:
-            other = self.maker.fastest(ahead, many)
-            if best.prediction.seconds > (1 - PASSING) * other.prediction.seconds:
+    # ---- the result ----
+
+    def improved(self) -> Candidate:
+        """The best plan, after local search."""
+        built = _distinct(self.built, keep=True)
+        local = LocalSearch(self.problem, self.table, self.constraints, self.config, self._many)
+        best = local.improve(built)
+        prefetching = [c for c in built if c.layout.prefetch]
+        if self.problem.on_cpu and not best.layout.prefetch and prefetching:
+            # on CPUs, gathers and reductions pass each other on a link that they are predicted to share
+            other = local.improve(prefetching)
+            if best.prediction.seconds > (1 - self.config.cpu_link_gain) * other.prediction.seconds:
                 return other
         return best
 
-    def last_resort(self) -> None:
-        """The plan that needs least; raises PlanError, with what would do, where not even that fits."""
-        found = least(self.setting, self.wanted, self.solver)
-        if not fits(found.prediction.memory, self.setting.cluster, self.setting.cluster.usable):
-            explain_misfit(self.setting, self.wanted, found)
+    def take_least_memory_plan(self) -> None:
+        """Raises PlanError, with what would fit, where not even that fits."""
+        found = least_memory_plan(self.problem, self.constraints, self.table)
+        if not fits(found.prediction.memory, self.problem.cluster, self.problem.cluster.usable):
+            explain_no_fit(self.problem, self.constraints, found)
         self.built.append(found)
+
+
+# ---- estimates of a pipeline ----
+
+
+def _bubble(layout: ParallelLayout, f: float, i: float, w: float) -> float:
+    """Idle seconds of a rank whose micro-batch takes F, I and W, with free messages."""
+    p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
+    match layout.schedule:
+        case "interleaved":
+            return (p - 1) * (f + i + w) / v
+        case "wave":
+            return (p - 1) * (i + w) / layout.waves
+        case "zb-h1":
+            return (p - 1) * max(0.0, f + i - w)
+        case "zb-v":
+            return (p - 1) * (f / 2 if m >= 2 * p - 1 else f)
+        case "synthesized":
+            return (p - 1) * f / 8
+        case _:
+            return (p - 1) * (f + i + w)
+
+
+def _message_waits(problem: PlanProblem, layout: ParallelLayout, works: Sequence[tuple[float, float, float]]) -> float:
+    """Seconds that messages add: the way there and back once, and for every micro-batch what those in flight do not cover.
+
+    A micro-batch returns to the first stage after all stages' F and I (B where it is whole) and all hops; with k in flight
+    there, one can pass every k-th of that time.
+    """
+    p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
+    if p == 1:
+        return 0.0
+    hop = layout.message_seconds(problem)
+    hops = v * (p - 1) if layout.zigzag else v * p - 1
+    f, i, w = (sum(part) / len(works) for part in zip(*works, strict=True))
+    loop = (f + i + (0.0 if layout.splits_backward else w)) * p + 2 * hops * hop
+    return 2 * hops * hop + max(0.0, m - p) * max(0.0, loop / in_flight(layout, 0) - max(map(sum, works)))

@@ -33,8 +33,8 @@ from fourfold.config import Config
 from fourfold.launch.place import Place
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
-from fourfold.planner.layout import Setting
-from fourfold.planner.predict import predict
+from fourfold.planner.evaluate import predict
+from fourfold.planner.problem import PlanProblem
 from fourfold.ring import SMALLEST
 from fourfold.runtime.transport import Name, Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
@@ -192,8 +192,8 @@ class _Calibration:
 
         def computing(operator: float) -> float:
             cluster = replace(made, device=replace(made.device, operator=operator))
-            setting = Setting(ModelSpec.from_config(config.model), cluster, 2, plan.precision)
-            return predict(plan, setting).compute
+            problem = PlanProblem(ModelSpec.from_config(config.model), cluster, 2, plan.precision)
+            return predict(plan, problem).compute
 
         free = computing(0.0)
         return max(made.device.operator, (took - free) / (computing(1.0) - free))
@@ -216,11 +216,11 @@ class _Calibration:
                 one.zero_grad()
 
             took = steady(step)
-            setting = Setting(ModelSpec.from_config(config.model), made, 8, plan.precision)
+            problem = PlanProblem(ModelSpec.from_config(config.model), made, 8, plan.precision)
             half = replace(made, device=replace(made.device, eager=0.5))
             once, twice = (
                 predict(
-                    plan, replace(setting, cluster=replace(c, level=(Level(bandwidth=1e12, latency=1e-6),)))
+                    plan, replace(problem, cluster=replace(c, level=(Level(bandwidth=1e12, latency=1e-6),)))
                 ).compute
                 for c in (made, half)
             )

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from fourfold.plan import Plan
-from fourfold.planner.explain import explain, table, told_units
+from fourfold.planner.report import describe_units, explain, table
 from fourfold.schema import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def show_what_if(plan: Plan | str, other: Plan | str, changes: Sequence[str], fi
     if other.alternatives:
         best = other.alternatives[0]
         memory = f"{format_bytes(best['peak_bytes'])} of {format_bytes(other.predicted['usable_bytes'])}"
-        console.print(f"  {best['plan']}; {told_units(best)}; memory {memory}", markup=False, soft_wrap=True)
+        console.print(f"  {best['plan']}; {describe_units(best)}; memory {memory}", markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -1,14 +1,14 @@
-"""The choice unit by unit: a multiple-choice knapsack, solved in a millisecond with a proof of how good the answer is.
+"""The multiple-choice knapsack behind the choice unit by unit, with a bound on how good the answer is.
 
-There are groups of alike units; every unit takes one option, with its bytes and seconds; the bytes must fit in a budget and
-the seconds be least. Of each group only the lower convex hull of its options matters to the relaxed problem: walk down all hulls
-at once, the steepest step (seconds saved for a byte) first, until the budget ends inside a step. The broken step, taken in part,
-is the relaxed optimum: no whole choice can be faster, so
+There are groups of identical units; every unit takes one option (bytes, seconds); the bytes must fit in a budget and the total
+seconds be least. Only the lower convex hull of a group's options matters to the relaxed problem: walk down all hulls at once, the
+steepest step (seconds saved per byte) first, until the budget ends inside a step. That step, taken in part, is the relaxed
+optimum: no whole choice can be faster, so
 
-    bound  ≤  best possible  ≤  what is returned          gap = seconds / bound - 1
+    bound  ≤  optimum  ≤  what is returned          gap = seconds / bound - 1
 
-The steepness of the broken step is the price of memory: seconds that one more byte would save. What room is left goes to later,
-smaller steps, and to options off the hull. Where few units are left to decide, all mixes are compared and the answer is exact.
+The slope of the last step is the price of memory: seconds that one more byte would save. The remaining room goes to later,
+smaller steps, and to options off the hull. With few units, all mixes are compared and the answer is exact.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 __all__ = ["Chosen", "Group", "choose", "relaxed"]
 
-MIXES = 60_000
-"""Mixes that the exact comparison looks at, at most; with more, the relaxed answer stands."""
+_MOST_MIXES = 60_000
+"""Mixes compared by the exact search, at most; with more, the approximate answer stands."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """`count` alike units, each to take one of the options (bytes, seconds)."""
+    """`count` identical units, each takes one of the options (bytes, seconds)."""
 
     options: Sequence[tuple[float, float]]
     count: int = 1
@@ -40,12 +40,12 @@ class Group:
 
     @cached_property
     def smallest(self) -> float:
-        """Bytes of all its units at least."""
+        """The least bytes of all its units."""
         return self.count * min(memory for memory, _ in self.options)
 
     @cached_property
     def fastest(self) -> float:
-        """Seconds of all its units at least."""
+        """The least seconds of all its units."""
         return self.count * min(seconds for _, seconds in self.options)
 
 
@@ -58,32 +58,32 @@ class Chosen:
     seconds: float
     memory: float
     bound: float
-    """No choice within the budget takes less."""
+    """Lower bound on the seconds of any choice within the budget."""
     price: float
     """Seconds that one more byte would save; 0 where memory does not bind."""
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a share of it."""
+        """Relative distance to the bound."""
         return self.seconds / self.bound - 1 if self.bound > 0 else 0.0
 
 
 def choose(groups: Sequence[Group], budget: float, exact: bool = False, below: float = math.inf) -> Chosen | None:
     """The fastest choice within `budget` bytes, or None where not even the smallest fits.
 
-    Where none can take less than `below` seconds, all that it is good for is its bound.
+    Where no choice can take less than `below` seconds, only the bound is computed. `exact`: compare all mixes.
     """
     chosen = relaxed(groups, budget)
     if chosen is None or chosen.gap <= 0 or chosen.bound >= below:
         return chosen
-    chosen = _filled(groups, chosen, budget)
+    chosen = _use_remaining(groups, chosen, budget)
     if exact and chosen.gap > 0:
-        return _compared(groups, chosen, budget) or chosen
+        return _compare_mixes(groups, chosen, budget) or chosen
     return chosen
 
 
 def relaxed(groups: Sequence[Group], budget: float) -> Chosen | None:
-    """The whole steps down the hulls that fit, with the bound."""
+    """The relaxed problem: whole steps down the hulls that fit, and the bound."""
     hulls = [g.hull for g in groups]
     memory = sum(g.count * g.options[h[0]][0] for g, h in zip(groups, hulls, strict=True))
     if memory > budget:
@@ -133,8 +133,8 @@ def _hull(options: Sequence[tuple[float, float]]) -> list[int]:
     return hull
 
 
-def _filled(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen:
-    """Use what room is left: any unit may change to any faster option that still fits."""
+def _use_remaining(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen:
+    """Use the remaining room: any unit may change to any faster option that fits."""
     counts = [dict(c) for c in chosen.counts]
     seconds, memory = chosen.seconds, chosen.memory
     changed = True
@@ -152,7 +152,7 @@ def _filled(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen:
                     fit = here if more <= 0 else min(here, int((budget - memory) // more))
                     if fit and (best is None or less * fit > best[0]):
                         best = (less * fit, i, a, b, fit)
-            if best is not None and len(groups) > 60:  # many distinct units: one pass is enough, gaps are tiny
+            if best is not None and len(groups) > 60:  # with many distinct units one pass is enough
                 counts, seconds, memory = _move(groups, counts, seconds, memory, best)
                 best = None
         if best is not None and best[0] > 0:
@@ -175,25 +175,24 @@ def _move(
     return counts, seconds - less, memory + fit * (groups[i].options[b][0] - groups[i].options[a][0])
 
 
-def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen | None:
-    """All mixes, keeping of those with no more bytes the fastest only; None where there are too many.
+def _compare_mixes(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen | None:
+    """Dynamic programming over all mixes that are not dominated; None where there are too many.
 
-    With every byte paid at its price, a unit's options cost more than its cheapest: a mix in which that adds up to more than the
-    gap takes longer than what was chosen.
+    Price every byte: a mix whose options cost more than the gap above the cheapest ones is slower than what was chosen.
     """
     least = [min(o[0] for o in g.options) for g in groups]
     rest = [0.0] * (len(groups) + 1)
     for i in range(len(groups) - 1, -1, -1):
         rest[i] = rest[i + 1] + groups[i].count * least[i]
     gap = (chosen.seconds - chosen.bound) * (1 + 1e-9) + 1e-12 * chosen.seconds
-    near: list[list[tuple[int, float, float, float]]] = []  # of each group: option, bytes, seconds, what it costs more
+    near: list[list[tuple[int, float, float, float]]] = []  # per group: option, bytes, seconds, extra priced cost
     for g in groups:
         paid = [s + chosen.price * m for m, s in g.options]
         cheapest = min(paid)
         near.append(
             [(k, *o, p - cheapest) for k, (o, p) in enumerate(zip(g.options, paid, strict=True)) if p - cheapest <= gap]
         )
-    front: list[tuple[float, float, float, Any]] = [(0.0, 0.0, 0.0, None)]  # with (all before, the last option)
+    front: list[tuple[float, float, float, Any]] = [(0.0, 0.0, 0.0, None)]  # path: (earlier path, option)
     looked_at = 0
     places: list[tuple[int, int]] = [(i, n) for i, g in enumerate(groups) for n in range(g.count)]
     for i, n in places:
@@ -211,7 +210,7 @@ def _compared(groups: Sequence[Group], chosen: Chosen, budget: float) -> Chosen 
                 front.append(point)
                 fastest = point[1]
         looked_at += len(grown)
-        if looked_at > MIXES:
+        if looked_at > _MOST_MIXES:
             return None
     if not front:
         return None

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.planner.choice import Chosen, Group, choose
+from fourfold.planner.knapsack import Chosen, Group, choose
 
 option = st.tuples(st.integers(0, 20), st.integers(0, 20))
 group = st.builds(Group, st.lists(option, min_size=1, max_size=4), st.integers(1, 2))

@@ -1,0 +1,194 @@
+"""From a model and a cluster to a plan: the planner's entry points.
+
+make_plan(spec, cluster, global_batch=1024)  ->  Plan, with `predicted`, `certificate` and `alternatives` filled in
+judge(plan, problem)                         ->  the same plan with its prediction, without a search
+plan_run(config, cluster)                    ->  the plan of a run that starts now
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from fourfold import schema
+from fourfold.cluster import Cluster
+from fourfold.config import Config
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Mesh, Plan, Precision
+from fourfold.planner.build import Candidate
+from fourfold.planner.evaluate import predict
+from fourfold.planner.grid_cost import chosen_flows
+from fourfold.planner.layouts import layout_of_plan
+from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
+from fourfold.planner.report import no_fit, with_report
+from fourfold.planner.search import Progress, SearchResult, search
+from fourfold.planner.search_config import SearchConfig
+
+__all__ = [
+    "default_batch",
+    "default_precision",
+    "find_plan",
+    "judge",
+    "make_plan",
+    "named_precision",
+    "plan_run",
+    "problem_of_run",
+]
+
+_DEFAULT_TOKENS = 4 * 2**20
+"""Tokens of a step where no batch is given."""
+_COMPUTE_TYPES = ("bf16", "fp32", "fp64")
+_MOMENT_TYPES = ("fp32", "bf16")
+_WORTH_IT = 0.9
+"""For a run that starts now: a plan replaces plain data parallelism if it takes at most this share of its time."""
+
+
+def make_plan(
+    spec: ModelSpec,
+    cluster: Cluster | str,
+    *,
+    global_batch: int = 0,
+    precision: Precision | str | None = None,
+    moments: Literal["fp32", "bf16"] = "fp32",
+    fix: Mapping[str, Any] | Sequence[str] | str = (),
+    max_ranks: int | None = None,
+    top: int = 5,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan that fits, with its report. Raises PlanError, with what would fit, where there is none.
+
+    `cluster`: a cluster, the name of a preset (one node), or a file.
+    `precision`: "bf16", "fp32" or "fp64"; default: bf16 on GPUs, fp32 on CPUs. `fix` constrains the search:
+    {"col": 4, "schedule": "wave"}, ["tp=4", "schedule=wave"] or "col=4"; see docs/planning.md.
+    """
+    cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    if moments not in _MOMENT_TYPES:
+        raise PlanError(f"moments = {moments!r}: AdamW's moments are of type {' or '.join(map(repr, _MOMENT_TYPES))}")
+    for name, value in (("top", top), ("max_ranks", 1 if max_ranks is None else max_ranks)):
+        schema.check_count(name, value, PlanError)
+    fix = fix.split() if isinstance(fix, str) else fix
+    texts = [f"{k}={v}" for k, v in fix.items()] if isinstance(fix, Mapping) else list(fix)
+    constraints = parse_fixes(texts, None, max_ranks)
+    problem = PlanProblem(
+        spec,
+        cluster,
+        global_batch or default_batch(spec, cluster, max_ranks),
+        named_precision(precision) if isinstance(precision, str) else precision or default_precision(cluster),
+        moments,
+    )
+    return with_report(find_plan(problem, constraints, top, progress), problem, top)
+
+
+def find_plan(
+    problem: PlanProblem,
+    constraints: Constraints,
+    top: int = 5,
+    progress: Progress | None = None,
+    config: SearchConfig | None = None,
+) -> SearchResult:
+    """The search, after checking the problem."""
+    schema.check_count("global_batch", problem.global_batch, PlanError)
+    collects = gc.isenabled()
+    gc.disable()  # the search's many objects live to its end: scanning them takes a tenth of the time
+    try:
+        return search(problem, constraints, progress, top, config or SearchConfig())
+    finally:
+        if collects:
+            gc.enable()
+
+
+def named_precision(name: str) -> Precision:
+    """Computing in this type; gradients are reduced in fp32, or in fp64 for fp64."""
+    if name not in _COMPUTE_TYPES:
+        raise PlanError(f"precision = {name!r} is an invalid value{schema.nearest(name, _COMPUTE_TYPES)}")
+    return schema.build(Precision, {"compute": name, "reduce": "fp64" if name == "fp64" else "fp32"}, error=PlanError)
+
+
+def default_precision(cluster: Cluster) -> Precision:
+    """bf16 on GPUs that are faster with it, else fp32."""
+    d = cluster.device
+    return Precision(compute="bf16" if d.kind == "cuda" and d.matrix["bf16"] > d.matrix["fp32"] else "fp32")
+
+
+def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = None) -> int:
+    """Sequences that make about four million tokens, a multiple of the ranks."""
+    ranks = min(cluster.ranks, max_ranks or cluster.ranks)
+    sequences = _DEFAULT_TOKENS // spec.seq_len if cluster.device.kind == "cuda" else 8 * ranks
+    return max(1, round(sequences / ranks)) * ranks
+
+
+def judge(plan: Plan, problem: PlanProblem) -> Plan:
+    """A plan as it is, with the planner's prediction; its field `misfit` says why it does not fit."""
+    cluster, spec = problem.cluster, problem.spec
+    if plan.mesh.ranks > cluster.ranks:
+        nodes = plan.mesh.ranks if cluster.name == "local" else -(-plan.mesh.ranks // cluster.devices)
+        raise PlanError(
+            f"the plan's mesh is {plan.mesh.product()} ranks, but {cluster.name} has {cluster.ranks} devices; "
+            f"judge it with --nodes {nodes}" + (", which are ranks here" if cluster.name == "local" else "")
+        )
+    ways = plan.mesh.batch_ways * (plan.batch.micro_batches or 1)
+    if problem.global_batch % ways:
+        raise PlanError(
+            f"global batch {problem.global_batch} does not divide by data · depth · row · micro_batches = {ways}; "
+            f"use {max(1, problem.global_batch // ways) * ways} sequences"
+        )
+    plan.check_units([u.name for u in spec.units])
+    if spec.config is not None:
+        plan.check_model(spec.config)
+    problem = replace(problem, precision=plan.precision, moments=plan.memory.moments)
+    layout = layout_of_plan(plan, problem)
+    plan = replace(plan, tensor=replace(plan.tensor, flows=chosen_flows(problem, layout)))
+    candidate = Candidate(layout, plan, predict(plan, problem))
+    judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1)
+    assert judged.predicted is not None
+    # what more memory would buy is known after a search only
+    predicted = judged.predicted | {"binding": "", "price": 0.0, "misfit": no_fit(candidate, problem)}
+    return replace(judged, predicted=predicted, certificate=None)
+
+
+# ---- a run that starts now ----
+
+
+def plan_run(config: Config, cluster: Cluster, precision: Precision | None = None) -> Plan:
+    """The plan of a resolved config on all ranks of a cluster, with its prediction.
+
+    Plain data parallelism is preferred: where it fits, another plan must be predicted to be a tenth faster; and on `local`, whose
+    numbers are not measured, it is always taken.
+    """
+    ranks, problem = cluster.ranks, problem_of_run(config, cluster, precision)
+    refusal: PlanError | None = None
+    try:
+        plain = _data_parallel(config, problem, ranks)
+    except PlanError as e:
+        plain, refusal = None, e
+    if plain is not None and cluster.name == "local":
+        return plain
+    try:
+        best = with_report(find_plan(problem, parse_fixes([])), problem)
+        best.check(config, ranks)
+    except PlanError as e:
+        if plain is None:
+            raise refusal or e from None
+        return plain
+    best = replace(best, alternatives=(best.alternatives or ())[:2])
+    if plain is None or plain.predicted is None or best.predicted is None:
+        return best
+    return best if best.predicted["seconds"] <= _WORTH_IT * plain.predicted["seconds"] else plain
+
+
+def problem_of_run(config: Config, cluster: Cluster, precision: Precision | None = None) -> PlanProblem:
+    """The planning problem of a run."""
+    spec = ModelSpec.from_config(config.model)
+    return PlanProblem(spec, cluster, config.train.global_batch, precision or default_precision(cluster))
+
+
+def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | None:
+    """A replica on every rank, judged; None where it does not fit. Raises PlanError where the batch does not divide."""
+    plan = Plan(mesh=Mesh(data=ranks), precision=problem.precision)
+    plan.check(config, ranks)
+    judged = judge(plan, problem)
+    assert judged.predicted is not None
+    return judged if judged.predicted["peak_bytes"] <= problem.cluster.usable else None

@@ -1,0 +1,575 @@
+"""What a plan takes and holds: the planner's evaluation of any plan, its own or one written by hand.
+
+Time: a rank without a pipeline runs its units (`op_times.whole_step`); a pipeline's schedule is simulated with the seconds of
+every stage's ops. Then come the reductions that the last backward does not hide, and the update. `PlanEvaluation.step_time`
+adds the parts up:
+
+    step = compute + recompute + grid + exposed + bubble + update
+
+Memory: a replay of every rank (`memory_model`), and the optimizer's state on the device or on the host. Nothing is fitted to
+the result; `fourfold calibrate` measures what the numbers are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import inf
+from typing import Any, NamedTuple
+
+from fourfold import schema
+from fourfold.cluster import Cluster
+from fourfold.errors import PlanError, ScheduleError
+from fourfold.plan import Mesh, Plan
+from fourfold.planner.layouts import ParallelLayout, layout_of_plan
+from fourfold.planner.memory_model import RankExtras, RankMemory, message_buffer_bytes, replay_rank
+from fourfold.planner.op_times import StageTimes, plan_units, stage_times, units_of_stages, whole_step
+from fourfold.planner.problem import PlanProblem
+from fourfold.planner.unit_cost import HOST_BUFFER_BYTES, PlannedUnit, UnitChoice, choice_of, tied_elements
+from fourfold.program.costs import Costs
+from fourfold.program.engine import More, Problem, run
+from fourfold.program.from_plan import schedule_of_plan
+from fourfold.program.ops import Op, Schedule, ends_of_step
+from fourfold.program.partition import partition
+
+__all__ = [
+    "PlanEvaluation",
+    "Prediction",
+    "StepTime",
+    "evaluate",
+    "fits",
+    "predict",
+    "schedule_of",
+    "stage_layers",
+]
+
+_MOST_OPS = 30_000
+"""Ops of a schedule that are simulated; of longer ones, some micro-batches in the middle, which repeat, are left out."""
+_STREAM_BUCKET, _STREAM_SLOTS = 2**24, 4
+"""Parameters of a bucket of the streamed update, and buckets on the device at once."""
+
+
+class StepTime(NamedTuple):
+    """Where the seconds of a step go, on the pipeline rank with the most work."""
+
+    compute: float
+    """Forward and backward of all micro-batches."""
+    recompute: float
+    """Recomputation of activations in the backward."""
+    grid: float
+    """Exposed collectives of the tensor grid."""
+    exposed: float
+    """Exposed gathers, reductions and copies to and from the host."""
+    bubble: float
+    """Waiting for other ranks of the pipeline."""
+    update: float
+    """The optimizer's step."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step, and bytes of every rank of a pipeline."""
+
+    seconds: float
+    compute: float
+    recompute: float
+    grid: float
+    exposed: float
+    bubble: float
+    update: float
+    """The parts of a step: see `StepTime`."""
+    memory: tuple[RankMemory, ...]
+    tokens: int
+    flops: float
+    """Model FLOPs per token."""
+    ranks: int
+    rate: float
+    """Peak FLOP/s of a device."""
+    device_state: float = 0.0
+    """Bytes of optimizer state that the fullest rank keeps on its device, where the plan leaves that open."""
+    computing: tuple[float, ...] = ()
+    """Per rank of a pipeline: compute, recomputation and update, without any communication."""
+    stages: tuple[tuple[float, float, float], ...] = ()
+    """Per stage: seconds of F, I and W of a micro-batch, in the middle of a step."""
+    message: float = 0.0
+    """Seconds of the slowest message between stages."""
+    host_state: float = 0.0
+    """Share of the optimizer's state on the host."""
+
+    @property
+    def peak(self) -> RankMemory:
+        """The rank that holds most."""
+        return max(self.memory, key=lambda m: m.peak)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the devices could do; recomputation does not count."""
+        return self.flops * self.tokens / (self.seconds * self.ranks * self.rate)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **{name: round(getattr(self, name), 6) for name in ("seconds", *StepTime._fields)},
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "mfu": round(self.mfu, 4),
+            "peak_bytes": round(self.peak.peak),
+            "memory": [m.to_dict() for m in self.memory],
+            "stages": [[float(f"{x:.6g}") for x in stage] for stage in self.stages],
+            "message": float(f"{self.message:.6g}"),
+            "host_state": round(self.host_state, 4),
+        }
+
+
+def fits(memory: Sequence[RankMemory], cluster: Cluster, limit: float) -> bool:
+    """Whether all ranks fit into `limit` bytes of their devices, and into their hosts."""
+    return all(m.peak <= limit and m.host <= cluster.host_memory for m in memory)
+
+
+def predict(plan: Plan, problem: PlanProblem, limit: float | None = None) -> Prediction:
+    """What a plan takes and holds; `limit`: bytes of a device, if not all that are usable."""
+    return evaluate(plan, problem, limit=limit).prediction()
+
+
+def evaluate(
+    plan: Plan, problem: PlanProblem, choices: dict[str, UnitChoice] | None = None, limit: float | None = None
+) -> PlanEvaluation:
+    """Evaluate a plan lazily. `choices` by unit name, where they are at hand; else they are read from the plan's rules."""
+    spec, layout = problem.spec, layout_of_plan(plan, problem)
+    try:
+        schedule = schedule_of(plan, layout, spec.layers)
+        counts = stage_layers(problem, schedule, plan.pipeline.layers)
+    except ScheduleError as e:
+        raise PlanError(str(e)) from None
+    if choices is None:
+        choices = {u.name: choice_of(plan, u) for u in spec.units}
+    simulated = SimulatedStep(problem, layout, schedule, counts, choices)
+    given = plan.memory.device_state
+    on_device = float(schema.parse_bytes(given, "memory.device_state", PlanError)) if given else None
+    staging = float(schema.parse_bytes(plan.memory.staging, "memory.staging", PlanError))
+    return PlanEvaluation(simulated, problem.cluster.usable if limit is None else limit, on_device, staging)
+
+
+# ---- schedule and stages of a plan ----
+
+
+def schedule_of(plan: Plan, layout: ParallelLayout, layers: int) -> Schedule:
+    """A plan's schedule, with as many micro-batches as are simulated."""
+    pipeline = plan.pipeline
+    if pipeline.schedule != "synthesized":  # which has as many stages as there are layers for
+        pipeline = replace(pipeline, layers="auto")
+    per, few = 3 * layout.stages, 4 * layout.mesh.pipe
+    micro_batches = layout.micro_batches
+    if micro_batches * per > _MOST_OPS:
+        micro_batches = max(few, _MOST_OPS // per // few * few)
+    return _schedule(Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline), micro_batches, layers)
+
+
+@lru_cache(maxsize=4096)
+def _schedule(shape: Plan, micro_batches: int, layers: int) -> Schedule:
+    """`shape`: what of a plan its schedule depends on."""
+    return schedule_of_plan(shape, micro_batches, layers=layers)
+
+
+def stage_layers(problem: PlanProblem, schedule: Schedule, requested: tuple[int, ...] | str) -> tuple[int, ...]:
+    """Layers per stage, with the embedding and the head as layers: as requested, or partitioned by FLOPs."""
+    layers, stages = problem.spec.layers - 2, schedule.stages
+    if isinstance(requested, tuple):
+        if len(requested) != stages or sum(requested) != layers:
+            raise PlanError(
+                f"pipeline.layers = {list(requested)} must be {stages} numbers that sum to the model's {layers} layers"
+            )
+        return tuple(n + (s == 0) + (s == stages - 1) for s, n in enumerate(requested))
+    return _partition_by_flops(problem, schedule.placement)
+
+
+@lru_cache(maxsize=1024)
+def _partition_by_flops(problem: PlanProblem, placement: tuple[int, ...]) -> tuple[int, ...]:
+    spec = problem.spec
+    return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
+
+
+@lru_cache(maxsize=1024)
+def _message_seconds(
+    problem: PlanProblem, mesh: Mesh, placement: tuple[int, ...], size: float
+) -> tuple[tuple[float, ...], ...]:
+    """Seconds of a message between every two ranks of a pipeline that hold neighbouring stages."""
+    stride, table = mesh.ranks // mesh.pipe, [[0.0] * mesh.pipe for _ in range(mesh.pipe)]
+    for pair in set(pairwise(placement)):
+        for a, b in (pair, pair[::-1]) if pair[0] != pair[1] else ():
+            table[a][b] = problem.cluster.messages(size, a * stride, b * stride, stride)
+    return tuple(map(tuple, table))
+
+
+# ---- one step, without the update ----
+
+
+class RankEnd(NamedTuple):
+    """When a rank's step ends, without the update."""
+
+    seconds: float
+    late: float
+    """Of these, reductions after its last backward."""
+
+
+class SimulatedStep:
+    """A plan's ranks through a step: time and memory, without update and optimizer state. Independent of the memory limit.
+
+    `counts`: layers per stage, with the embedding and the head as layers; `choices` by unit name.
+    """
+
+    def __init__(
+        self,
+        problem: PlanProblem,
+        layout: ParallelLayout,
+        schedule: Schedule,
+        counts: tuple[int, ...],
+        choices: dict[str, UnitChoice],
+    ):
+        self.problem, self.layout, self.schedule, self.counts = problem, layout, schedule, counts
+        self.stages = plan_units(problem, layout, units_of_stages(problem.spec, counts), choices)
+        self._times: dict[object, StageTimes] = {}  # identical stages share them
+        self._replay_cache: dict[Any, Any] = {}
+        self._message_bytes = layout.message_bytes(problem)
+        self._tied_on_two_ranks = problem.spec.tied and schedule.placement[0] != schedule.placement[-1]
+        self._tied_elements = tied_elements(problem.spec, layout.mesh)
+
+    def units(self, rank: int) -> list[PlannedUnit]:
+        """The units of a rank of the pipeline."""
+        return [u for stage in self.schedule.stages_of[rank] for u in self.stages[stage]]
+
+    @cached_property
+    def updated(self) -> tuple[float, ...]:
+        """Parameters that every rank updates."""
+        return tuple(sum(u.cost.updated for u in self.units(rank)) for rank in range(self.schedule.ranks))
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What every rank holds."""
+        return tuple(self._memory(rank) for rank in range(self.schedule.ranks))
+
+    # ---- time ----
+
+    @property
+    def ends(self) -> list[RankEnd]:
+        return self._simulated[0]
+
+    @property
+    def busiest(self) -> int:
+        """The rank whose ops take longest."""
+        return self._simulated[1]
+
+    @property
+    def busy(self) -> float:
+        """Seconds of its ops with their exposed collectives, without those after its last backward."""
+        return self._simulated[2]
+
+    @property
+    def stage_seconds(self) -> tuple[tuple[float, float, float], ...]:
+        """F, I and W of a micro-batch, stage by stage."""
+        if self.schedule.ranks == 1:
+            parts = [u.cost.times for u in self.stages[0]]
+            backward = sum(p.input_grad + p.recompute for p in parts)
+            return ((sum(p.forward for p in parts), backward, sum(p.weight_grad for p in parts)),)
+        times = map(self._stage_times, range(self.schedule.stages))
+        return tuple((t.forward, t.input_grad, t.weight_grad) for t in times)
+
+    @property
+    def message(self) -> float:
+        """Seconds of the slowest message between stages."""
+        return max(map(max, self._messages)) if self.schedule.ranks > 1 else 0.0
+
+    @property
+    def _messages(self) -> tuple[tuple[float, ...], ...]:
+        return _message_seconds(self.problem, self.layout.mesh, self.schedule.placement, self._message_bytes)
+
+    @cached_property
+    def _simulated(self) -> tuple[list[RankEnd], int, float]:
+        layout, schedule = self.layout, self.schedule
+        if schedule.ranks == 1:
+            step = whole_step(self.problem, self.stages[0], layout.micro_batches, layout.prefetch)
+            return [RankEnd(step, 0.0)], 0, step
+        times = [self._stage_times(s) for s in range(schedule.stages)]
+        costs = Costs(
+            forward=tuple(t.forward for t in times),
+            input_grad=tuple(t.input_grad for t in times),
+            weight_grad=tuple(t.weight_grad for t in times),
+            message=self._messages,
+            link="rank",  # a rank sends its messages one after another
+            activation=tuple(1.0 for _ in times),
+        )
+        ops = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
+        more = {op: m for order in schedule.order for op, m in _first_and_last(order, times).items()}
+        ran = run(ops, schedule.order, more=more)
+        work = [sum(times[s].work for s in held) for held in schedule.stages_of]
+        busiest = max(range(schedule.ranks), key=lambda r: work[r])
+        once = sum(
+            times[s].first.ready + sum(m.ready + m.after for m in times[s].last) for s in schedule.stages_of[busiest]
+        )
+        repeated = (layout.micro_batches - schedule.micro_batches) * work[busiest]
+        ends = []
+        for rank, order in enumerate(schedule.order):
+            end = ran.ends[rank][-1] + more[order[-1]].after
+            late = max(0.0, ran.lanes[rank] - end) + self._exchange_tied(rank)
+            ends.append(RankEnd(end + late + repeated, late))
+        return ends, busiest, layout.micro_batches * work[busiest] + once
+
+    @cached_property
+    def _steady(self) -> list[bool]:
+        """By stage, whether some micro-batch is in flight from its first forward to its last backward."""
+        in_flight, emptied = [0] * self.schedule.stages, [0] * self.schedule.stages
+        for ops in self.schedule.order:
+            for op in ops:
+                if op.kind != "W":
+                    in_flight[op.stage] += 1 if op.kind == "F" else -1
+                    emptied[op.stage] += in_flight[op.stage] == 0
+        return [times == 1 for times in emptied]
+
+    def _stage_times(self, stage: int) -> StageTimes:
+        rank, units = self.schedule.placement[stage], self.stages[stage]
+        steady, alone = self._steady[stage], len(self.schedule.stages_of[rank]) == 1
+        key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
+        if key not in self._times:
+            split, prefetch = self.schedule.split, self.layout.prefetch
+            self._times[key] = stage_times(
+                self.problem, units, steady=steady, split=split, alone=alone, prefetch=prefetch
+            )
+        return self._times[key]
+
+    def _exchange_tied(self, rank: int) -> float:
+        """Seconds in which a tied weight's gradient goes from the last stage to the first, and the new weight back."""
+        place, p = self.schedule.placement, self.problem
+        if not self._tied_on_two_ranks or rank not in (place[0], place[-1]):
+            return 0.0
+        stride = self.layout.mesh.ranks // self.layout.mesh.pipe
+        sizes = (self._tied_elements * width for width in (p.reduce_bytes, p.compute_bytes))
+        return sum(p.cluster.messages(size, place[-1] * stride, place[0] * stride, stride) for size in sizes)
+
+    # ---- memory ----
+
+    def _offloaded(self, rank: int) -> float:
+        """Bytes of activations for the host when most micro-batches are in flight."""
+        size = {s: sum(u.cost.offloaded_bytes for u in self.stages[s]) for s in self.schedule.stages_of[rank]}
+        if not any(size.values()):
+            return 0.0
+        most = held = 0.0
+        for op in self.schedule.order[rank]:
+            if op.kind == "F":
+                held += size[op.stage]
+                most = max(most, held)
+            elif op.kind != "I":  # of a backward in two parts, the second still needs some
+                held -= size[op.stage]
+        return most
+
+    def _tables(self) -> float:
+        """Bytes of a step's tokens and targets, and of rotary tables."""
+        spec, mesh = self.problem.spec, self.layout.mesh
+        tokens = self.problem.global_batch / mesh.batch_ways * spec.seq_len
+        rotary = spec.config is not None and spec.config.family == "llama"
+        return 16 * tokens + (8.0 * spec.seq_len * spec.config.head_dim if rotary and spec.config else 0.0)
+
+    def _memory(self, rank: int) -> RankMemory:
+        p, schedule, layout = self.problem, self.schedule, self.layout
+        first, last = schedule.placement[0], schedule.placement[-1]
+        has_copy, has_owner = self._tied_on_two_ranks and rank == last, self._tied_on_two_ranks and rank == first
+        embedding, head = self.stages[0][0].cost, self.stages[-1][-1].cost
+        offloaded = self._offloaded(rank)
+        on_host = min(offloaded, layout.host_activation_bytes(p))
+        # CPUs have no kernel that rounds a master in one pass
+        rounding = 9.0 * max(u.cost.updated for u in self.units(rank)) if p.compute_bytes < 4 and p.on_cpu else 0.0
+        extras = RankExtras(
+            parameters=(embedding.parameter_bytes if has_copy else 0.0) + self._tables(),
+            tied_here=head.tied_gradient_bytes
+            if p.spec.tied and not self._tied_on_two_ranks and rank == first
+            else 0.0,
+            tied_sent=embedding.gradient_bytes if has_copy else 0.0,
+            tied_received=self._tied_elements * p.reduce_bytes if has_owner else 0.0,
+            messages=message_buffer_bytes(schedule, rank, self._message_bytes, p.on_cpu),
+            pooled=self._message_bytes if p.on_cpu else 0.0,
+            offload_buffers=0.0 if p.on_cpu else min(HOST_BUFFER_BYTES, on_host) + offloaded - on_host,
+            host=0.0 if p.on_cpu else on_host,
+            update=0.0 if layout.streams_optimizer(p) else rounding,
+            prefetch=layout.prefetch,
+        )
+        return replay_rank(schedule, rank, self.stages, extras, self._replay_cache)
+
+
+def _first_and_last(ops: Sequence[Op], times: Sequence[StageTimes]) -> dict[tuple[int, str, int], More]:
+    """How the first forwards and the last backwards of a rank's stages differ from others."""
+    out: dict[tuple[int, str, int], More] = {}
+    first, last = ends_of_step(ops)
+    for op in first:
+        t = times[op.stage]
+        overlapped = t.before if out else 0.0
+        out[op] = t.first._replace(free=max(t.first.ready, t.first.free - overlapped))
+    for op in last:
+        out[op] = times[op.stage].last[0 if op.kind == "I" else -1]
+    return out
+
+
+# ---- a whole step in some memory ----
+
+
+class PlanEvaluation:
+    """A plan in `limit` bytes of a device. With `optimizer = "auto"`, state that fits is on the device."""
+
+    def __init__(
+        self, simulated: SimulatedStep, limit: float, state_on_device: float | None = None, staging: float = 0.0
+    ):
+        self.simulated, self.limit, self._given, self._staging = simulated, limit, state_on_device, staging
+        self.problem, self.layout = simulated.problem, simulated.layout
+        self._streams = self.layout.streams_optimizer(self.problem)
+        self.device_share = self._device_share()
+        """Share of the optimizer's state on the device."""
+
+    def at(self, limit: float) -> PlanEvaluation:
+        """The same plan with another amount of memory."""
+        return self if limit == self.limit else PlanEvaluation(self.simulated, limit, self._given, self._staging)
+
+    @property
+    def seconds(self) -> float:
+        return self._slowest[0]
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What every rank of the pipeline holds."""
+        held = zip(self.simulated.memory, self.simulated.updated, strict=True)
+        return tuple(m.with_state(*self._state(updated, self.device_share)) for m, updated in held)
+
+    @property
+    def peak(self) -> float:
+        return max(m.peak for m in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.memory, self.problem.cluster, self.limit)
+
+    @property
+    def seconds_with_state_on_device(self) -> float:
+        """Seconds, if all optimizer state had room on the device."""
+        if self.device_share == 1:
+            return self.seconds
+        ends = zip(self.simulated.ends, self.simulated.updated, strict=True)
+        return max(end.seconds + self._update(updated, 1.0) for end, updated in ends)
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes that units may hold more while no more state crosses the host's link than the update hides."""
+        if self.layout.optimizer != "auto":
+            return self.limit - self.peak
+        hidden = self._update(max(self.simulated.updated), 1.0) / self.spill_cost
+        return self._free(max(0.0, 1 - hidden / self._most_state()))
+
+    @property
+    def spill_cost(self) -> float:
+        """Seconds per byte spilled to the host."""
+        return 1 / self.problem.cluster.host.link if self.layout.optimizer == "auto" else inf
+
+    @cached_property
+    def _slowest(self) -> tuple[float, float, float]:
+        """Of the rank that ends last: seconds of its step, of reductions after its last backward, of its update."""
+        ends = (
+            (rank, self._update(updated, self.device_share))
+            for rank, updated in zip(self.simulated.ends, self.simulated.updated, strict=True)
+        )
+        return max((end.seconds + update, end.late, update) for end, update in ends)
+
+    def step_time(self) -> StepTime:
+        """The parts of a step, of the rank with the most work; they sum to `seconds`.
+
+        Compute, recomputation and the grid are sums over its units; exposed communication is what its ops take beyond them; the
+        bubble is what the simulation of the schedule adds.
+        """
+        seconds, late, update = self._slowest
+        m, step = self.layout.micro_batches, self.simulated
+        compute = recompute = grid = 0.0
+        for c in (u.cost for u in step.units(step.busiest)):
+            for times, t in ((m - 1, c.times), (1, c.times_at_ends)):
+                compute += times * (t.work - t.grid)
+                recompute += times * t.recompute
+                grid += times * t.grid
+        exposed = max(0.0, step.busy + late - compute - recompute - grid)
+        bubble = max(0.0, seconds - compute - recompute - grid - exposed - update)
+        return StepTime(compute, recompute, grid, exposed, bubble, update)
+
+    def prediction(self) -> Prediction:
+        problem, layout, step = self.problem, self.layout, self.simulated
+        return Prediction(
+            self.seconds,
+            *self.step_time(),
+            memory=self.memory,
+            tokens=problem.global_batch * problem.spec.seq_len,
+            flops=problem.spec.flops_per_token,
+            ranks=layout.mesh.ranks,
+            rate=problem.cluster.device.peak(problem.precision.compute),
+            device_state=self.device_share * self._most_state() if layout.optimizer == "auto" else 0.0,
+            computing=tuple(self._computing(rank) for rank in range(step.schedule.ranks)),
+            stages=step.stage_seconds,
+            message=step.message,
+            host_state=0.0 if problem.on_cpu else 1 - self.device_share,
+        )
+
+    def _computing(self, rank: int) -> float:
+        once = sum(sum(u.cost.times[:4]) - u.cost.times.grid for u in self.simulated.units(rank))
+        return self.layout.micro_batches * once + self._update(self.simulated.updated[rank], self.device_share)
+
+    # ---- the update, and the optimizer's state ----
+
+    def _update(self, updated: float, device_share: float) -> float:
+        """Seconds to update that many parameters: at memory bandwidth, or that of the host's link for state there."""
+        p, cluster = self.problem, self.problem.cluster
+        # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master:
+        # in one pass by a GPU's kernel
+        if p.compute_bytes < 4 and not p.on_cpu:
+            moved = 2 * p.state_bytes + 3 * p.reduce_bytes + p.compute_bytes
+        else:
+            moved = 2 * p.state_bytes + 5 * p.reduce_bytes + (45 if p.compute_bytes < 4 else 2 * p.compute_bytes)
+        on_device = updated * moved / cluster.device.memory_rate  # streamed parameters are updated there, too
+        return max(on_device, self._on_host(updated, device_share) * p.streamed_bytes / cluster.host.link)
+
+    def _on_host(self, updated: float, device_share: float) -> float:
+        """Of a rank's parameters, those with state on the host: each rank keeps as many bytes as the fullest one's share."""
+        return max(0.0, updated - device_share * max(self.simulated.updated))
+
+    def _device_share(self) -> float:
+        if self.layout.optimizer != "auto":
+            return 1.0 if self.layout.optimizer == "device" else 0.0
+        most = self._most_state()
+        if self._given is not None:
+            return min(1.0, self._given / most)
+        found = self._free(0.0) / most
+        if 0 < found < 1 and (1 - found) * most < _STREAM_SLOTS * _STREAM_BUCKET * self.problem.streamed_bytes:
+            found += self._free(found) / most  # with little to stream, the buffers are smaller, too
+        return max(0.0, min(1.0, found))
+
+    def _free(self, device_share: float) -> float:
+        """Bytes that every rank has free with that share of its state on the device."""
+        held = zip(self.simulated.memory, self.simulated.updated, strict=True)
+        return min(self.limit - m.peak - self._state(updated, device_share)[0] for m, updated in held)
+
+    def _state(self, updated: float, device_share: float) -> tuple[float, float]:
+        """Bytes of the state of that many parameters on the device, with streaming buffers, and on the host."""
+        state = updated * (self.problem.streamed_bytes if self._streams else self.problem.state_bytes)
+        on_host = 0.0 if self.problem.on_cpu else self._on_host(updated, device_share) / max(1.0, updated)
+        return state * (1 - on_host) + self._buffers(updated, device_share), state * on_host
+
+    def _most_state(self) -> float:
+        """Bytes of the optimizer's state of the rank that has most of it."""
+        return max(1.0, *self.simulated.updated) * self.problem.streamed_bytes
+
+    def _buffers(self, updated: float, device_share: float) -> float:
+        """Bytes of the streamed update's buffers and scratch; narrow moments are widened there, wherever they are."""
+        p = self.problem
+        if not self._streams:
+            return 0.0
+        bucket = min(_STREAM_BUCKET, updated)
+        wanted = max(_STREAM_SLOTS, self._staging // (bucket * p.streamed_bytes))
+        slots = min(wanted, -(-self._on_host(updated, device_share) // _STREAM_BUCKET))
+        scratch = max(4, p.compute_bytes) * (1 + (p.compute_bytes < 4) + 2 * (p.moments == "bf16"))
+        if p.compute_bytes < 4 and not p.on_cpu:
+            scratch = 0  # one kernel does it all
+        return bucket * (slots * p.streamed_bytes + scratch)

@@ -1,0 +1,553 @@
+"""Memory: the workspace of a unit's ops, and a replay of every rank that finds its peak and the instant of it.
+
+`Workspace` counts transient bytes of one unit. `replay_rank` walks a rank's ops link by link (a link is a unit, or one slice of
+it), as the lowered program runs them:
+
+    gather      one link ahead of its use, where the unit is not there already (program/modes.py)
+    compute     workspace on top; a forward leaves what it saves, a backward releases it
+    accumulate  a backward's weight gradients are added to those of earlier micro-batches
+    reduce      the shard is allocated; the whole gradient is released when the next link's reduction has started
+    release     as the unit's mode says, unless it is used again next
+
+The step ends with the update. The peak of an op, and what it leaves, depend on its stage, its kind and its neighbours in the
+order, so they are computed once for each combination.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fourfold.model.operators import Held, Moment, UnitSpec
+from fourfold.planner.grid_cost import flow_of
+from fourfold.planner.layouts import ParallelLayout
+from fourfold.planner.problem import PlanProblem
+from fourfold.program import modes
+from fourfold.program.costs import Costs
+from fourfold.program.instructions import Recv
+from fourfold.program.lowering import receives_of
+from fourfold.program.ops import Op, Schedule
+from fourfold.runtime.sizes import HEADER_BYTES, INLINE, light_sends, room_for
+
+if TYPE_CHECKING:
+    from fourfold.planner.unit_cost import PlannedUnit
+
+__all__ = [
+    "CATEGORIES",
+    "RankExtras",
+    "RankMemory",
+    "Workspace",
+    "accumulates_early",
+    "message_buffer_bytes",
+    "replay_rank",
+]
+
+
+# ---- one unit ----
+
+
+def accumulates_early(problem: PlanProblem, layout: ParallelLayout) -> bool:
+    """Whether each weight gradient is accumulated when it is made: on a grid, and by the hooks of a user's module."""
+    return layout.on_grid or problem.spec.config is None
+
+
+class Workspace:
+    """Bytes that a unit saves of a micro-batch (`saved`), and the peak transient bytes of its ops beyond that."""
+
+    def __init__(
+        self,
+        problem: PlanProblem,
+        layout: ParallelLayout,
+        unit: UnitSpec,
+        recompute: str,
+        tokens: int,
+        weights: float,
+        slices: int,
+    ):
+        """`weights`: bytes of the unit's gathered parameters."""
+        mesh, self.overlap = layout.mesh, layout.tensor.overlap
+        self.problem, self.unit, self.mesh, self.slices = problem, unit, mesh, slices
+        self.recompute, self.tokens, self.grads = recompute, tokens, weights / slices
+        self.width, self.scale = problem.compute_bytes, tokens / mesh.col
+        self.accumulates_early = accumulates_early(problem, layout)
+        sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
+        self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
+        self.saved_without_recompute = (
+            _saved_per_token(problem, unit.saved["none"], unit, "none") + self._shared_keys
+        ) * self.scale
+        saved = unit.saved.get(recompute, unit.saved["full"])
+        self.saved = _saved_per_token(problem, saved, unit, recompute) * self.scale
+        self.gathered_inputs = 0.0  # inputs of all columns, kept for the backward
+        if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops and recompute != "selective":
+            self.gathered_inputs = problem.spec.hidden * self.width * (tokens - self.scale)
+        if recompute == "none":  # dropout's mask, in every slice
+            masks = (slices - 1) * unit.mask * (self.width if problem.on_cpu else 1)
+            self.saved = self.saved_without_recompute + self.gathered_inputs + masks * self.scale
+        self.flow_bytes = self._flow_bytes(layout) if mesh.row > 1 and unit.output else 0.0
+
+    def _flow_bytes(self, layout: ParallelLayout) -> float:
+        """Bytes beyond those of `os` and `ls`: `ws` gathers activations over the rows, `summa` copies what it sums."""
+        mesh, hidden, tensor = self.mesh, self.problem.spec.hidden, layout.tensor
+        matmuls = [o for o in self.unit.operators if o.kind == "product"]
+        grid = self.tokens, mesh.row, mesh.col, tensor, layout.amortized_over
+        flows = {flow_of(self.problem, o, *grid) for o in matmuls}
+        widest = max((max(o.inputs, o.outputs) for o in matmuls), default=0)
+        if flows & {"ws-in", "ws-out"}:
+            return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)
+        return self.width * (widest + 2 * hidden) * self.scale if "summa" in flows else 0.0
+
+    @property
+    def _shared_keys(self) -> float:
+        """Bytes per token: with fewer key heads than columns, every column holds one whole (keys, values, rotated keys)."""
+        config, col = self.problem.spec.config, self.mesh.col
+        if self.unit.kind != "attn" or config is None or config.kv_heads is None or config.head_dim is None:
+            return 0.0
+        return 3.0 * max(0, col - config.kv_heads) * config.head_dim * self.width
+
+    def _peak(self, moments: tuple[Moment, ...]) -> float:
+        return max((self._bytes(m) for m in moments), default=0.0)
+
+    def _bytes(self, m: Moment) -> float:
+        e, mesh = self.width, self.mesh
+        size = (m.held.bytes(e) + m.inner.bytes(e) / self.slices) * self.scale
+        size += min(m.grads, self.largest if self.accumulates_early else 1.0) * self.grads
+        if mesh.col > 1:
+            size += m.full * self.tokens * e
+        if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
+            wide = 4 if m.grads and e < 4 else 0
+            prefetched = self.largest if m.weights and self.overlap else 0.0
+            size += (m.weights * (e + wide) + prefetched * e) * self.unit.matrices / mesh.col
+        return size
+
+    @property
+    def _recomputed(self) -> float:
+        """Bytes that a backward recomputes before it begins."""
+        if self.recompute == "none":
+            return 0.0
+        size = max(0.0, self.saved_without_recompute - self.saved) / self.slices + self.gathered_inputs
+        if self.recompute == "selective":
+            size += self.unit.output * self.width * self.scale  # the last matmul's output, which nothing reads
+        return size
+
+    @property
+    def _slice_sum(self) -> float:
+        """Bytes of the output that slices add to."""
+        return self.problem.spec.hidden * self.width * self.scale if self.slices > 1 else 0.0
+
+    def forward(self) -> float:
+        name = "full" if self.recompute == "per-slice" else self.recompute
+        cast = 4 * self.unit.cast / self.slices if self.width < 4 else 0.0
+        return self._peak(self.unit.forward[name]) + cast * self.scale + self._slice_sum + self.flow_bytes
+
+    def backward(self) -> float:
+        """Recomputed activations exist before the backward begins; while they are recomputed, so does a forward's workspace."""
+        if self.slices > 1:
+            probabilities = self.unit.cast * max(4, self.width) / self.slices * self.scale
+            return max(self.input_grad() + probabilities, self._first_slice)
+        most = self._recomputed + self._peak(self.unit.backward) + self.flow_bytes
+        if self.recompute != "none":
+            output = self.unit.output * self.width * self.scale
+            most = max(most, self._recomputed + self._peak(self.unit.forward["none"]) + output)
+        return most
+
+    def input_grad(self) -> float:
+        """Of I, where weight gradients have an op of their own."""
+        return self._recomputed + self._peak(self.unit.split) + self._slice_sum + self.flow_bytes
+
+    def accumulate(self) -> float:
+        """When weight gradients are accumulated, all that is saved included (slices keep it for each other)."""
+        if self.slices > 1:
+            return self.saved + self._first_slice + self.grads / 4  # a quarter of a matmul at a time
+        return self.unit.closing * self.width * self.scale + (0.0 if self.accumulates_early else self.grads)
+
+    @property
+    def _first_slice(self) -> float:
+        """At the norm: gradients of the sum, of what feeds the slices and of the input; what matmuls wait for."""
+        hidden, e = self.problem.spec.hidden, self.width
+        waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
+        unfused = 4 * self.unit.unfused * max(4, e) if self.problem.on_cpu else 0.0
+        gathered = hidden * e * (self.tokens + self.scale) if self.mesh.col > 1 else 0.0
+        return 4 * self._slice_sum + (waits * e / self.slices + unfused) * self.scale + gathered
+
+    def weight_grad(self) -> float:
+        """Of W: the largest weight gradient."""
+        return self.largest * self.grads
+
+
+def _saved_per_token(problem: PlanProblem, held: Held, unit: UnitSpec, recompute: str) -> float:
+    """Bytes saved for one token, with dropout's mask, and what a CPU's RMSNorm and attention save besides."""
+    e, size = problem.compute_bytes, held.bytes(problem.compute_bytes)
+    if not problem.on_cpu:
+        return size + (unit.mask if recompute == "none" else 0.0)
+    wide = unit.scores * {"none": 3, "selective": 1}.get(recompute, 0)
+    if recompute == "none":
+        size += unit.mask * e
+        wide += unit.unfused * (2 if e < 4 else 1) + _unfused_heads(problem, unit)
+    return size + wide * max(4, e)
+
+
+def _unfused_heads(problem: PlanProblem, unit: UnitSpec) -> float:
+    """Extra elements where a CPU's attention is not fused: keys and values of every head, in fp32 or wider."""
+    config = problem.spec.config
+    if not unit.scores or config is None:
+        return 0.0
+    assert config.kv_heads
+    assert config.head_dim
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    narrower = (q + 2 * kv) * (1 - problem.compute_bytes / 4) if problem.compute_bytes < 4 else 0.0
+    return 2 * (q - kv) / (2 if config.qk_norm else 1) + narrower
+
+
+# ---- messages between stages ----
+
+
+def message_buffer_bytes(schedule: Schedule, rank: int, size: float, cpu: bool) -> float:
+    """Bytes of message buffers on a rank; a message has `size` bytes.
+
+    On CPUs, messages are received into buffers that are reused and never freed: as many as were ever posted, in use as inputs or
+    gradients of a stage, or (short ones, which are copied) being sent at one time. On GPUs a message has memory of its own from
+    its arrival to its last use, and is then an input that is saved anyway.
+    """
+    if schedule.ranks == 1:
+        return 0.0
+    if not cpu:
+        return size  # one that is being sent
+    if size <= INLINE:
+        return _most_buffers(schedule, light_sends(int(size) + HEADER_BYTES))[rank] * (size + HEADER_BYTES)
+    return _most_buffers(schedule, 0)[rank] * (room_for(int(size)) + HEADER_BYTES) + size
+
+
+@lru_cache(maxsize=256)
+def _most_buffers(schedule: Schedule, light: int) -> list[int]:
+    """By rank: the most buffers at one time, at most `light` of which hold messages being sent to one rank."""
+    posted = receives_of(schedule, Costs(), 2)
+    return [_most_buffers_of_rank(schedule, rank, posted[rank], light) for rank in range(schedule.ranks)]
+
+
+def _most_buffers_of_rank(schedule: Schedule, rank: int, posted: dict[int, list[Recv]], light: int) -> int:
+    place, last = schedule.placement, schedule.stages - 1
+    split = any(op.kind == "W" for op in schedule.order[rank])
+    taken = most = 0
+    received: Counter[tuple[int, int]] = Counter()  # by stage and micro-batch
+    sent: Counter[int] = Counter()
+    for index, op in enumerate(schedule.order[rank]):
+        stage, kind, micro_batch = op
+        taken += len(posted.get(index, ()))
+        source = stage - 1 if kind == "F" else stage + 1
+        if kind != "W" and 0 <= source <= last and place[source] != rank:  # it begins with a message
+            received[stage, micro_batch] += 1
+        most = max(most, taken + sum(min(light, n) for n in sent.values()))
+        to = stage + 1 if kind == "F" else stage - 1
+        if kind != "W" and 0 <= to <= last and place[to] != rank:
+            sent[place[to]] += 1
+            most = max(most, taken + sum(min(light, n) for n in sent.values()))
+        if kind == ("W" if split else "B"):
+            taken -= received.pop((stage, micro_batch), 0)
+    return most
+
+
+# ---- one rank ----
+
+CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "workspace", "messages")
+_PARAMETERS, _GATHERED, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _WORKSPACE, _MESSAGES = range(7)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The peak of a rank, in bytes: when, and of what."""
+
+    rank: int
+    at: str
+    """The op at the peak, or `update`."""
+    by_category: tuple[float, ...]
+    host: float = 0.0
+    """Bytes on its host: activations and optimizer state."""
+    host_activations: float = 0.0
+
+    @cached_property
+    def peak(self) -> float:
+        return sum(self.by_category)
+
+    def with_state(self, optimizer: float, host: float) -> RankMemory:
+        """With these bytes of optimizer state on the device and on the host, held all the time."""
+        held = list(self.by_category)
+        held[_OPTIMIZER] += optimizer
+        return RankMemory(self.rank, self.at, tuple(held), self.host + host, self.host_activations)
+
+    def to_dict(self) -> dict[str, object]:
+        parts = {name: round(size) for name, size in zip(CATEGORIES, self.by_category, strict=True) if size >= 1}
+        host = {"host": round(self.host), "host_activations": round(self.host_activations)}
+        return {"rank": self.rank, "bytes": round(self.peak), "at": self.at, **parts, **host}
+
+
+@dataclass(frozen=True)
+class RankExtras:
+    """Bytes of a rank that belong to no unit's choice."""
+
+    parameters: float = 0.0
+    """Copies of a tied weight, tables."""
+    tied_here: float = 0.0
+    """Gradient of a tied weight, made by the head and reduced with the embedding, both on this rank."""
+    tied_sent: float = 0.0
+    """Gradient of the embedding's unit that is sent to its owner on another rank."""
+    tied_received: float = 0.0
+    """Gradient of a tied weight, received from the head's rank before the embedding's is reduced."""
+    messages: float = 0.0
+    """Buffers of messages between stages."""
+    pooled: float = 0.0
+    """One message, where received inputs and gradients of stages are counted among the buffers."""
+    offload_buffers: float = 0.0
+    """Activations on their way to and from the host, and those for which it has no room."""
+    host: float = 0.0
+    """Activations on the host."""
+    update: float = 0.0
+    """Workspace of the update: rounding of masters."""
+    prefetch: int = 1
+    """Links gathered ahead."""
+
+
+class _OpContext(NamedTuple):
+    """An op's position in its rank's order."""
+
+    kind: str
+    first: bool
+    """First of its kind in the step."""
+    last: bool
+    none_in_flight: bool
+    """No other micro-batch of the stage is in flight: before a forward, after a backward."""
+    resident: bool
+    """The first link is still gathered from the op before."""
+    stays: bool
+    """The last link is used by the op after."""
+
+
+class _OpKey(NamedTuple):
+    """All that the replay of an op depends on, besides its stage's units."""
+
+    context: _OpContext
+    prefetched: float
+    """Bytes gathered for the op after while the last link computes."""
+    reducing: tuple[float, float]
+    """A reduction in flight: its whole gradient, and what else is released when it is done."""
+
+
+class _OpMemory(NamedTuple):
+    """What an op holds at its peak beyond what was there before, and what it leaves."""
+
+    peak: float
+    at_peak: tuple[float, ...]
+    change: float
+    left: tuple[tuple[int, float], ...]
+    """(category, bytes)."""
+    reducing: tuple[float, float]
+
+
+def replay_rank(
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[Sequence[PlannedUnit]],
+    extras: RankExtras,
+    cache: dict[Any, dict[_OpKey, _OpMemory]] | None = None,
+) -> RankMemory:
+    """Replay one rank's ops; `stages[s]` are the units of stage s; `cache` is shared between ranks of one plan.
+
+    Optimizer state is left out: it is held all the time.
+    """
+    held = schedule.stages_of[rank]
+    base = [0.0] * len(CATEGORIES)
+    base[_PARAMETERS] = extras.parameters + sum(u.cost.parameter_bytes for s in held for u in stages[s])
+    base[_MESSAGES] = extras.messages
+    base[_ACTIVATIONS] = extras.offload_buffers
+    received = _receiving_ops(schedule, rank) if extras.pooled else frozenset()
+    tied = (extras.tied_here, extras.tied_sent, extras.tied_received)
+    known: dict[int, dict[_OpKey, _OpMemory]] = {}  # by stage; identical stages share it
+    prefetched: dict[tuple[int, bool] | None, float] = {None: 0.0}
+    for s in held:
+        alike = tuple((id(u.cost), u.choice) for u in stages[s])
+        key = (alike, (s, "F") in received, (s, "B") in received, tied)
+        known[s] = ({} if cache is None else cache).setdefault(key, {})
+        first, last = stages[s][0].cost, stages[s][-1].cost
+        prefetched[s, True] = first.transient_bytes
+        prefetched[s, False] = last.transient_bytes + last.tied_parameter_bytes
+    best, most, best_at = list(base), 0.0, "update"
+    total, reducing = sum(base), (0.0, 0.0)
+    ops = schedule.order[rank]
+    for op, (context, following) in zip(ops, _contexts(ops, extras.prefetch > 0), strict=True):
+        op_key = _OpKey(context, prefetched[following], reducing)
+        memory = known[op.stage].get(op_key)
+        if memory is None:
+            memory = known[op.stage][op_key] = _replay_op(op_key, op.stage, stages[op.stage], extras, received)
+        if total + memory.peak > most:
+            most, best_at = total + memory.peak, str(op)
+            best = [b + h for b, h in zip(base, memory.at_peak, strict=True)]
+        for category, change in memory.left:
+            base[category] += change
+        total += memory.change
+        reducing = memory.reducing
+    base[_GRADIENTS] -= sum(reducing)
+    at_update = list(base)
+    at_update[_WORKSPACE] += extras.update
+    if sum(at_update) > sum(best):
+        best, best_at = at_update, "update"
+    return RankMemory(rank, best_at, tuple(best), extras.host, extras.host)
+
+
+@lru_cache(maxsize=1024)
+def _contexts(ops: tuple[Op, ...], prefetch: bool) -> list[tuple[_OpContext, tuple[int, bool] | None]]:
+    """For every op its context, and for which (stage, whether forward) a link is prefetched."""
+    last_of = {(op.stage, op.kind): i for i, op in enumerate(ops)}
+    begun: set[tuple[int, str]] = set()
+    in_flight = dict.fromkeys((op.stage for op in ops), 0)
+    resident = False
+    out: list[tuple[_OpContext, tuple[int, bool] | None]] = []
+    for i, op in enumerate(ops):
+        stage, kind, _ = op
+        following = ops[i + 1] if i + 1 < len(ops) and ops[i + 1].kind != "W" else None
+        none_in_flight = in_flight[stage] == 0
+        if kind != "W":
+            in_flight[stage] += 1 if kind == "F" else -1
+            none_in_flight = none_in_flight if kind == "F" else in_flight[stage] == 0
+        turns = following is not None and following.stage == stage and (following.kind == "F") != (kind == "F")
+        stays = turns and kind != "W" and prefetch
+        prefetched = None
+        if following is not None and not stays and prefetch:
+            prefetched = following.stage, following.kind == "F"
+        key = (stage, kind)
+        context = _OpContext(kind, key not in begun, last_of[key] == i, none_in_flight, resident, stays)
+        out.append((context, prefetched))
+        begun.add(key)
+        resident = stays
+    return out
+
+
+def _receiving_ops(schedule: Schedule, rank: int) -> frozenset[tuple[int, str]]:
+    """Stages of a rank whose forward ("F") or backward ("B") begins with a message."""
+    place, last = schedule.placement, schedule.stages - 1
+    inputs = {(s, "F") for s in schedule.stages_of[rank] if s and place[s - 1] != rank}
+    return frozenset(inputs | {(s, "B") for s in schedule.stages_of[rank] if s < last and place[s + 1] != rank})
+
+
+class _Meter:
+    """Bytes held inside an op: now, and at the peak."""
+
+    __slots__ = ("_at_peak", "_peak", "activations", "gathered", "gradients")
+
+    def __init__(self) -> None:
+        self.gathered = self.gradients = self.activations = self._peak = 0.0
+        self._at_peak = (0.0, 0.0, 0.0, 0.0)
+
+    def mark(self, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0) -> None:
+        """Record an instant with these bytes on top."""
+        gathered, gradients = self.gathered + gathered, self.gradients + gradients
+        held = gathered + gradients + self.activations + workspace
+        if held > self._peak:
+            self._peak, self._at_peak = held, (gathered, gradients, self.activations, workspace)
+
+    def result(self, reducing: tuple[float, float]) -> _OpMemory:
+        high = [0.0] * len(CATEGORIES)
+        high[_GATHERED], high[_GRADIENTS], high[_ACTIVATIONS], high[_WORKSPACE] = self._at_peak
+        now = ((_GATHERED, self.gathered), (_GRADIENTS, self.gradients), (_ACTIVATIONS, self.activations))
+        change = self.gathered + self.gradients + self.activations
+        return _OpMemory(self._peak, tuple(high), change, tuple((i, size) for i, size in now if size), reducing)
+
+
+def _replay_op(
+    key: _OpKey, stage: int, units: Sequence[PlannedUnit], extras: RankExtras, received: frozenset[tuple[int, str]]
+) -> _OpMemory:
+    """One op, link by link."""
+    context, reducing = key.context, key.reducing
+    kind, meter, prefetch = context.kind, _Meter(), extras.prefetch
+    links = [(u, part) for u in units for part in range(u.cost.slices)]
+    if kind != "F":
+        links.reverse()
+    gathers = [_gathers(u, context) and not (i == 0 and context.resident) for i, (u, _) in enumerate(links)]
+    sizes = [_link_bytes(u) for u, _ in links]
+    if gathers[0]:
+        meter.gathered += sizes[0]
+    for i, (u, part) in enumerate(links):
+        c, last = u.cost, i == len(links) - 1
+        if i and not prefetch and gathers[i]:
+            meter.gathered += sizes[i]
+        if not last and prefetch and gathers[i + 1]:
+            meter.gathered += sizes[i + 1]
+        prefetched = key.prefetched if last else 0.0
+        pooled = extras.pooled if u is units[0] and (stage, "F") in received else 0.0  # of what it saves, a message
+        if kind == "F":
+            if part == 0:
+                meter.activations += c.saved_bytes - pooled
+            meter.mark(c.forward_workspace, prefetched)
+        else:
+            # whether the gradient is allocated by this op: the first of a step, or the last one was reduced away
+            each_time = modes.reduces(u.choice.reduce, last=False) and kind == "B"
+            allocates = kind != "W" and (context.first or (each_time and c.reduced_bytes < c.gradient_bytes))
+            grad = extras.pooled if i == 0 and kind != "W" and (stage, "B") in received else 0.0
+            early = c.gradient_bytes / c.slices if c.accumulates_early and kind == "B" and allocates else 0.0
+            workspaces = {"B": c.backward_workspace, "I": c.input_grad_workspace, "W": c.weight_grad_workspace}
+            meter.mark(workspaces[kind] - grad, prefetched, early)
+            if c.slices > 1:  # its gradient waits for the reductions before it
+                meter.gradients -= sum(reducing)
+                reducing = (0.0, 0.0)
+            if allocates:
+                meter.gradients += (c.gradient_bytes + c.tied_gradient_bytes) / c.slices
+            meter.mark({"B": c.accumulate_workspace, "I": 0.0, "W": c.weight_grad_workspace}[kind], prefetched)
+            if kind != "I":
+                reducing = _reduce(u, part, context, reducing, meter, extras)
+            if part == 0:
+                kept, saved = c.saved_for_weight_grad, c.saved_bytes - pooled
+                meter.activations -= {"B": saved, "I": saved - kept, "W": kept}[kind]
+        if kind != "W" and _releases(u, context) and not (last and context.stays and u.choice.mode != "keep"):
+            meter.gathered -= sizes[i]
+    return meter.result(reducing)
+
+
+def _reduce(
+    u: PlannedUnit,
+    part: int,
+    context: _OpContext,
+    reducing: tuple[float, float],
+    meter: _Meter,
+    extras: RankExtras,
+) -> tuple[float, float]:
+    """A link's gradient is complete: reduce it, now or in the last op. Returns the reduction in flight."""
+    c, each_time = u.cost, modes.reduces(u.choice.reduce, last=False)
+    whole, shard = c.gradient_bytes / c.slices, c.reduced_bytes / c.slices
+    if not modes.reduces(u.choice.reduce, last=context.last):
+        return reducing
+    if c.tied_gradient_bytes and extras.tied_sent and part == 0:
+        meter.mark(gradients=extras.tied_sent)
+        meter.gradients += extras.tied_sent - c.tied_gradient_bytes
+    if u.spec.layer == 0:
+        meter.mark(gradients=extras.tied_received)
+        meter.gradients -= extras.tied_here
+    if c.reduced_bytes >= c.gradient_bytes:  # it stays whole; a second one is added to it when the third begins
+        meter.gradients += whole if each_time and context.first and not context.last else 0.0
+        return reducing
+    meter.mark(gradients=shard)
+    meter.gradients += shard - reducing[0] - reducing[1]
+    if each_time and context.kind == "W" and not context.last:  # the next micro-batch has begun one of its own
+        meter.gradients += whole
+    added = shard if each_time and not context.first else 0.0
+    if not extras.prefetch:  # it is waited for
+        meter.gradients -= whole + added
+        return 0.0, 0.0
+    return whole, added
+
+
+def _link_bytes(u: PlannedUnit) -> float:
+    """Bytes that are gathered for one link."""
+    return u.cost.gathered_bytes / u.cost.slices + u.cost.tied_parameter_bytes if u.cost.gather else 0.0
+
+
+def _gathers(u: PlannedUnit, op: _OpContext) -> bool:
+    known = {"first": op.first, "none_in_flight": op.none_in_flight}
+    return u.cost.gather > 0 and modes.gathers(u.choice.mode, op.kind, **known)
+
+
+def _releases(u: PlannedUnit, op: _OpContext) -> bool:
+    backward = op.kind != "F"
+    known = {"last": backward and op.last, "none_in_flight": backward and op.none_in_flight}
+    return u.cost.gather > 0 and modes.releases(u.choice.mode, **known)

@@ -1,0 +1,156 @@
+"""What the planner is asked: a model on a cluster with a batch (`PlanProblem`), and what is decided already (`Constraints`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from fourfold import schema
+from fourfold.cluster import Cluster
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import AXES, SCHEDULES, Precision
+
+__all__ = ["DTYPE_BYTES", "Constraints", "PlanProblem", "parse_fixes"]
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True, eq=False)
+class PlanProblem:
+    """Model, cluster, batch and precision. Compared by identity: costs are cached for each problem."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    global_batch: int
+    """Sequences of a step."""
+    precision: Precision
+    moments: Literal["fp32", "bf16"] = "fp32"
+
+    @cached_property
+    def heads(self) -> int:
+        """Attention heads, the largest sensible `col`; 1 where the model's are unknown."""
+        return self.spec.config.heads if self.spec.config is not None else 1
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        return self.cluster.device.kind == "cpu"
+
+    @cached_property
+    def compute_bytes(self) -> int:
+        """Bytes of a weight or an activation."""
+        return DTYPE_BYTES[self.precision.compute]
+
+    @cached_property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient: never narrower than the compute type."""
+        return max(DTYPE_BYTES[self.precision.reduce], self.compute_bytes)
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state per parameter on the device: two moments, and an fp32 master of narrow weights."""
+        return (0 if self.compute_bytes >= 4 else 4) + self._moment_bytes
+
+    @cached_property
+    def streamed_bytes(self) -> float:
+        """Bytes per parameter that a streamed update moves each way: of a master of bf16 weights, the 16 low bits."""
+        return (2 if self.compute_bytes < 4 else 0) + self._moment_bytes
+
+    @property
+    def _moment_bytes(self) -> int:
+        return 2 * (2 if self.moments == "bf16" else max(4, self.compute_bytes))
+
+
+# ---- constraints ----
+
+SYNONYMS = {"tp": "col", "pp": "pipe", "dp": "data"}
+"""What `--fix` also understands, as other systems name it."""
+_OTHER_MODES = {
+    "zero1": "use mode=keep: optimizer state is sharded, parameters are gathered and gradients reduced once a step",
+    "ddp": "use mode=replicate",
+    "fsdp": "use mode=zero3",
+}
+_NUMBERS = (*AXES, "micro_batches", "micro_batch_size", "waves", "stages_per_rank")
+_WORDS = {
+    "schedule": SCHEDULES,
+    "mode": ("replicate", "zero2", "zero3", "keep"),
+    "recompute": ("none", "selective", "full", "per-slice"),
+    "optimizer": ("device", "host", "auto"),
+    "activations": ("device", "host"),
+    "flow": ("auto", "summa", "os", "ls", "ws"),
+    "keep": ("none", "weights", "inputs", "gradients", "all"),
+}
+_FIXABLE = (*_NUMBERS, *_WORDS)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the user has decided before the search: `--fix col=4`, `--schedule wave`, `--max-ranks`."""
+
+    fixed: dict[str, Any]
+    max_ranks: int = 0
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.fixed.get(name, default)
+
+    @property
+    def schedule(self) -> str | None:
+        """The requested schedule, by name or by an option that only it has."""
+        implied = "wave" if "waves" in self.fixed else "interleaved" if "stages_per_rank" in self.fixed else None
+        return self.get("schedule", implied)
+
+    @property
+    def needs_pipeline(self) -> bool:
+        return (self.schedule or "1f1b") != "1f1b"
+
+
+def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | None = None) -> Constraints:
+    """Constraints from `["col=4", "mode=zero3"]`; refuses unknown names, invalid values and contradictions."""
+    fixed: dict[str, Any] = {}
+    for text in texts:
+        name, value = _parse_fix(text)
+        if fixed.setdefault(name, value) != value:
+            raise PlanError(f"--fix {name}={fixed[name]} and {text} contradict each other; give one")
+    if schedule is not None:
+        if schedule not in SCHEDULES:
+            raise PlanError(f"--schedule {schedule}{schema.nearest(schedule, SCHEDULES)}")
+        if fixed.setdefault("schedule", schedule) != schedule:
+            raise PlanError(f"--schedule {schedule} and --fix schedule={fixed['schedule']} contradict each other")
+    if {"waves", "stages_per_rank"} <= fixed.keys():
+        raise PlanError(
+            f"--fix waves={fixed['waves']} is for the schedule wave and stages_per_rank={fixed['stages_per_rank']} for "
+            "interleaved; leave one out"
+        )
+    named = fixed.get("schedule")
+    for name, suits in (("waves", "wave"), ("stages_per_rank", "interleaved")):
+        if name in fixed and named not in (None, suits):
+            raise PlanError(
+                f"--fix {name}={fixed[name]} is for the schedule {suits}, but {named} was requested; leave one out"
+            )
+    if fixed.get("pipe") == 1 and (named not in (None, "1f1b") or fixed.keys() & {"waves", "stages_per_rank"}):
+        raise PlanError(
+            "--fix pipe=1 has no pipeline, but a schedule was requested; leave one out, or use pipe=2 or more"
+        )
+    if max_ranks is not None and max_ranks < 1:
+        raise PlanError(f"--max-ranks {max_ranks} must be at least 1")
+    return Constraints(fixed, max_ranks or 0)
+
+
+def _parse_fix(text: str) -> tuple[str, Any]:
+    given, equals, value = text.partition("=")
+    name = SYNONYMS.get(given, given)
+    if name not in _FIXABLE:
+        raise PlanError(f"--fix {text}{schema.nearest(given, (*_FIXABLE, *SYNONYMS))}; write for example --fix col=4")
+    if not equals:
+        raise PlanError(f"--fix {text} has no value; write for example --fix {given}={_WORDS.get(name, (4,))[-1]}")
+    if name not in _WORDS:
+        if not re.fullmatch(r"0*[1-9][0-9]{0,8}", value):
+            raise PlanError(f"--fix {text}: {given} is a whole number of at least 1")
+        return name, int(value)
+    if value not in _WORDS[name]:
+        if name == "mode" and value.lower() in _OTHER_MODES:
+            raise PlanError(f"--fix {text}: no mode has this name; {_OTHER_MODES[value.lower()]}")
+        raise PlanError(f"--fix {text}{schema.nearest(value, _WORDS[name])}")
+    return name, value

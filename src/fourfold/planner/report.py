@@ -1,0 +1,277 @@
+"""What the planner reports about a plan: its fields in the plan file (`with_report`), and the same in words (`explain`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Plan
+from fourfold.planner.build import Candidate
+from fourfold.planner.evaluate import StepTime
+from fourfold.planner.grid_cost import flow_report
+from fourfold.planner.memory_model import CATEGORIES
+from fourfold.planner.problem import PlanProblem
+from fourfold.planner.search import SearchResult
+from fourfold.planner.unit_cost import UnitChoice, unit_cost
+from fourfold.schema import format_bytes, format_seconds
+
+__all__ = ["binding", "describe_units", "explain", "no_fit", "table", "with_report"]
+
+
+# ---- fields of the plan file ----
+
+
+def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan:
+    """The best plan with its prediction, its certificate and the alternatives."""
+    best = found.best
+    predicted = best.prediction.to_dict() | {
+        "model": problem.spec.name,
+        "parameters": problem.spec.parameters,
+        "seq_len": problem.spec.seq_len,
+        "global_batch": problem.global_batch,
+        "cluster": problem.cluster.name,
+        "ranks": best.layout.mesh.ranks,
+        "usable_bytes": problem.cluster.usable,
+        "host_bytes": round(problem.cluster.host_memory),
+        "price": best.price,
+        "binding": binding(best),
+        "break_even_tokens": round(_break_even_tokens(best, problem)),
+        "tokens_per_micro_batch": best.layout.micro_batch_size * problem.spec.seq_len,
+        "flows": flow_report(problem, best.layout),
+    }
+    others = tuple(_alternative(c, problem.spec) for c in found.ranked[:top])
+    return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)
+
+
+def _alternative(c: Candidate, spec: ModelSpec) -> dict[str, Any]:
+    p = c.prediction
+    return {
+        "plan": str(c.layout),
+        "optimizer": c.layout.optimizer,
+        "host_state": round(p.host_state, 4),
+        "activations": c.layout.activations,
+        "units": _modes(c.plan, spec),
+        "seconds": round(p.seconds, 6),
+        "mfu": round(p.mfu, 4),
+        "peak_bytes": round(p.peak.peak),
+        **{name: round(getattr(p, name), 6) for name in StepTime._fields},
+    }
+
+
+def _modes(plan: Plan, spec: ModelSpec) -> str:
+    """The units' modes and recomputation, the commonest first; where only some recompute, how many."""
+    rules = [plan.rule_for(u.name) for u in spec.units]
+    modes, again = (Counter(getattr(r, name) for r in rules) for name in ("mode", "recompute"))
+    redone = {name: n for name, n in again.most_common() if name != "none"}
+    share = sum(redone.values()) / len(rules)
+    text = " + ".join(mode for mode, _ in modes.most_common())
+    if not redone:
+        return text
+    return f"{text}; recompute {' + '.join(redone)}" + (f" in {share:.0%}" if share < 0.995 else "")
+
+
+def binding(best: Candidate) -> str:
+    """What keeps the plan from being faster."""
+    p = best.prediction
+    if best.price > 0:
+        return "memory"
+    parts = {"computing": p.compute, "communication": p.exposed + p.grid, "the pipeline's bubble": p.bubble}
+    return max(parts, key=lambda name: parts[name])
+
+
+def _break_even_tokens(best: Candidate, problem: PlanProblem) -> float:
+    """Tokens of a micro-batch from which gathering a unit's parameters overlaps fully with computing it."""
+    kinds, seq_len = problem.spec.kinds, problem.spec.seq_len
+    kind = max(kinds, key=lambda k: kinds[k].flops if kinds[k].layer not in (0, problem.spec.layers - 1) else -1.0)
+    few, more = (
+        unit_cost(problem, replace(best.layout, micro_batch_size=n), kind, UnitChoice("zero3")) for n in (1, 4)
+    )
+    per_token = (more.times.forward - few.times.forward) / (3 * seq_len)
+    return max(1.0, seq_len + (few.gather - few.times.forward) / per_token) if per_token > 0 else 0.0
+
+
+def no_fit(judged: Candidate, problem: PlanProblem) -> str:
+    """By how much a plan does not fit, and where; empty where it fits."""
+    device = max(judged.prediction.memory, key=lambda m: m.peak)
+    host = max(judged.prediction.memory, key=lambda m: m.host)
+    parts = []
+    for what, rank, need, limit in (
+        ("a device", device.rank, device.peak, problem.cluster.usable),
+        ("the host, for each device,", host.rank, host.host, problem.cluster.host_memory),
+    ):
+        if need > limit:
+            where = f" on pipeline rank {rank}" if judged.layout.mesh.pipe > 1 else ""
+            parts.append(
+                f"{format_bytes(need)} are needed{where}, {what} has {format_bytes(limit)} for tensors: "
+                f"{format_bytes(need - limit)} too much"
+            )
+    return "; ".join(parts)
+
+
+# ---- in words ----
+
+_PARTS = {
+    "compute": "compute",
+    "recompute": "recomputation",
+    "grid": "exposed collectives of the grid",
+    "exposed": "exposed communication and copies",
+    "bubble": "pipeline bubble",
+    "update": "update",
+}
+
+
+def explain(plan: Plan) -> str:
+    """The report of a plan that the planner made."""
+    if plan.predicted is None:
+        raise PlanError(
+            "this plan was not made by the planner; `fourfold plan` makes one, and predicts any with --judge"
+        )
+    p, c = plan.predicted, plan.certificate or {}
+    parts = [f"{name} {_seconds(p[key])}" for key, name in _PARTS.items() if p[key] > 0.0005 * p["seconds"]]
+    lines = [
+        *([f"does NOT fit: {p['misfit']}"] if p.get("misfit") else []),
+        f"{p['model']}, {_count(p['parameters'])} parameters, {p['global_batch']} × {p['seq_len']} tokens a step, "
+        f"on {p['ranks']} × {p['cluster']}, in {plan.precision.compute}",
+        f"{format_seconds(p['seconds'])} a step, {p['tokens_per_second']:,.0f} tokens/s, "
+        f"{p['mfu']:.1%} of the devices' peak in {plan.precision.compute} (MFU)",
+        f"  {'; '.join(parts)}",
+        *_runner_up(plan),
+        *_memory(plan),
+        *_binds(p),
+        *_gathers(p),
+        *_flows(plan),
+    ]
+    if c:
+        lines.append(
+            f"certificate: {c['layouts']:,} layouts searched in {c['seconds']:.2g} s ({c['simulated']} simulated, "
+            f"{c['too_large']} variants too large); under the planner's model no plan takes less than "
+            f"{format_seconds(c['lower_bound'])}: this plan is at most {c['gap']:.2%} slower than the best"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(float(f"{seconds:.3g}"))
+
+
+def _count(n: float) -> str:
+    return f"{n / 1e9:.3g} B" if n >= 1e9 else f"{n / 1e6:.3g} M"
+
+
+def _runner_up(plan: Plan) -> list[str]:
+    """The next best layout, and how its step differs part by part."""
+    others = plan.alternatives or ()
+    if len(others) < 2:
+        return []
+    best, second = others[0], others[1]
+    parts = []
+    for key, name in _PARTS.items():
+        gain = second[key] - best[key]
+        if abs(gain) > 0.002 * best["seconds"]:
+            parts.append(f"{'+' if gain > 0 else '-'}{_seconds(abs(gain))} {name}")
+    text = f"runner-up: {second['plan']}, {second['seconds'] / best['seconds'] - 1:+.1%}"
+    return [text + (f" ({', '.join(parts)})" if parts else "")]
+
+
+def _memory(plan: Plan) -> list[str]:
+    """The fullest rank at its peak, by category."""
+    p = plan.predicted or {}
+    most = max(p["memory"], key=lambda m: m["bytes"])
+    where = f" on pipeline rank {most['rank']}" if plan.mesh.pipe > 1 else ""
+    parts = [f"{name} {format_bytes(most[name])}" for name in CATEGORIES if most.get(name)]
+    lines = [
+        f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])}{where}, "
+        f"at its peak ({most['at']}): {', '.join(parts)}"
+    ]
+    if plan.mesh.pipe > 1:
+        lines += _memory_by_rank(p["memory"])
+    fullest = max(p["memory"], key=lambda m: m.get("host", 0))
+    activations = fullest.get("host_activations", 0)
+    sizes = {"optimizer state": fullest.get("host", 0) - activations, "activations": activations}
+    on_host = [f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size]
+    if on_host:
+        lines.append(f"  and on the host, for every device: {', '.join(on_host)} of {format_bytes(p['host_bytes'])}")
+    return lines
+
+
+def _memory_by_rank(memory: Sequence[dict[str, Any]]) -> list[str]:
+    """The peak of every rank of the pipeline; neighbours with the same peak share a line."""
+    names = [name for name in CATEGORIES if any(m.get(name) for m in memory)]
+    rows: list[tuple[str, ...]] = []
+    ranks: list[str] = []
+    for m in memory:
+        row = (format_bytes(m["bytes"]), m["at"], *(format_bytes(m.get(name, 0)) for name in names))
+        if rows and rows[-1] == row:
+            ranks[-1] = f"{ranks[-1].partition('-')[0]}-{m['rank']}"
+        else:
+            rows.append(row)
+            ranks.append(str(m["rank"]))
+    lines = [("rank", "peak", "at", *names), *((rank, *row) for rank, row in zip(ranks, rows, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in lines]
+
+
+def _binds(p: dict[str, Any]) -> list[str]:
+    if not p["binding"]:  # judged: nothing else was tried
+        return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.1%} full"]
+    if p["binding"] != "memory":
+        return [f"what binds: {p['binding']}; more memory would not make this layout faster"]
+    return [f"what binds: memory; one more GiB on every device would save about {_seconds(p['price'])} a step"]
+
+
+def _gathers(p: dict[str, Any]) -> list[str]:
+    need, has = p["break_even_tokens"], p["tokens_per_micro_batch"]
+    if not need:
+        return []
+    text = f"gathering a unit overlaps with its forward from {need:,} tokens in a micro-batch; this plan has {has:,}"
+    return [f"break-even: {text}"]
+
+
+def _flows(plan: Plan) -> list[str]:
+    """How every matmul communicates on the grid, and what the next best flow would expose."""
+    found = (plan.predicted or {}).get("flows")
+    if not found:
+        return []
+    kept = ", ".join(plan.tensor.keep) or "nothing"
+    overlap = "some overlapped with matmuls" if plan.tensor.overlap else "none overlapped (overlap is off)"
+    lines = [f"on the grid, kept: {kept}; collectives of a micro-batch, {overlap}:"]
+    for each in found:
+        flow, costs, window = each["flow"], each["seconds"], each["beside"] if plan.tensor.overlap else 0.0
+        exposed_with = {f: exposed + max(0.0, can_overlap - window) for f, (exposed, can_overlap) in costs.items()}
+        exposed, can_overlap = costs[flow]
+        others = sorted((t, f) for f, t in exposed_with.items() if f != flow)
+        instead = f"; {others[0][1]} would expose {_seconds(others[0][0])}" if others else ""
+        text = f"{_seconds(exposed)} exposed, {_seconds(can_overlap)} overlapped with {_seconds(each['beside'])} of matmuls"
+        lines.append(f"  {each['product']:<5} {flow:<6} {text}{instead}")
+    return lines
+
+
+def table(plan: Plan) -> list[tuple[str, ...]]:
+    """Rows for people: the best plans."""
+    return [
+        (
+            str(i),
+            a["plan"],
+            describe_units(a),
+            format_seconds(a["seconds"]),
+            f"{a['mfu']:.1%}",
+            format_bytes(a["peak_bytes"]),
+            _seconds(a["exposed"] + a["grid"]),
+            _seconds(a["bubble"]),
+        )
+        for i, a in enumerate(plan.alternatives or (), 1)
+    ]
+
+
+def describe_units(a: dict[str, Any]) -> str:
+    """The modes of an alternative's units, and what is on the host."""
+    state, on_host = a["host_state"], []
+    if state:
+        on_host.append("optimizer" if state > 0.999 else f"{max(0.01, state):.0%} of the optimizer")
+    if a["activations"] != "device":
+        on_host.append("activations")
+    return "; ".join(x for x in (a["units"], f"{', '.join(on_host)} on the host" if on_host else "") if x)

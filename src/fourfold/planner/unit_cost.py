@@ -1,0 +1,411 @@
+"""What a unit costs on a layout: seconds and bytes for every choice of mode, split and recomputation.
+
+**Compute**: its operators (`compute_cost`), with what its collectives on the grid expose (`grid_cost`).
+
+**Sharding**: over a group of S of the N replicas (`within`; 0: S = N), parameters of n elements are gathered and gradients
+reduced over the group; with S < N, shards are also summed over the other N/S groups.
+
+| mode | gathers per step | holds gathered parameters |
+|---|---|---|
+| replicate | none | (its parameters are whole) |
+| keep | 1 | the whole step |
+| zero2 | one per micro-batch where no other is in flight, else 1 | from F to B |
+| zero3 | 2 per micro-batch | while it computes, and the next unit's |
+
+**Memory**: what it saves for the backward, and the workspace of its ops (`memory_model.Workspace`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
+from fourfold.plan import Mesh, Plan, Tensor, UnitRule
+from fourfold.planner.compute_cost import unit_seconds
+from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
+from fourfold.planner.layouts import ParallelLayout
+from fourfold.planner.memory_model import Workspace, accumulates_early
+from fourfold.planner.problem import PlanProblem
+from fourfold.shard.layout import ALIGN
+
+__all__ = [
+    "HOST_BUFFER_BYTES",
+    "PlannedUnit",
+    "ShardingCost",
+    "UnitChoice",
+    "UnitCost",
+    "UnitTimes",
+    "choice_of",
+    "pattern_of",
+    "reduced_in_buckets",
+    "rules_of",
+    "sharding_cost",
+    "tied_elements",
+    "unit_cost",
+    "unit_times",
+    "unit_times_on_grid",
+]
+
+_SMALLEST_OFFLOADED, _HOST_PAGE = 1 << 20, 1 << 16
+"""Bytes: smaller activations are not sent to the host; buffers there are multiples of a page."""
+HOST_BUFFER_BYTES = 2 << 30
+"""Bytes of activations on the device that are on their way to the host, or are back early."""
+
+
+# ---- choices, and the rules of a plan ----
+
+
+class UnitChoice(NamedTuple):
+    """What can be chosen for a unit."""
+
+    mode: Literal["replicate", "zero2", "zero3", "keep"] = "replicate"
+    reduce: Literal["step", "micro-batch"] = "step"
+    within: int = 0
+    split: int = 1
+    recompute: Literal["none", "selective", "full", "per-slice"] = "none"
+
+
+def choice_of(plan: Plan, unit: UnitSpec) -> UnitChoice:
+    """A unit's choice, as the plan's rules have it."""
+    rule = plan.rule_for(unit.name)
+    return UnitChoice(rule.mode, rule.reduce, rule.within, min(rule.split, unit.slices), rule.recompute)
+
+
+def rules_of(choices: dict[str, UnitChoice]) -> tuple[UnitRule, ...]:
+    """Few rules with the same meaning: for every name pattern its commonest choice, after the exceptions by name."""
+    patterns: dict[str, dict[UnitChoice, int]] = {}
+    for name, choice in choices.items():
+        votes = patterns.setdefault(pattern_of(name), {})
+        votes[choice] = votes.get(choice, 0) + 1
+    common = {p: max(votes, key=lambda c: votes[c]) for p, votes in patterns.items()}
+    rules = [_rule(name, c) for name, c in choices.items() if common[pattern_of(name)] != c]
+    if len(set(common.values())) == 1:
+        return (*rules, _rule("*", next(iter(common.values()))))
+    return (*rules, *(_rule(p, c) for p, c in common.items()))
+
+
+def pattern_of(name: str) -> str:
+    """A unit's name with its layer number replaced: blocks.3.mlp is blocks.*.mlp."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _rule(match: str, c: UnitChoice) -> UnitRule:
+    return UnitRule(match=match, mode=c.mode, reduce=c.reduce, within=c.within, split=c.split, recompute=c.recompute)
+
+
+# ---- time ----
+
+
+class UnitTimes(NamedTuple):
+    """Seconds of one micro-batch of a unit, exposed collectives on the grid included."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    recompute: float
+    """Added to the backward by recomputation."""
+    grid: float
+    """Part of forward and backward that waits for the grid's collectives."""
+    on_grid: GridTime = NO_GRID
+    """The grid's collectives, axis by axis."""
+
+    @property
+    def work(self) -> float:
+        """Forward and backward, without recomputation."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    def exposed(self, op: str) -> float:
+        """Seconds of an op (F, B, I, W) that wait for the grid's collectives."""
+        return _exposed(self.on_grid.of(op))
+
+    def cold(self, op: str) -> float:
+        """Extra seconds of an op that begins with this unit: its first weight is not prefetched over the rows."""
+        return self.on_grid.cold_forward if op == "F" else self.on_grid.cold_backward if op != "W" else 0.0
+
+
+def _exposed(axes: tuple[AxisTime, AxisTime]) -> float:
+    return axes[0].exposed + axes[1].exposed
+
+
+@lru_cache(maxsize=200_000)
+def unit_times_on_grid(
+    problem: PlanProblem,
+    kind: str,
+    tokens: int,
+    row: int,
+    col: int,
+    tensor: Tensor,
+    amortized_over: int,
+    split: int,
+    recompute: str,
+    splits_backward: bool = False,
+    once: bool | None = None,
+) -> UnitTimes:
+    """Times of a micro-batch of `tokens` tokens on a rank.
+
+    `splits_backward`: weight gradients have an op of their own. `once`: the first forward and the last backward of a step, where
+    what the grid keeps is gathered and summed (True); all others (False); the average over a step (None).
+    """
+    where = (problem, kind, tokens, row, col, tensor, amortized_over, split, recompute, splits_backward)
+    if once is None and amortized_over > 1:
+        usual, ends = unit_times_on_grid(*where, False), unit_times_on_grid(*where, True)
+        f, i, w, again, moved = (u + (e - u) / amortized_over for u, e in zip(usual[:5], ends[:5], strict=True))
+        return UnitTimes(f, i, w, again, moved)
+    c = unit_seconds(problem, kind, tokens, row, col, split, "gradients" in tensor.keep)
+    grid = usual_grid = NO_GRID
+    if row * col > 1:
+        on_grid = (problem, tokens, row, col, tensor, amortized_over, splits_backward)
+        grid, usual_grid = (
+            grid_times(*on_grid, each)[kind] for each in (once is not False or amortized_over == 1, False)
+        )
+    forward, backward, again = (_exposed(axes) for axes in (grid.forward, grid.backward, usual_grid.forward))
+    return UnitTimes(
+        c.forward + forward,
+        c.input_grad + backward - grid.weight,
+        c.weight_grad + grid.weight,
+        {"none": 0.0, "selective": c.cheap}.get(recompute, c.forward + again - c.unread),
+        forward + backward,
+        grid,
+    )
+
+
+def unit_times(
+    problem: PlanProblem, layout: ParallelLayout, kind: str, choice: UnitChoice, once: bool | None = None
+) -> UnitTimes:
+    """Times of a micro-batch of a unit on a layout; `once` as in `unit_times_on_grid`."""
+    mesh, tokens = layout.mesh, layout.micro_batch_size * problem.spec.seq_len
+    grid = mesh.row, mesh.col, _kept(layout.tensor, choice), layout.amortized_over
+    how = choice.split, choice.recompute, layout.grid_splits_backward
+    return unit_times_on_grid(problem, kind, tokens, *grid, *how, once)
+
+
+def _kept(tensor: Tensor, choice: UnitChoice) -> Tensor:
+    """What the grid keeps for a unit: not the weights of zero3, which are released between F and B."""
+    if choice.mode == "zero3" and "weights" in tensor.keep:
+        return replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
+    return tensor
+
+
+# ---- sharding ----
+
+
+@dataclass(frozen=True)
+class ShardingCost:
+    """A unit's parameters and gradients under a choice: seconds, and bytes on one rank."""
+
+    gather: float
+    """Seconds of one all-gather of its parameters."""
+    reduce: float
+    """Seconds of one reduction of its gradients, within its group."""
+    across: float
+    """Seconds of the sum across groups that follows."""
+    gathered_bytes: float
+    """Its parameters, gathered."""
+    parameter_bytes: float
+    """Held all the time: the whole parameters, or a shard."""
+    gradient_bytes: float
+    """Its gradient before it is reduced."""
+    reduced_bytes: float
+    """Its gradient after it is reduced (in place: the whole)."""
+    updated: float
+    """Parameters that this rank updates."""
+    transient_bytes: float
+    """Parameters that are gathered only while it computes (zero3)."""
+    slices: int
+    """Parts it runs as; each has its share of parameters and gradients, and gathers and reduces on its own."""
+
+
+@lru_cache(maxsize=4096)
+def _elements(problem: PlanProblem, kind: str, parts: int) -> float:
+    """Elements of a unit's parameters on a rank: a grid divides matrices, except positions and token types (copied)."""
+    unit = problem.spec.kinds[kind]
+    sizes = (
+        math.prod(shape) / (parts if len(shape) > 1 and not name.startswith(("positions", "types")) else 1)
+        for name, shape in unit.shapes.items()
+    )
+    return float(sum(_aligned(size, 1) for size in sizes))
+
+
+def _aligned(elements: float, shards: int) -> float:
+    """Elements of a flat buffer that `shards` ranks share."""
+    step = ALIGN * shards
+    return -(-elements // step) * step
+
+
+def sharding_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: UnitChoice) -> ShardingCost:
+    """What sharding the unit takes and holds."""
+    unit, mesh, cluster = problem.spec.kinds[kind], layout.mesh, problem.cluster
+    keep = _kept(layout.tensor, choice).keep
+    replicas, stride = layout.replicas, layout.replica_stride
+    group = choice.within or replicas
+    mode = choice.mode if group > 1 else "replicate"
+    shards = 1 if mode == "replicate" else group
+    slices = choice.split if unit.slices > 1 else 1
+    n = _aligned(_elements(problem, kind, mesh.row * mesh.col), shards * slices)
+    e, r = problem.compute_bytes, problem.reduce_bytes
+    gather = across = 0.0
+    if mode == "replicate":
+        reduce = cluster.collective("all_reduce", n * r, replicas, stride)
+    else:
+        gather = cluster.collective("all_gather", n * e, group, stride)
+        reduce = cluster.collective("reduce_scatter", n * r, group, stride)
+        across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
+    kept_bytes = 0.0  # weights and gradients of all rows that the grid keeps for the step
+    if mesh.row > 1 and unit.flops:
+        width = (e if "weights" in keep else 0) + (max(4, e) if "gradients" in keep else 0)
+        kept_bytes = unit.matrices / mesh.col * width
+    return ShardingCost(
+        gather=gather,
+        reduce=reduce,
+        across=across,
+        gathered_bytes=n * e,
+        parameter_bytes=n * e / shards + kept_bytes,
+        gradient_bytes=n * r,
+        reduced_bytes=n * r / shards,
+        updated=n / shards,
+        transient_bytes=n * e / slices if mode == "zero3" else 0.0,
+        slices=slices,
+    )
+
+
+def reduced_in_buckets(cost: ShardingCost, choice: UnitChoice) -> bool:
+    """Its gradient may be all-reduced in a bucket with those of others: it stays whole, and is reduced once a step."""
+    return cost.reduced_bytes >= cost.gradient_bytes and cost.slices == 1 and choice.reduce == "step"
+
+
+def tied_elements(spec: ModelSpec, mesh: Mesh) -> float:
+    """Elements on one rank of a grid of the token matrix that is also the head's; 0 where weights are not tied."""
+    if not spec.tied:
+        return 0.0
+    return math.prod(next(iter(spec.units[0].shapes.values()))) / (mesh.row * mesh.col)
+
+
+# ---- everything of a unit ----
+
+
+@dataclass(frozen=True)
+class UnitCost(ShardingCost):
+    """All that a unit costs under a choice on a layout. Workspace is transient memory of an op beyond saved activations."""
+
+    times: UnitTimes
+    times_at_ends: UnitTimes
+    """The first forward and the last backward of a step, in which the grid gathers and sums what it keeps."""
+    vector_sums: float
+    """Seconds of sums over the grid that a reduction waits for; without a reduction, seconds to start them."""
+    deferred_sums: float
+    """Seconds of those that only the end of the step waits for."""
+    saved_bytes: float
+    """Activations saved of one micro-batch, on the device."""
+    saved_for_weight_grad: float
+    """Of these, bytes held from I to W."""
+    forward_workspace: float
+    backward_workspace: float
+    """Gradients inside the unit, what is recomputed, weight gradients as they are made."""
+    accumulate_workspace: float
+    """When its weight gradients are accumulated, less what it saved."""
+    input_grad_workspace: float
+    """Of I: inputs that a whole backward would have released wait for W."""
+    weight_grad_workspace: float
+    """Of W: one matmul."""
+    accumulates_early: bool = False
+    """Weight gradients are accumulated as they are made, not at the end of the unit's backward."""
+    tied_gradient_bytes: float = 0.0
+    """Gradient of a tied weight that belongs to another unit."""
+    tied_parameter_bytes: float = 0.0
+    """That unit's parameters, gathered with this one's; 0 where they stay."""
+    offloaded_bytes: float = 0.0
+    """Activations that move to the host and back."""
+    grid_shares_link: tuple[bool, bool] = (False, False)
+    """Whether the grid's row and col use the link on which the unit is gathered and reduced."""
+
+    def grid_on_link(self, times: UnitTimes, op: str) -> tuple[float, float]:
+        """Seconds of an op's grid collectives on that link: exposed, and total."""
+        shared = [axis for axis, on in zip(times.on_grid.of(op), self.grid_shares_link, strict=True) if on]
+        return sum(axis.exposed for axis in shared), sum(axis.total for axis in shared)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit of a stage with its choice and cost."""
+
+    spec: UnitSpec
+    choice: UnitChoice
+    cost: UnitCost
+
+
+@lru_cache(maxsize=200_000)
+def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: UnitChoice) -> UnitCost:
+    """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
+    unit, mesh, cluster = problem.spec.kinds[kind], layout.mesh, problem.cluster
+    tokens, e = layout.micro_batch_size * problem.spec.seq_len, problem.compute_bytes
+    if unit.cast and layout.on_grid and choice.split == 1:
+        unit = _loss_on_grid(unit, e)
+    sharding = sharding_cost(problem, layout, kind, choice)
+    deferred, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
+    vectors = calls * cluster.call
+    if layout.replicas > 1 and deferred:
+        vectors, deferred = deferred, 0.0
+    last = unit.layer == problem.spec.layers - 1
+    tied = tied_elements(problem.spec, mesh) if last else 0.0  # of the head's matrix, which the embedding holds
+    weights = sharding.gathered_bytes + tied * e
+    workspace = Workspace(problem, layout, unit, choice.recompute, tokens, weights, sharding.slices)
+    saved = workspace.saved
+    offloads = layout.activations == "host" and not last  # the loss follows the last unit: it stays
+    on_device = 0.0 if offloads else saved
+    if offloads and problem.on_cpu:  # the host's memory is the device's: offloaded bytes count twice
+        has_input = choice.recompute in ("full", "per-slice")  # which is offloaded, however small
+        offloaded = has_input or saved >= _SMALLEST_OFFLOADED
+        on_device = saved + (-(-saved // _HOST_PAGE) * _HOST_PAGE if offloaded else 0.0)
+    tied_parameters = 0.0
+    if tied and sharding.transient_bytes:
+        elements = _elements(problem, problem.spec.units[0].kind, mesh.row * mesh.col)
+        tied_parameters = _aligned(elements, choice.within or layout.replicas) * e
+    back_on_device = max(0.0, saved - on_device)
+    return UnitCost(
+        **vars(sharding),
+        times=unit_times(problem, layout, kind, choice, False),
+        times_at_ends=unit_times(problem, layout, kind, choice, True),
+        vector_sums=vectors,
+        deferred_sums=deferred,
+        saved_bytes=on_device,
+        saved_for_weight_grad=unit.for_weight_grad.bytes(e) * tokens / mesh.col,
+        forward_workspace=workspace.forward() + back_on_device,
+        backward_workspace=workspace.backward() + back_on_device,
+        accumulate_workspace=workspace.accumulate() - on_device,
+        input_grad_workspace=workspace.input_grad() + back_on_device,
+        weight_grad_workspace=workspace.weight_grad(),
+        accumulates_early=accumulates_early(problem, layout),
+        tied_gradient_bytes=tied * problem.reduce_bytes,
+        tied_parameter_bytes=tied_parameters,
+        offloaded_bytes=saved if offloads else 0.0,
+        grid_shares_link=_grid_shares_link(problem, layout),
+    )
+
+
+@lru_cache(maxsize=64)
+def _loss_on_grid(unit: UnitSpec, width: int) -> UnitSpec:
+    """A grid's cross entropy saves the logits, not their softmax, and computes in one fp32 copy of them."""
+    v, none = unit.cast, unit.saved["none"]
+    narrow = v if width < 4 else 0.0  # the gradient, next to its fp32 copy
+
+    def back(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+        loss, matmul = moments
+        return loss._replace(inner=Held(narrow, v)), matmul._replace(inner=Held())
+
+    return replace(
+        unit,
+        saved={**unit.saved, "none": Held(none.narrow + v, none.wide - v)},
+        forward={**unit.forward, "none": (Moment(inner=Held(0.0, v)), unit.forward["none"][1])},
+        backward=back(unit.backward),
+        split=back(unit.split),
+        cast=0.0,
+    )
+
+
+def _grid_shares_link(problem: PlanProblem, layout: ParallelLayout) -> tuple[bool, bool]:
+    mesh, cluster = layout.mesh, problem.cluster
+    mine = cluster.link(layout.replicas, layout.replica_stride) if layout.replicas > 1 else 0
+    return cluster.link(mesh.row, mesh.col) == mine, cluster.link(mesh.col, 1) == mine

@@ -1,0 +1,104 @@
+"""Chains of units with their collectives next to them, and channels that share a link: computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.planner.comm_overlap import SharedLink, UnitStep, UnitTimeline
+
+
+def test_channels_share_a_link() -> None:
+    for links, ends in (((0, 0), 3.0), ((0, 1), 2.0)):
+        link = SharedLink(links, (0.0, 0.0))
+        link.start(0, 1.0)
+        number = link.start(1, 2.0)
+        assert link.wait(1, number) == pytest.approx(ends)
+
+
+def test_a_channel_runs_its_collectives_in_order() -> None:
+    link = SharedLink((0,), (0.0,))
+    first, second = link.start(0, 1.0), link.start(0, 2.0)
+    link.compute(0.5)
+    assert link.wait(0, first) == pytest.approx(0.5)
+    link.compute(5.0)
+    assert link.wait(0, second) == 0.0
+
+
+def test_a_collective_queues_behind_in_flight_traffic() -> None:
+    link = SharedLink((0, 0), (2.0, 2.0))
+    long, short = link.start(0, 10.0), link.start(1, 1.0)
+    assert link.wait(1, short) == pytest.approx(2.0 + 2.0)  # two seconds of the other, then half of the link
+    assert link.wait(0, long) == pytest.approx(7.0)
+    link = SharedLink((0, 0), (2.0, 2.0))
+    link.start(0, 0.5)
+    assert link.wait(1, link.start(1, 1.0)) == pytest.approx(1.5)  # no more than there is
+
+
+def takes(*steps: UnitStep) -> tuple[float, float]:
+    """(when computing ends, when everything has)."""
+    timeline = UnitTimeline()
+    timeline.run(steps)
+    computed = timeline.now
+    timeline.finish()
+    return computed, timeline.now
+
+
+def test_gathers_are_one_unit_ahead() -> None:
+    assert takes(UnitStep(2.0), UnitStep(2.0)) == (4.0, 4.0)
+    assert takes(UnitStep(2.0, gather=1.0), UnitStep(2.0, gather=1.0)) == (
+        5.0,
+        5.0,
+    )  # the first is waited for, the second is not
+    assert takes(UnitStep(2.0, gather=1.0), UnitStep(2.0, gather=5.0)) == (
+        8.0,
+        8.0,
+    )  # it starts with the first unit's gather
+
+
+def test_one_reduction_is_in_flight_while_the_next_gradient_is_made() -> None:
+    long = UnitStep(1.0, reduce=5.0)
+    assert takes(long) == (1.0, 6.0)
+    assert takes(long, long) == (6.0, 11.0)  # the second starts at 2 and computing waits for the first, until 6
+    free = long._replace(sharded=False)  # replicas: nothing is freed, so nothing waits
+    assert takes(free, free) == (2.0, 11.0)
+
+
+def test_what_runs_at_once_shares_the_link() -> None:
+    # a reduction of 2 next to a gather of 2: both take 4; the unit after waits for its parameters
+    first, second = UnitStep(1.0, reduce=2.0), UnitStep(1.0)
+    timeline = UnitTimeline()
+    timeline.run([first], following=0.0)
+    timeline.gather(2.0)
+    timeline.run([second._replace(gather=2.0)], started=True)
+    assert timeline.now == pytest.approx(1.0 + 4.0 + 1.0)
+    # what is waited for shares it too
+    assert takes(UnitStep(1.0, reduce=2.0), UnitStep(1.0, grid_exposed=1.0)) == (pytest.approx(4.0), pytest.approx(4.0))
+
+
+def test_sums_across_groups_are_exposed() -> None:
+    assert takes(UnitStep(1.0, reduce=1.0, across=3.0)) == (1.0, 5.0)
+
+
+@given(
+    st.lists(st.tuples(*[st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.7))] * 8), min_size=1, max_size=3),
+    st.integers(4, 40),
+    st.booleans(),
+    st.sampled_from((0.0, 0.2)),
+)
+def test_extrapolated_layers_take_what_they_would_one_by_one(
+    layer: list[tuple[float, ...]], times: int, sharded: bool, queue: float
+) -> None:
+    """A step that is the same object is known to repeat; copies are simulated one by one."""
+    first, *rest = steps = [UnitStep(*fields[:4], sharded, *fields[4:7]) for fields in layer]
+    chain = [first, *(steps * times), *rest, first._replace(compute=0.7)]
+    found = []
+    for units in (chain, [UnitStep(*s) for s in chain]):
+        timeline = UnitTimeline(queue)
+        for _ in range(2):
+            timeline.run(units)
+        ran = timeline.now, timeline.since_compute
+        timeline.finish()
+        found.append((*ran, timeline.now, timeline.exposed, timeline.communicated))
+    assert found[0] == pytest.approx(found[1], rel=1e-6, abs=1e-9)
