@@ -35,7 +35,9 @@ def simulated(plan: Plan, problem: PlanProblem) -> float:
     rule = plan.unit[0]
     choice = UnitChoice(rule.mode, rule.reduce, rule.within, rule.split, rule.recompute)
     cost = {u.name: unit_cost(problem, layout, u.kind, choice) for u in problem.spec.units}
-    units = [[UnitSpec(u.name, rule.mode, rule.reduce, cost[u.name].times.input_grad or 1e-9) for u in of] for of in stages]
+    units = [
+        [UnitSpec(u.name, rule.mode, rule.reduce, cost[u.name].times.input_grad or 1e-9) for u in of] for of in stages
+    ]
 
     def total(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(cost[u.name].times, name) for u in of) for of in stages)

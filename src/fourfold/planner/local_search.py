@@ -127,7 +127,7 @@ class LocalSearch:
         if "mode" not in self.fixed and climb.replicas > 1:
             found += [_in_mode(now, *mode) for mode in self._modes(climb.plan)]
         if "recompute" not in self.fixed:
-            found += [now._replace(recompute=r, split=1) for r in ("none", "selective", "full")]  # type: ignore[arg-type]
+            found += [now._replace(recompute=r, split=1) for r in ("none", "selective", "full")]
             if climb.plan.mesh.row * climb.plan.mesh.col == 1 and now.mode != "replicate":
                 found += [now._replace(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]
         yield from dict.fromkeys(c for c in found if c != now and c.recompute in unit.saved)

@@ -229,10 +229,11 @@ class _Search:
             if layout.replicas > 1 and (not self._many or self._may_not_fit(layout)):
                 variants.append(replace(layout, prefetch=0))
             if not self.problem.on_cpu:
-                open_ = [name for name in ("optimizer", "activations") if name not in fixed]
-                homes = {"optimizer": {"optimizer": "auto"}, "activations": {"activations": "host"}}
-                variants += [replace(layout, **homes[name]) for name in open_]
-                if len(open_) == 2:
+                if "optimizer" not in fixed:
+                    variants.append(replace(layout, optimizer="auto"))
+                if "activations" not in fixed:
+                    variants.append(replace(layout, activations="host"))
+                if not {"optimizer", "activations"} & fixed.keys():
                     variants.append(replace(layout, optimizer="auto", activations="host"))
         for variant in variants:
             busiest = max(map(sum, rank_loads(self.problem, variant)[1]))
