@@ -7,7 +7,8 @@ evaluated, and the first faster one that fits is taken, until there is none:
 1. `_try_modes`: another mode for all units, or for all units of a name pattern. No plan is then slower, by the planner's own
    model, than one with a single mode that fits.
 2. `_fill_memory` (without a pipeline): changes of single units are evaluated; then a knapsack chooses how many of each to make
-   in the memory that is left, and the result is evaluated as a whole.
+   in the memory that is left, and the result is evaluated as a whole. Then the same with optimizer state on the host where the
+   device has no room for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fourfold.plan import Plan
 from fourfold.planner.build import Candidate, build_plan
-from fourfold.planner.evaluate import PlanEvaluation, evaluate
+from fourfold.planner.evaluate import PlanEvaluation, evaluate, predict
 from fourfold.planner.knapsack import Group, choose
 from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.planner.search_config import SearchConfig
@@ -53,7 +54,7 @@ class LocalSearch:
         many: bool,
     ):
         self.problem, self.table, self.config, self.many = problem, table, config, many
-        self.fixed = constraints.fixed.keys() & {"mode", "recompute"}
+        self.fixed = constraints.fixed.keys() & {"mode", "recompute", "optimizer"}
         self._evaluated: dict[Any, PlanEvaluation] = {}
 
     def improve(self, ranked: Sequence[Candidate]) -> Candidate:
@@ -63,6 +64,11 @@ class LocalSearch:
         best = min((self._improve(c) for c in starts), key=lambda c: c.prediction.seconds)
         if self.problem.on_cpu:
             best = self._simplest(best)
+        elif best.layout.mesh.pipe == 1 and best.layout.optimizer == "device" and "optimizer" not in self.fixed:
+            plan = replace(best.plan, memory=replace(best.plan.memory, optimizer="auto"))
+            layout = replace(best.layout, optimizer="auto")
+            moved = self._improve(replace(best, layout=layout, plan=plan, prediction=predict(plan, self.problem)))
+            best = min(best, moved, key=lambda c: c.prediction.seconds)
         if best.layout.optimizer == "auto":  # record how much of the optimizer's state stays on the device
             state = replace(best.plan.memory, device_state=str(int(best.prediction.device_state)))
             best = replace(best, plan=replace(best.plan, memory=state))
@@ -72,7 +78,7 @@ class LocalSearch:
         climb = _Climb(self.problem, start.plan, self._evaluated, self.fixed)
         if self.config.try_modes and start.layout.replicas > 1 and "mode" not in self.fixed:
             self._try_modes(climb)
-        if start.layout.mesh.pipe == 1 and len(self.fixed) < 2:
+        if start.layout.mesh.pipe == 1 and not {"mode", "recompute"} <= self.fixed:
             self._fill_memory(climb)
         if climb.plan == start.plan:
             return start
