@@ -63,21 +63,21 @@ class TrainArgs:
 
 
 def train(args: TrainArgs) -> int:
-    config, plan, layout = _prepare(args)
+    config, plan, layout, data = _prepare(args)
     console = Console(highlight=False)
     if args.dry_run:
-        _describe(console, args, config, plan)
+        _describe(console, args, config, plan, data)
         console.print("[green]all checks passed[/]; nothing was started or written")
         return 0
     if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
-        return _be_a_rank(args, config, plan, layout)
+        return _be_a_rank(args, config, plan, layout, data)
     from fourfold.train.rundir import RunDir
 
     ranks = plan.mesh.ranks
 
     run = RunDir.reopen(args.resume) if args.resume else RunDir.create(config.train.run_dir, config, plan)
     try:
-        _describe(console, args, config, plan)
+        _describe(console, args, config, plan, data)
         console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
         begun = _start(console, config, plan, layout, run, args.max_restarts)
     except Interrupted as e:
@@ -115,7 +115,7 @@ def _saved_step(path: Path) -> int:
     return int(read_state(found)["step"]) if found else 0
 
 
-def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayout) -> int:
+def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayout, data: str) -> int:
     """Started by torchrun or srun: this process is one rank; rank 0 prints."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -127,7 +127,7 @@ def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayo
         die_with(os.getppid())  # torchrun's agent; torch would let its ranks train on
     place = current_place()
     console = Console(highlight=False, quiet=place.rank > 0)
-    _describe(console, args, config, plan)
+    _describe(console, args, config, plan, data)
     run = record(join_and_work)(place, config, plan, layout, resume=args.resume is not None)
     assert run is not None  # the wrapper re-raises
     if place.rank == 0:
@@ -135,8 +135,11 @@ def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayo
     return 0
 
 
-def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout]:
-    """The resolved config, the plan and its lowered pipeline; everything that can be checked before a start is."""
+def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
+    """The resolved config, the plan, its lowered pipeline and a line about the data.
+
+    Everything that can be checked before a start is checked here.
+    """
     config = Config(
         model=args.model,
         data=args.data,
@@ -166,12 +169,12 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout]:
     from fourfold.train.data import open_samples
 
     extra_callbacks(config)
-    open_samples(config)
+    samples, _ = open_samples(config)
     if config.model.init != "random" and not args.resume:
         from fourfold.train.weights import check_weights
 
         check_weights(config.model)
-    return config, plan, layout
+    return config, plan, layout, samples.describe(config.train.global_batch, config.train.steps)
 
 
 def _planned(config: Config, ranks: int) -> Plan:
@@ -257,7 +260,7 @@ def _grid(config: Config, plan: Plan) -> str:
     return f"{flows} ({why}); {moved} a layer and step, {kept}; overlap {'on' if tensor.overlap else 'off'}"
 
 
-def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan) -> None:
+def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan, data: str) -> None:
     from fourfold.model.spec import parameter_count
     from fourfold.view.console import facts, number
 
@@ -269,6 +272,7 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan) -> 
         [
             ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {number(parameter_count(m))} parameters"),
             ("data", f"{config.data.source}, {batch} × {m.seq_len} tokens a step"),
+            ("", data),
             ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
             *([("grid", _grid(config, plan))] if plan.mesh.row * plan.mesh.col > 1 else []),
             *([("predicted", _predicted(plan))] if plan.predicted and not other else []),
