@@ -18,8 +18,8 @@ import torch
 
 torch.set_num_threads(1)
 
-IDLE = ("MainThread", "asyncio_")
-"""Threads that pytest itself has; execnet's, which receives orders in a worker of xdist, is none of Python's `threading`."""
+IDLE = ("MainThread", "asyncio_", "tqdm_monitor")
+"""Threads that pytest itself has, and tqdm's, which torch.compile starts where tqdm is installed: it waits and holds no lock; execnet's, which receives orders in a worker of xdist, is none of Python's `threading`."""
 
 
 @pytest.fixture(autouse=True)

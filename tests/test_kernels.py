@@ -1,4 +1,4 @@
-"""The gated SiLU, turned queries and keys, and the update of bf16 weights in one pass, against torch's operators.
+"""Gated SiLU, rotary embedding and the update of bf16 weights, each in one pass, against torch's operators.
 
 On the CPU what stands in for the kernels, on a GPU the kernels.
 """
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.config import ModelConfig
-from fourfold.model.fused import gated_silu, rotate, turn
+from fourfold.model.fused import embed_qk, gated, rotate
 from fourfold.model.layers import Attention, Rotary
 from fourfold.offload.split import join, round_half_up, split
 
@@ -35,7 +35,7 @@ def with_grad(run: object, h: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_on_the_cpu_it_has_the_bits_of_torch(dtype: torch.dtype) -> None:
     h, grad = torch.randn(3, 5, 26, dtype=dtype), torch.randn(3, 5, 13, dtype=dtype)
-    for mine, theirs in zip(with_grad(gated_silu, h, grad), with_grad(plain, h, grad), strict=True):
+    for mine, theirs in zip(with_grad(gated, h, grad), with_grad(plain, h, grad), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -43,7 +43,7 @@ def test_it_keeps_what_feeds_it_and_no_more() -> None:
     kept: list[Tensor] = []
     h = torch.randn(4, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        gated_silu(h)
+        gated(h)
     assert [t.data_ptr() for t in kept] == [h.data_ptr()]
 
 
@@ -51,7 +51,7 @@ def test_it_keeps_what_feeds_it_and_no_more() -> None:
 def test_compiled(device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     h, grad = torch.randn(6, 48, dtype=dtype, device=device), torch.randn(6, 24, dtype=dtype, device=device)
-    compiled = torch.compile(lambda x: gated_silu(x * 2), backend="aot_eager" if device == "cpu" else "inductor")
+    compiled = torch.compile(lambda x: gated(x * 2), backend="aot_eager" if device == "cpu" else "inductor")
     for mine, theirs in zip(with_grad(compiled, h, grad), with_grad(lambda x: plain(x * 2), h, grad), strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -61,7 +61,7 @@ def test_compiled(device: str) -> None:
 def test_gated_kernel(shape: tuple[int, ...]) -> None:
     h = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn(*shape[:-1], shape[-1] // 2, device="cuda", dtype=torch.bfloat16)
-    for mine, exact in zip(with_grad(gated_silu, h, grad), with_grad(plain, h.double(), grad.double()), strict=True):
+    for mine, exact in zip(with_grad(gated, h, grad), with_grad(plain, h.double(), grad.double()), strict=True):
         torch.testing.assert_close(mine, exact.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
@@ -69,8 +69,8 @@ HEADS, GROUPS, DIM, TOKENS = 6, 2, 24, 11
 WIDTHS = (HEADS * DIM, GROUPS * DIM, GROUPS * DIM)
 
 
-def tables(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rotary = Rotary(DIM, TOKENS, 10000.0, None)
+def tables(device: str, dtype: torch.dtype, dims: int = DIM) -> tuple[Tensor, Tensor]:
+    rotary = Rotary(dims, TOKENS, 10000.0, None)
     rotary.materialize(torch.device(device), dtype)
     return rotary.tables(TOKENS)
 
@@ -83,16 +83,17 @@ def by_operators(qkv: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_turned_heads(dtype: torch.dtype, device: str, compiled: bool) -> None:
+@pytest.mark.parametrize("dims", [DIM, 10])
+def test_rotary_embedding(dtype: torch.dtype, device: str, compiled: bool, dims: int) -> None:
     made = torch.Generator(device).manual_seed(0)
     wide = torch.randn(3, TOKENS, sum(WIDTHS), dtype=torch.float64, device=device, generator=made)
     grads = [torch.randn(3, n // DIM, TOKENS, DIM, dtype=torch.float64, device=device, generator=made) for n in WIDTHS]
     exact, narrow = wide.to(dtype).double().requires_grad_(), wide.to(dtype).requires_grad_()
     grads = [g.to(dtype) for g in grads]
-    run = torch.compile(turn, backend="aot_eager" if device == "cpu" else "inductor") if compiled else turn
-    mine = run(narrow, WIDTHS, *tables(device, dtype))
+    run = torch.compile(embed_qk, backend="aot_eager" if device == "cpu" else "inductor") if compiled else embed_qk
+    mine = run(narrow, WIDTHS, DIM, *tables(device, dtype, dims))
     torch.autograd.backward(mine, [g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads])
-    theirs = by_operators(exact, *tables(device, torch.float64))
+    theirs = by_operators(exact, *tables(device, torch.float64, dims))
     torch.autograd.backward(theirs, [g.double() for g in grads])
     close = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-6}[dtype]
     assert narrow.grad is not None
@@ -101,7 +102,7 @@ def test_turned_heads(dtype: torch.dtype, device: str, compiled: bool) -> None:
         torch.testing.assert_close(a.double(), b, rtol=close, atol=close)
 
 
-def test_turned_heads_are_all_that_attention_keeps() -> None:
+def test_rotated_heads_are_all_that_attention_keeps() -> None:
     m = ModelConfig(family="llama", layers=1, hidden=48, heads=4, kv_heads=2, ffn=64, vocab=32, seq_len=8).resolve()
     rotary = Rotary(m.head_dim, m.seq_len, m.rope_theta, None)
     rotary.materialize(torch.device("cpu"), torch.float32)

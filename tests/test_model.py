@@ -28,6 +28,10 @@ KINDS: list[dict[str, Any]] = [
     {"family": "bert", "token_types": 2},
     {"family": "llama", "heads": 4, "kv_heads": 2},
     {"family": "llama", "heads": 4, "kv_heads": 1, "head_dim": 20, "qkv_bias": True, "qk_norm": True, "tie": True},
+    {"family": "llama", "block": "sandwich", "norm_plus_one": True, "windows": (5, 0), "attn_softcap": 2.0},
+    {"family": "llama", "block": "output", "qk_norm": "all", "rope_layers": (True, False), "residual_scale": 0.5},
+    {"family": "llama", "block": "parallel", "norm": "layer", "norm_bias": True, "gated": False, "rope_dim": 4},
+    {"family": "llama", "block": "parallel-shared", "norm": "layer", "qk_norm": "per-head", "logit_softcap": 3.0},
 ]
 
 
@@ -73,7 +77,7 @@ def test_units_one_after_the_other_are_the_model(kind: dict[str, Any]) -> None:
     tokens = torch.randint(0, 99, (2, 16))
     x = tokens
     for module in model.units().values():
-        x = module(x)
+        x = module(*x) if isinstance(x, tuple) else module(x)
     assert torch.equal(x, model(tokens))
 
 
@@ -162,7 +166,7 @@ def test_initial_values_are_close_to_normal_and_differ_by_seed_and_name() -> Non
     assert torch.equal(narrow.embed.tokens.weight, model.embed.tokens.weight.float())
 
 
-# ---- rotary positions ----
+# ---- rotary embedding ----
 
 
 def table(scaling: RopeScaling | None) -> Rotary:
@@ -174,8 +178,8 @@ def table(scaling: RopeScaling | None) -> Rotary:
 def test_rotary_makes_scores_depend_on_distance_alone() -> None:
     rotary = table(None)
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
-    turned_q, turned_k = (rotary(t.expand(1, 1, 64, 16)) for t in (q, k))
-    scores = (turned_q @ turned_k.transpose(-1, -2))[0, 0]
+    rotated_q, rotated_k = (rotary(t.expand(1, 1, 64, 16)) for t in (q, k))
+    scores = (rotated_q @ rotated_k.transpose(-1, -2))[0, 0]
     for distance in (1, 5, 20):
         diagonal = scores.diagonal(-distance)
         assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal))
@@ -236,9 +240,9 @@ def test_hugging_face_config(tmp_path: Path) -> None:
     [
         ({"model_type": "mixtral"}, "a mixture of experts is not supported"),
         ({"num_local_experts": 8}, "mixture of experts"),
-        ({"model_type": "mistral", "sliding_window": 16}, "sliding-window attention is not supported"),
+        ({"sliding_window": 16}, "models of type 'llama' have no windows"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_scaling of type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_scaling of type 'longrope' needs short_factor"),
         ({"hidden_size": None}, "hidden"),
     ],
 )

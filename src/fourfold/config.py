@@ -38,12 +38,13 @@ LONGEST_WAIT = 30 * 24 * 3600
 class RopeScaling:
     """How rotary frequencies are stretched for long contexts; the names follow Hugging Face's `rope_scaling`."""
 
-    kind: Literal["linear", "llama3", "yarn"]
-    """linear: all frequencies / factor. llama3: low ones only, blended. yarn: ramp between dimensions, scaled tables."""
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    """linear: all frequencies / factor. llama3: low ones only, blended. yarn: ramp between dimensions, scaled tables.
+    longrope: every frequency has a factor of its own, scaled tables."""
     factor: float
     """How many times longer than `original_positions`."""
     original_positions: int = 0
-    """Context length of pre-training (llama3, yarn)."""
+    """Context length of pre-training (llama3, yarn, longrope)."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original_positions / this are divided by `factor`."""
     high_freq_factor: float = 4.0
@@ -52,6 +53,18 @@ class RopeScaling:
     """yarn: rotations above which a dimension is kept."""
     beta_slow: float = 1.0
     """yarn: rotations below which a dimension is interpolated."""
+    truncate: bool = True
+    """yarn: the ends of the ramp are rounded to whole dimensions."""
+    mscale: float = 0.0
+    """yarn: with `mscale_all_dim`, replaces the scale of the tables by a ratio of two; 0: not given."""
+    mscale_all_dim: float = 0.0
+    """yarn: see `mscale`."""
+    attention_factor: float = 0.0
+    """yarn, longrope: scale of the tables; 0: the default of the kind."""
+    short_factor: tuple[float, ...] = ()
+    """longrope: divisor of every frequency while seq_len is at most `original_positions`."""
+    long_factor: tuple[float, ...] = ()
+    """longrope: divisor of every frequency for longer sequences."""
 
     def __post_init__(self) -> None:
         _require(self, "model.rope_scaling")
@@ -59,6 +72,46 @@ class RopeScaling:
             raise ConfigError(f"model.rope_scaling.factor = {self.factor} must be at least 1")
         if self.kind != "linear" and self.original_positions < 1:
             raise ConfigError(f"model.rope_scaling.original_positions is needed by kind '{self.kind}'")
+        if self.kind == "longrope" and not (self.short_factor and len(self.short_factor) == len(self.long_factor)):
+            raise ConfigError(
+                f"model.rope_scaling: longrope needs short_factor and long_factor of one length, half the rotary dimensions; "
+                f"found {len(self.short_factor)} and {len(self.long_factor)}"
+            )
+
+
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "block": "pre",
+        "norm": "layer",
+        "norm_bias": True,
+        "gated": False,
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    },
+    "bert": {
+        "block": "post",
+        "norm": "layer",
+        "norm_bias": True,
+        "gated": False,
+        "activation": "gelu",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    },
+    "llama": {
+        "block": "pre",
+        "norm": "rms",
+        "norm_bias": False,
+        "gated": True,
+        "activation": "silu",
+        "qkv_bias": False,
+        "out_bias": False,
+        "mlp_bias": False,
+    },
+}
+"""What a family computes where the config does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +151,49 @@ class ModelConfig:
     """llama: base of the rotary frequencies; 0: 10000."""
     rope_scaling: RopeScaling | None = None
     """llama: stretching of the rotary frequencies."""
+    rope_local_theta: float = 0.0
+    """llama: base of the rotary frequencies, without scaling, on layers with a window (Gemma 3); 0: as on other layers."""
+    rope_dim: int = 0
+    """llama: leading dimensions of every head that the rotary embedding rotates (GPT-NeoX, Phi); 0: head_dim."""
+    rope_layers: tuple[bool, ...] = ()
+    """llama: whether a layer has the rotary embedding (SmolLM3), repeated over the layers; empty: all have."""
+    windows: tuple[int, ...] = ()
+    """llama: tokens that a query attends to, itself included, layer by layer, repeated over the layers; 0: all earlier ones."""
+    attn_scale: float = 0.0
+    """llama: factor of attention scores; 0: 1 / sqrt(head_dim)."""
+    attn_softcap: float = 0.0
+    """llama: attention scores s become cap · tanh(s / cap) (Gemma 2); 0: no soft-capping."""
+    logit_softcap: float = 0.0
+    """llama: logits s become cap · tanh(s / cap) (Gemma 2); 0: no soft-capping."""
+    embed_scale: float = 1.0
+    """llama: factor of the embedding (Gemma: sqrt(hidden)), rounded to the compute type."""
+    residual_scale: float = 1.0
+    """llama: factor of what a part adds to the residual stream (Granite)."""
+    logit_scale: float = 1.0
+    """llama: factor of the logits, before soft-capping (Granite, Cohere)."""
+    block: Literal["pre", "post", "output", "sandwich", "parallel", "parallel-shared"] | None = None
+    """Where the norms are. pre: x + f(norm(x)). post: norm(x + f(x)). output: x + norm(f(x)). sandwich: x + norm(f(norm(x))).
+    parallel: x + attn(norm(x)) + mlp(norm(x)), two norms; parallel-shared: the same with one norm for both.
+    Default pre (gpt, llama) or post (bert)."""
+    norm: Literal["rms", "layer"] | None = None
+    """RMSNorm or LayerNorm; default rms (llama) or layer (gpt, bert)."""
+    norm_bias: bool | None = None
+    """llama: bias on LayerNorms; default false."""
+    norm_plus_one: bool = False
+    """llama: norms multiply by 1 + weight (Gemma)."""
+    gated: bool | None = None
+    """llama: the MLP is activation(gate) · up; default true."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] | None = None
+    """Of the MLP; default gelu_tanh (gpt), gelu (bert) or silu (llama)."""
     qkv_bias: bool | None = None
     """llama: bias on the q, k and v projections (Qwen 2); default false."""
-    qk_norm: bool | None = None
-    """llama: RMSNorm on every head of q and k (Qwen 3); default false."""
+    out_bias: bool | None = None
+    """llama: bias on the output projection of attention; default false."""
+    mlp_bias: bool | None = None
+    """llama: bias in the MLP; default false."""
+    qk_norm: bool | Literal["all", "per-head"] | None = None
+    """llama: norm of q and k before the rotary embedding. true: over each head, one weight of head_dim for all heads (Qwen 3).
+    per-head: over each head, a weight for every head (Cohere). all: over all heads at once (OLMo 2). Default false."""
     tie: bool | None = None
     """Head and embedding share one weight; default true for gpt and bert, false for llama."""
     norm_eps: float = 0.0
@@ -112,8 +204,44 @@ class ModelConfig:
     """Standard deviation of initial matrices (projections back to the residual stream: divided by sqrt(2 layers))."""
 
     def __post_init__(self) -> None:
-        or_default = ("heads", "kv_heads", "head_dim", "ffn", "positions", "rope_theta", "norm_eps")
+        sizes = ("heads", "kv_heads", "head_dim", "ffn", "positions", "rope_theta", "norm_eps", "rope_dim")
+        or_default = (*sizes, "rope_local_theta", "attn_scale", "attn_softcap", "logit_softcap")
         _require(self, "model", **dict.fromkeys(or_default, 0))
+        for name in ("embed_scale", "residual_scale", "logit_scale"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"model.{name} = {getattr(self, name)} must be above 0")
+        if bad := [w for w in self.windows if w < 0]:
+            raise ConfigError(f"model.windows has {bad[0]}; a window must be at least 0 tokens (0: no window)")
+
+    # ---- what a family is, by features ----
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are rows of a table, and not a rotary embedding."""
+        return self.family != "llama"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees no later ones."""
+        return self.family != "bert"
+
+    @property
+    def masked_lm(self) -> bool:
+        """Whether the embedding has a norm, and the head a layer and a bias of its own (BERT)."""
+        return self.family == "bert"
+
+    def window(self, layer: int) -> int:
+        """Tokens that a query of a layer attends to; 0: all, also where the window is not shorter than the sequence."""
+        found = self.windows[layer % len(self.windows)] if self.windows else 0
+        return found if found < self.seq_len else 0
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer has the rotary embedding."""
+        return not self.learned_positions and (not self.rope_layers or self.rope_layers[layer % len(self.rope_layers)])
+
+    def has_local_rope(self, layer: int) -> bool:
+        """Whether it is the one of layers with a window."""
+        return bool(self.rope_local_theta and self.windows and self.windows[layer % len(self.windows)])
 
     def resolve(self) -> ModelConfig:
         """Defaults of the family filled in; raises ConfigError where a rule is broken."""
@@ -143,13 +271,33 @@ class ModelConfig:
             for name, value in implied.items():
                 if getattr(m, name) and getattr(m, name) != value:
                     raise ConfigError(f"model.{name} is a field of family 'llama'; found family '{m.family}'")
+            for name, fallback in _LLAMA_ONLY.items():
+                if getattr(m, name) not in (fallback, FAMILY_DEFAULTS[m.family].get(name, fallback)):
+                    raise ConfigError(f"model.{name} is a field of family 'llama'; found family '{m.family}'")
         if heads % kv_heads:
             raise ConfigError(
                 f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}; "
                 f"the nearest that does is {nearest_divisor(heads, kv_heads)}"
             )
-        if llama and head_dim % 2:
-            raise ConfigError(f"model.head_dim = {head_dim} is odd; rotary positions turn pairs, use {head_dim + 1}")
+        if llama and head_dim % 2 and not m.rope_dim:
+            raise ConfigError(
+                f"model.head_dim = {head_dim} is odd; the rotary embedding rotates pairs, use {head_dim + 1}"
+            )
+        if m.rope_dim % 2 or m.rope_dim > head_dim:
+            raise ConfigError(
+                f"model.rope_dim = {m.rope_dim} must be even and at most model.head_dim = {head_dim}; "
+                f"use {min(m.rope_dim, head_dim) // 2 * 2}"
+            )
+        _check_layer_pattern("windows", m.windows, m.layers)
+        _check_layer_pattern("rope_layers", m.rope_layers, m.layers)
+        rope_dim = (m.rope_dim or head_dim) if llama else 0
+        if m.rope_scaling is not None and m.rope_scaling.kind == "longrope":
+            found = len(m.rope_scaling.short_factor)
+            if 2 * found != rope_dim:
+                raise ConfigError(
+                    f"model.rope_scaling.short_factor has {found} numbers; it needs one for each pair of the {rope_dim} "
+                    f"rotary dimensions, {rope_dim // 2}"
+                )
         dropout = m.dropout or 0.0
         if not 0 <= dropout < 1:
             raise ConfigError(f"model.dropout = {m.dropout} must be at least 0 and below 1")
@@ -159,26 +307,56 @@ class ModelConfig:
             raise ConfigError(f"model.token_types is a field of family 'bert'; found family '{m.family}'")
         if m.init_std <= 0:
             raise ConfigError(f"model.init_std = {m.init_std} must be above 0")
+        if dropout and (m.attn_softcap or any(m.windows)):
+            what = "attn_softcap" if m.attn_softcap else "windows"
+            raise ConfigError(
+                f"model.dropout = {m.dropout} and model.{what} do not go together: dropout of attention weights is done by "
+                "torch's fused kernel, which has neither windows nor soft-capping; use dropout = 0"
+            )
         positions = m.positions or m.seq_len
         if m.seq_len > positions:
             raise ConfigError(
                 f"model.seq_len = {m.seq_len} is longer than model.positions = {positions}, the longest sequence the "
                 f"model has positions for; use seq_len = {positions} or less"
             )
+        defaults = FAMILY_DEFAULTS[m.family]
+        norm = m.norm or defaults["norm"]
+        norm_bias = (norm == "layer" and defaults["norm_bias"]) if m.norm_bias is None else m.norm_bias
+        if norm == "rms" and norm_bias:
+            raise ConfigError("model.norm_bias = true needs model.norm = 'layer': an RMSNorm has no bias")
+        if norm == "layer" and m.norm_plus_one:
+            raise ConfigError("model.norm_plus_one = true needs model.norm = 'rms'")
         return dataclasses.replace(
             m,
+            norm=norm,
+            norm_bias=norm_bias,
+            rope_dim=rope_dim,
+            **{name: value for name, value in defaults.items() if getattr(m, name) is None and "norm" not in name},
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             ffn=m.ffn or (math.ceil(8 * m.hidden / 3 / 128) * 128 if llama else 4 * m.hidden),
             positions=positions,
             rope_theta=m.rope_theta or (10000.0 if llama else 0.0),
-            qkv_bias=not llama if m.qkv_bias is None else m.qkv_bias,
-            qk_norm=bool(m.qk_norm),
+            qk_norm=m.qk_norm or False,
             tie=not llama if m.tie is None else m.tie,
             norm_eps=m.norm_eps or (1e-12 if m.family == "bert" else 1e-5),
             dropout=dropout,
         )
+
+
+_LLAMA_ONLY: dict[str, Any] = {
+    **{"rope_local_theta": 0.0, "rope_dim": 0, "rope_layers": (), "windows": ()},
+    **{"attn_scale": 0.0, "attn_softcap": 0.0, "logit_softcap": 0.0},
+    **{"embed_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "norm_plus_one": False},
+    **dict.fromkeys(FAMILY_DEFAULTS["llama"]),
+}
+"""Fields that family llama alone leaves open, with the value that says nothing."""
+
+
+def _check_layer_pattern(name: str, pattern: tuple[Any, ...], layers: int) -> None:
+    if len(pattern) > layers:
+        raise ConfigError(f"model.{name} has {len(pattern)} entries for model.layers = {layers}; give at most {layers}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,32 @@ CONFIGS = {
     "llama tied": {"family": "llama", **BASE, "kv_heads": 1, "head_dim": 4, "ffn": 24, "tie": True},
     "llama, 3 key heads": {"family": "llama", **BASE, "heads": 6, "kv_heads": 3, "head_dim": 4, "ffn": 25},
     "llama, 5 queries to a key": {"family": "llama", **BASE, "heads": 10, "kv_heads": 2, "head_dim": 2, "ffn": 25},
+    "sandwich": {
+        **{
+            "family": "llama",
+            **BASE,
+            "layers": 2,
+            "kv_heads": 2,
+            "head_dim": 6,
+            "ffn": 27,
+            "tie": True,
+            "qk_norm": True,
+        },
+        **{"block": "sandwich", "norm_plus_one": True, "windows": (3, 0), "attn_softcap": 2.0, "logit_softcap": 3.0},
+        **{"embed_scale": 4.0, "activation": "gelu_tanh", "rope_local_theta": 50.0, "attn_scale": 0.3},
+    },
+    "output norms": {
+        **{"family": "llama", **BASE, "layers": 2, "kv_heads": 2, "head_dim": 6, "ffn": 27, "qk_norm": "all"},
+        **{"block": "output", "rope_layers": (False, True), "residual_scale": 0.5, "logit_scale": 2.0},
+    },
+    "parallel": {
+        **{"family": "llama", **BASE, "norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu"},
+        **{"block": "parallel", "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope_dim": 2, "ffn": 27},
+    },
+    "parallel, one norm": {
+        **{"family": "llama", **BASE, "norm": "layer", "kv_heads": 2, "head_dim": 6, "ffn": 27, "mlp_bias": True},
+        **{"block": "parallel-shared", "qk_norm": "per-head", "windows": (4,), "residual_scale": 0.7},
+    },
 }
 
 

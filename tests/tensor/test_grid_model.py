@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,7 +83,9 @@ def test_flows_equal_serial(flow: str) -> None:
 def test_fewer_key_heads_than_columns(columns: int) -> None:
     """Two key heads of five queries each: columns share a key head, some have a query that is none, one has no head."""
     for residual in ("sequence", "hidden"):
-        assert worst_model(config_of("llama, 5 queries to a key"), (1, 1, columns), residual=residual) < 1e-10
+        for qk_norm in (False, "all", "per-head"):
+            config = replace(config_of("llama, 5 queries to a key"), qk_norm=qk_norm)
+            assert worst_model(config, (1, 1, columns), residual=residual) < 1e-10, qk_norm
 
 
 def test_sixty_four_ranks() -> None:
@@ -128,7 +131,7 @@ def test_statistics_are_stable_and_wide() -> None:
     expected = F.layer_norm(x.float().double(), (20,), eps=1e-5)
 
     def check(place: Degrees, grid: Grid, depth: Axis) -> None:
-        norm = GridNorm(Setting(grid, 6, 12), even(20, 3), eps=1e-5, centred=True).to_empty(device="cpu")
+        norm = GridNorm(Setting(grid, 6, 12), even(20, 3), eps=1e-5, centred=True, bias=True).to_empty(device="cpu")
         nn.init.ones_(norm.weight)
         assert norm.bias is not None
         nn.init.zeros_(norm.bias)

@@ -2,7 +2,7 @@
 
     adamw    an update of bf16 weights with an fp32 master, its parts, and the squares of a gradient     torch's bits
     gated    the gated SiLU of an MLP, forward and backward                                              rounded once
-    rotary   queries and keys turned by position, values beside them, forward and backward               rounded once
+    rotary   rotary embedding of queries and keys, values copied next to them, forward and backward      rounded once
 
 They are used on CUDA where Triton is installed; every caller has torch's operators for elsewhere.
 """
@@ -10,6 +10,7 @@ They are used on CUDA where Triton is installed; every caller has torch's operat
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,19 +20,23 @@ __all__ = ["have_kernels", "operator"]
 _library = torch.library.Library("fourfold", "FRAGMENT")
 
 
-def operator(signature: str, fake: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Make a function that starts a kernel an operator of torch's library, which torch.compile takes as it is.
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-    As `torch.library.custom_op` does, without its look at every result for memory of the arguments: that took a GPU's host 30 of
-    65 us, longer than many a kernel. `fake`: the result's shape.
+
+def operator(signature: str, fake: Callable[..., Any], key: str = "CUDA") -> Callable[[Function], Function]:
+    """Register a function as an operator of torch's library, so that torch.compile treats it as one call.
+
+    As `torch.library.custom_op` does, without its check whether results share memory with arguments: that took a GPU's host 30
+    of 65 us, longer than many kernels run. `fake` gives results of the right shape without computing; `key` is the dispatch
+    key: by default the function runs on CUDA alone.
     """
 
-    def register(start: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def register(start: Function) -> Function:
         name = f"fourfold::{start.__name__}"
         _library.define(start.__name__ + signature, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(start.__name__, start, "CUDA")
+        _library.impl(start.__name__, start, key)
         torch.library.register_fake(name, fake, lib=_library)
-        made: Callable[..., Tensor] = getattr(torch.ops.fourfold, start.__name__).default
+        made: Function = getattr(torch.ops.fourfold, start.__name__).default
         return made
 
     return register

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Queries and keys turned by their positions, values beside them: one pass, forward and (with the sine negated) backward.
+"""Rotary embedding of queries and keys, values copied next to them: one pass, forward and (with the sine negated) backward.
 
-An operator of torch's library, so that torch.compile takes it as it is. Computed in the tables' type, rounded once.
+An operator of torch's library, so that torch.compile treats it as one call. Computed in the tables' type, rounded once.
 """
 
 import triton
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from fourfold.kernels import operator
 
-__all__ = ["turned"]
+__all__ = ["rotated"]
 
 
-def _turned_shape(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated_shape(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     batch, heads, tokens, dim = q.shape
     return q.new_empty(batch, tokens, (heads + 2 * k.shape[1]) * dim)
 
 
-@operator("(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin) -> Tensor", _turned_shape)
-def turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q [B, H, T, E], k and v [B, K, T, E] of any strides to [B, T, (H + 2 K) E]; tables [T, E], their halves alike."""
+@operator("(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin) -> Tensor", _rotated_shape)
+def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q [B, H, T, E], k and v [B, K, T, E] of any strides to [B, T, (H + 2 K) E]; tables [T, E], both halves equal."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, heads, tokens, dim = q.shape
     out = q.new_empty(batch, tokens, (heads + 2 * k.shape[1]) * dim)
     most = triton.next_power_of_2(max(heads, k.shape[1]))
-    _turned[(tokens, batch)](
+    _rotated[(tokens, batch)](
         *(q, k, v, cos, sin, out),
         *(n for t in (q, k, v) for n in t.stride()[:3]),
         *(cos.stride(0), sin.stride(0), out.stride(0), out.stride(1), heads, k.shape[1], dim // 2),
@@ -36,7 +36,7 @@ def turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def _turned(
+def _rotated(
     q, k, v, cos, sin, out,
     qb, qh, qt, kb, kh, kt, vb, vh, vt,
     ct, st, ob, ot, heads, groups, half,

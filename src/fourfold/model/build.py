@@ -4,7 +4,7 @@
 Element i (row-major index in the serial parameter) of a matrix is a function of (seed, name, i) alone: a 64-bit hash of
 them, read as four 16-bit numbers whose sum, centred and scaled, is close to normal (standard deviation 1, cut at 3.46).
 Integer arithmetic until the last two operations, both correctly rounded in fp64, so any rank makes any piece on any
-device without the rest of the tensor, with the same bits. Norm weights are 1, biases 0.
+device without the rest of the tensor, with the same bits. Norms start as factors of 1, biases as 0.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def fill_initial(local: Tensor, piece: Piece, m: ModelConfig, seed: int) -> None
     if leaf == "bias":
         target.zero_()
     elif len(piece.global_shape) == 1:
-        target.fill_(1)
+        target.fill_(0 if m.norm_plus_one else 1)
     else:
         std = initial_std(piece.name, m)
         for rows in _chunks(piece.global_slice, 1 << 16 if local.device.type == "cpu" else 1 << 24):

@@ -50,10 +50,10 @@ class Key:
     """One key of config.json, and the field of ModelConfig that it gives.
 
     `field`: "" where the value is only checked. `name`: the key as it is written; `others` are read as well. `kind` "size": a
-    whole number from `least` to `most`; "number": a float above 0; "flag": true or false; "choice": one of `values`, each with
-    the value of the field. `default`: what a file without the key means; `null`: what null means (default: the same). A size or
-    number of 0 leaves the field to ModelConfig. `power`: the field is the value to this power (-0.5: an attention scale from a
-    width).
+    whole number from `least` to `most`; "number": a float above 0; "flag": true or false, or the value that `values` has for it;
+    "choice": one of `values`, each with the value of the field. `default`: what a file without the key means; `null`: what null
+    means (default: the same). A size or number of 0 leaves the field to ModelConfig. `power`: the field is the value to this
+    power (-0.5: an attention scale from a width).
     """
 
     field: str
@@ -64,24 +64,44 @@ class Key:
     least: int = 1
     most: int = 10**8
     power: float = 1.0
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: its base where a file does not give it, and the names of the keys."""
+    """Rotary embedding: its base where a file does not give it, the names of the keys, and which layers have it.
+
+    `partial`: share of each head that is rotated, where the file does not give it; 0: all, and no file may ask for less.
+    `local_theta`: base on layers with a window, which have no scaling; 0: there is one rotary embedding for all layers; "same":
+    the base of the other layers. `layers`: "listed": those with a 1 in `no_rope_layers`, or all but every fourth; "windows":
+    those with a window. `longrope`: names of scaling types that mean longrope in this family.
+    """
 
     theta: float = 10000.0
     theta_key: str = "rope_theta"
+    partial: float = 0.0
+    partial_key: str = "partial_rotary_factor"
+    local_theta: float | Literal["same"] = 0.0
+    layers: Literal["all", "listed", "windows"] = "all"
+    longrope: tuple[str, ...] = ("longrope",)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Sliding windows: the window where the file has no `sliding_window`, and whether it counts without `use_sliding_window`."""
+    """Sliding windows: which layers have one, and how long it is where the file has no `sliding_window` (0: none).
+
+    `always`: windows count without `use_sliding_window`. `layers` "none": the family has no windows; "all": all layers have one,
+    whatever `layer_types` says; "types": those that `layer_types` names, or else by `full`; "no rope": those without a rotary
+    embedding. `full`, where layer_types is absent: every `full`-th layer has no window (key `full_key`); 0: layers before
+    `max_window_layers` have none.
+    """
 
     default: int = 0
     always: bool = True
+    layers: Literal["none", "all", "types", "no rope"] = "none"
+    full: int = 0
+    full_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,6 +138,8 @@ class Family:
     tensors: tuple[Rule, ...]
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of ModelConfig that all models of the family have."""
+    derived: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    """Fields that are a power of another one: {field: (other field, power)}."""
     rope: Rope | None = Rope()
     """None: no rotary embedding."""
     window: Window = Window()
@@ -137,12 +159,19 @@ class Family:
     """Regular expressions of names that files may have and that are no parameters of the model."""
 
 
+SILU = {"silu": "silu", "swish": "silu"}
+GELU_TANH = dict.fromkeys(
+    ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"
+)
+ACTIVATIONS = {**SILU, **GELU_TANH, "gelu": "gelu"}
+
+
 def _decoder_keys(*more: Key) -> tuple[Key, ...]:
     """Keys that Llama and its relatives share; a later one of the same field replaces an earlier one."""
     keys = {
         k.field or k.name: k
         for k in (
-            Key("", "hidden_act", "choice", "silu", values={"silu": "silu"}),
+            Key("activation", "hidden_act", "choice", "silu", values=ACTIVATIONS),
             Key("layers", "num_hidden_layers", most=MOST_LAYERS),
             Key("hidden", "hidden_size", most=2**20),
             Key("heads", "num_attention_heads", most=2**16),
@@ -156,6 +185,25 @@ def _decoder_keys(*more: Key) -> tuple[Key, ...]:
         )
     }
     return tuple((keys | {k.field or k.name: k for k in more}).values())
+
+
+def _kv_heads(default: int) -> Key:
+    return Key("kv_heads", "num_key_value_heads", default=default, null=0)
+
+
+def _head_dim(default: int) -> Key:
+    return Key("head_dim", "head_dim", default=default, null=0, most=2**16)
+
+
+def _attention_bias(default: bool = False, *, out: bool = True) -> tuple[Key, ...]:
+    """`attention_bias`: of q, k and v, and (`out`) of the output projection."""
+    names = ("qkv_bias", "out_bias") if out else ("qkv_bias",)
+    return tuple(Key(name, "attention_bias", "flag", default) for name in names)
+
+
+MLP_BIAS = Key("mlp_bias", "mlp_bias", "flag", False)
+TIED = Key("tie", "tie_word_embeddings", "flag", True)
+LAYER_NORM_EPS = Key("norm_eps", "layer_norm_eps", "number", 1e-5)
 
 
 DECODER = (
@@ -176,17 +224,45 @@ DECODER = (
 )
 """Names of Llama and its relatives."""
 
-_OUT_BIAS = "a bias on the output projection is not supported"
+
+def _renamed(rules: tuple[Rule, ...], *changes: Rule, without: tuple[str, ...] = ()) -> tuple[Rule, ...]:
+    """Rules, with `changes` in place of those for the same part of the same parameter, and without some parameters."""
+    new = {(rule.ours, rule.part): rule for rule in changes}
+    for rule in changes:
+        if rule.part == "all":  # one tensor where there were several
+            without = (*without, *(rule.ours for old in rules if old.ours == rule.ours and old.part != "all"))
+    kept = [new.pop((rule.ours, rule.part), rule) for rule in rules if rule.ours not in without]
+    return (*kept, *new.values())
+
+
+def _layer(theirs: str, ours: str, part: Any = "all", **options: Any) -> Rule:
+    return Rule(f"model.layers.{{i}}.{theirs}", f"blocks.{{i}}.{ours}", part, **options)
+
+
+SANDWICH = _renamed(
+    DECODER,
+    _layer("post_attention_layernorm.{p}", "attn.out_norm.{p}"),
+    _layer("pre_feedforward_layernorm.{p}", "mlp.norm.{p}"),
+    _layer("post_feedforward_layernorm.{p}", "mlp.out_norm.{p}"),
+)
+"""Names of Gemma 2, Gemma 3 and OLMo 2 (which has no norms before)."""
+GATE_UP = _layer("mlp.gate_up_proj.{p}", "mlp.up.{p}")
+INTERLEAVED = _renamed(
+    DECODER,
+    _layer("self_attn.q_proj.{p}", "attn.qkv.{p}", "q", interleaved=True),
+    _layer("self_attn.k_proj.{p}", "attn.qkv.{p}", "k", interleaved=True),
+)
+"""Names of families whose rotary embedding rotates neighbouring dimensions."""
+
+BIDIRECTIONAL = "attention to later tokens is not supported for this family"
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     ours="llama",
-    keys=_decoder_keys(),
+    keys=_decoder_keys(*_attention_bias(), MLP_BIAS),
     tensors=DECODER,
-    fixed={"qkv_bias": False, "qk_norm": False},
-    refused={"attention_bias": _OUT_BIAS, "mlp_bias": "a bias in a gated MLP is not supported"},
-    constant={"attention_bias": False, "mlp_bias": False},
+    fixed={"qk_norm": False},
     unread=(r"rotary_emb\.inv_freq$",),
 )
 
@@ -277,6 +353,35 @@ BERT = Family(
     ),
 )
 
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    ours="llama",
+    keys=_decoder_keys(
+        Key("activation", "hidden_act", "choice", "gelu", values=ACTIVATIONS),
+        LAYER_NORM_EPS,
+        Key("block", "use_parallel_residual", "flag", True, values={False: "pre", True: "parallel"}),
+        *_attention_bias(True),
+    ),
+    tensors=(
+        Rule("gpt_neox.embed_in.weight", "embed.tokens.weight"),
+        Rule("gpt_neox.layers.{i}.input_layernorm.{p}", "blocks.{i}.attn.norm.{p}"),
+        Rule("gpt_neox.layers.{i}.attention.query_key_value.{p}", "blocks.{i}.attn.qkv.{p}", "qkv by head"),
+        Rule("gpt_neox.layers.{i}.attention.dense.{p}", "blocks.{i}.attn.out.{p}"),
+        Rule("gpt_neox.layers.{i}.post_attention_layernorm.{p}", "blocks.{i}.mlp.norm.{p}"),
+        Rule("gpt_neox.layers.{i}.mlp.dense_h_to_4h.{p}", "blocks.{i}.mlp.up.{p}"),
+        Rule("gpt_neox.layers.{i}.mlp.dense_4h_to_h.{p}", "blocks.{i}.mlp.down.{p}"),
+        Rule("gpt_neox.final_layer_norm.{p}", "head.norm.{p}"),
+        Rule("embed_out.weight", "head.proj.weight"),
+    ),
+    fixed={"norm": "layer", "norm_bias": True, "gated": False, "mlp_bias": True},
+    rope=Rope(theta_key="rotary_emb_base", partial=0.25, partial_key="rotary_pct"),
+    dropouts={"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    one_dropout=True,
+    renames=((r"^lm_head\.", "embed_out."),),
+    unread=(r"\.attention\.(masked_)?bias$", r"rotary_emb\.inv_freq$"),
+)
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -287,32 +392,242 @@ FAMILIES: dict[str, Family] = {
             LLAMA,
             model_type="mistral",
             architecture="MistralForCausalLM",
-            keys=_decoder_keys(Key("kv_heads", "num_key_value_heads", default=8, null=0)),
-            window=Window(default=4096),
-            constant={},
+            keys=_decoder_keys(_kv_heads(8)),
+            window=Window(default=4096, layers="all"),
+            fixed={"qkv_bias": False, "qk_norm": False},
         ),
         replace(
             LLAMA,
             model_type="qwen2",
             architecture="Qwen2ForCausalLM",
-            keys=_decoder_keys(Key("kv_heads", "num_key_value_heads", default=32, null=0)),
-            window=Window(always=False),
+            keys=_decoder_keys(_kv_heads(32)),
+            window=Window(default=4096, always=False, layers="types"),
             fixed={"qkv_bias": True, "qk_norm": False},
-            refused={},
-            constant={"use_sliding_window": False},
         ),
         replace(
             LLAMA,
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
-            keys=_decoder_keys(
-                Key("kv_heads", "num_key_value_heads", default=32, null=0),
-                Key("head_dim", "head_dim", default=128, null=0, most=2**16),
-            ),
-            window=Window(always=False),
-            fixed={"qkv_bias": False, "qk_norm": True},
-            constant={"use_sliding_window": False, "attention_bias": False},
+            keys=_decoder_keys(_kv_heads(32), _head_dim(128), *_attention_bias()),
+            window=Window(default=4096, always=False, layers="types"),
+            fixed={"qk_norm": True},
         ),
+        replace(
+            LLAMA,
+            model_type="gemma",
+            architecture="GemmaForCausalLM",
+            keys=_decoder_keys(
+                # files of Gemma 1 say gelu, and mean its tanh form
+                Key(
+                    "activation", "hidden_act", "choice", "gelu_pytorch_tanh", values=GELU_TANH | {"gelu": "gelu_tanh"}
+                ),
+                Key("kv_heads", "num_key_value_heads", default=16, null=0),
+                _head_dim(256),
+                *_attention_bias(),
+                TIED,
+            ),
+            fixed={"norm_plus_one": True},
+            derived={"embed_scale": ("hidden", 0.5)},
+            refused={"use_bidirectional_attention": BIDIRECTIONAL},
+        ),
+        replace(
+            LLAMA,
+            model_type="gemma2",
+            architecture="Gemma2ForCausalLM",
+            keys=_decoder_keys(
+                Key("activation", "hidden_activation", "choice", "gelu_pytorch_tanh", values=ACTIVATIONS),
+                _kv_heads(4),
+                _head_dim(256),
+                Key("attn_scale", "query_pre_attn_scalar", "number", 256**-0.5, power=-0.5),
+                Key("attn_softcap", "attn_logit_softcapping", "number", 50.0, null=0),
+                Key("logit_softcap", "final_logit_softcapping", "number", 30.0, null=0),
+                *_attention_bias(),
+                TIED,
+            ),
+            tensors=SANDWICH,
+            fixed={"norm_plus_one": True, "block": "sandwich"},
+            derived={"embed_scale": ("hidden", 0.5)},
+            window=Window(default=4096, layers="types", full=2),
+            refused={"use_bidirectional_attention": BIDIRECTIONAL},
+        ),
+        replace(
+            LLAMA,
+            model_type="gemma3_text",
+            architecture="Gemma3ForCausalLM",
+            keys=_decoder_keys(
+                Key("activation", "hidden_activation", "choice", "gelu_pytorch_tanh", values=ACTIVATIONS),
+                _kv_heads(4),
+                _head_dim(256),
+                Key("attn_scale", "query_pre_attn_scalar", "number", 256**-0.5, power=-0.5),
+                Key("logit_softcap", "final_logit_softcapping", "number", 0, null=0),
+                *_attention_bias(),
+                TIED,
+            ),
+            tensors=SANDWICH,
+            fixed={"norm_plus_one": True, "block": "sandwich", "qk_norm": True},
+            derived={"embed_scale": ("hidden", 0.5)},
+            rope=Rope(theta=1e6, local_theta=1e4),
+            window=Window(default=4096, layers="types", full=6, full_key="sliding_window_pattern"),
+            refused={
+                "use_bidirectional_attention": BIDIRECTIONAL,
+                "attn_logit_softcapping": "transformers does not apply it in Gemma 3; set it to null",
+            },
+        ),
+        replace(
+            LLAMA,
+            model_type="phi3",
+            architecture="Phi3ForCausalLM",
+            keys=_decoder_keys(Key("norm_eps", "rms_norm_eps", "number", 1e-5)),
+            tensors=_renamed(DECODER, _layer("self_attn.qkv_proj.{p}", "attn.qkv.{p}"), GATE_UP),
+            fixed={},
+            rope=Rope(partial=1.0, longrope=("longrope", "su", "yarn")),
+            window=Window(layers="all"),
+            dropouts={"attention_dropout": 0.0, "resid_pdrop": 0.0},
+        ),
+        replace(
+            LLAMA,
+            model_type="olmo2",
+            architecture="Olmo2ForCausalLM",
+            keys=_decoder_keys(Key("norm_eps", "rms_norm_eps", "number", 1e-5), *_attention_bias()),
+            tensors=SANDWICH,
+            fixed={"block": "output", "qk_norm": "all"},
+        ),
+        replace(
+            LLAMA,
+            model_type="olmo3",
+            architecture="Olmo3ForCausalLM",
+            keys=_decoder_keys(Key("norm_eps", "rms_norm_eps", "number", 1e-5), *_attention_bias()),
+            tensors=SANDWICH,
+            fixed={"block": "output", "qk_norm": "all"},
+            rope=Rope(theta=5e5, local_theta="same"),
+            window=Window(default=4096, layers="types", full=4),
+        ),
+        replace(
+            LLAMA,
+            model_type="granite",
+            architecture="GraniteForCausalLM",
+            keys=_decoder_keys(
+                Key("embed_scale", "embedding_multiplier", "number", 1.0),
+                Key("residual_scale", "residual_multiplier", "number", 1.0),
+                Key("attn_scale", "attention_multiplier", "number", 1.0),
+                Key("logit_scale", "logits_scaling", "number", 1.0, power=-1.0),
+                *_attention_bias(),
+                MLP_BIAS,
+            ),
+            fixed={},
+        ),
+        replace(
+            LLAMA,
+            model_type="smollm3",
+            architecture="SmolLM3ForCausalLM",
+            keys=_decoder_keys(_kv_heads(4), *_attention_bias(), MLP_BIAS, TIED),
+            fixed={},
+            rope=Rope(theta=2e6, layers="listed"),
+            window=Window(always=False, layers="no rope"),
+        ),
+        replace(
+            LLAMA,
+            model_type="glm4",
+            architecture="Glm4ForCausalLM",
+            keys=_decoder_keys(
+                _kv_heads(2),
+                _head_dim(128),
+                Key("norm_eps", "rms_norm_eps", "number", 1.5625e-7),
+                *_attention_bias(True, out=False),
+            ),
+            tensors=_renamed(
+                INTERLEAVED,
+                GATE_UP,
+                _layer("post_self_attn_layernorm.{p}", "attn.out_norm.{p}"),
+                _layer("post_mlp_layernorm.{p}", "mlp.out_norm.{p}"),
+            ),
+            fixed={"block": "sandwich"},
+            rope=Rope(partial=0.5),
+        ),
+        replace(
+            LLAMA,
+            model_type="starcoder2",
+            architecture="Starcoder2ForCausalLM",
+            keys=_decoder_keys(
+                Key("activation", "hidden_act", "choice", "gelu_pytorch_tanh", values=ACTIVATIONS),
+                _kv_heads(2),
+                Key("norm_eps", "norm_epsilon", "number", 1e-5),
+                *(Key(field, "use_bias", "flag", True) for field in ("qkv_bias", "out_bias", "mlp_bias")),
+                TIED,
+            ),
+            tensors=_renamed(
+                DECODER,
+                _layer("mlp.c_fc.{p}", "mlp.up.{p}"),
+                _layer("mlp.c_proj.{p}", "mlp.down.{p}"),
+            ),
+            fixed={"norm": "layer", "norm_bias": True, "gated": False},
+            window=Window(layers="all"),
+            dropouts={"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+            one_dropout=True,
+        ),
+        replace(
+            LLAMA,
+            model_type="cohere",
+            architecture="CohereForCausalLM",
+            keys=_decoder_keys(
+                LAYER_NORM_EPS,
+                Key("logit_scale", "logit_scale", "number", 0.0625),
+                Key("qk_norm", "use_qk_norm", "flag", False, values={False: False, True: "per-head"}),
+                *_attention_bias(),
+                TIED,
+            ),
+            tensors=_renamed(
+                INTERLEAVED,
+                _layer("self_attn.q_norm.weight", "attn.q_norm.weight", interleaved=True, shape=("heads", "head_dim")),
+                _layer(
+                    "self_attn.k_norm.weight", "attn.k_norm.weight", interleaved=True, shape=("kv_heads", "head_dim")
+                ),
+                without=("blocks.{i}.mlp.norm.{p}",),
+            ),
+            fixed={"block": "parallel-shared", "norm": "layer"},
+            rope=Rope(theta=5e5),
+        ),
+        replace(
+            LLAMA,
+            model_type="cohere2",
+            architecture="Cohere2ForCausalLM",
+            keys=_decoder_keys(
+                LAYER_NORM_EPS,
+                Key("logit_scale", "logit_scale", "number", 0.0625),
+                *_attention_bias(),
+                TIED,
+            ),
+            tensors=_renamed(INTERLEAVED, without=("blocks.{i}.mlp.norm.{p}",)),
+            fixed={"block": "parallel-shared", "norm": "layer"},
+            rope=Rope(layers="windows"),
+            window=Window(default=4096, layers="types", full=4, full_key="sliding_window_pattern"),
+        ),
+        replace(
+            LLAMA,
+            model_type="stablelm",
+            architecture="StableLmForCausalLM",
+            keys=_decoder_keys(
+                LAYER_NORM_EPS,
+                Key(
+                    "block",
+                    "use_parallel_residual",
+                    "flag",
+                    False,
+                    values={False: "pre", True: "parallel-shared"},
+                ),
+                Key("qk_norm", "qk_layernorm", "flag", False, values={False: False, True: "per-head"}),
+                Key("qkv_bias", "use_qkv_bias", "flag", False),
+            ),
+            tensors=_renamed(
+                DECODER,
+                _layer("self_attn.q_layernorm.norms.{h}.weight", "attn.q_norm.weight"),
+                _layer("self_attn.k_layernorm.norms.{h}.weight", "attn.k_norm.weight"),
+            ),
+            fixed={"norm": "layer", "norm_bias": True},
+            rope=Rope(partial=0.25),
+            dropouts={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+        ),
+        GPT_NEOX,
     )
 }
 """By `model_type`."""
@@ -417,9 +732,9 @@ def _runs(rule: Rule, m: ModelConfig, rows: int) -> tuple[Run, ...]:
     }[rule.part]
     if not rule.interleaved:
         return (Run(start, 0, length),)
-    turned = getattr(m, "rope_dim", 0) or e  # the first dims of each head; the rest stay where they are
+    rotated = m.rope_dim  # the first dims of each head; the rest stay where they are
     runs = []
     for h in range(0, length, e):
-        runs += [Run(start + h, h, turned // 2, 2), Run(start + h + turned // 2, h + 1, turned // 2, 2)]
-        runs += [Run(start + h + turned, h + turned, e - turned)] if turned < e else []
+        runs += [Run(start + h, h, rotated // 2, 2), Run(start + h + rotated // 2, h + 1, rotated // 2, 2)]
+        runs += [Run(start + h + rotated, h + rotated, e - rotated)] if rotated < e else []
     return tuple(runs)

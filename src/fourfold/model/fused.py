@@ -1,12 +1,13 @@
-"""Operations in one piece, each with its own gradient: the gated SiLU of an MLP, and turning queries and keys.
+"""Operations with a gradient of their own: gated activations, soft-capping, and the rotary embedding of queries and keys.
 
-Both keep nothing that their gradient does not need, where chains of torch's operators would keep what lies between, and on CUDA
-each direction is one kernel (kernels/), one pass over the data.
+Each keeps only what its gradient needs, where chains of torch's operators would keep intermediate results; on CUDA the gated
+SiLU and the full rotary embedding are one kernel in each direction (kernels/), one pass over the data.
 
-    gated_silu   h [.., 2 F] = [gate | up]                    →  silu(gate) · up  [.., F]          keeps h
-    turn         qkv [B, T, H·E | K·E | K·E], tables [T, E]   →  q, k, v  [B, H or K, T, E]        keeps the tables
+    gated      h [.., 2 F] = [gate | up]                    →  activation(gate) · up  [.., F]     keeps h
+    soft_cap   x                                            →  cap · tanh(x / cap)                keeps the result
+    embed_qk   qkv [B, T, H·E | K·E | K·E], tables [T, R]   →  q, k, v  [B, H or K, T, E]         keeps the tables
 
-`turn` gives q, k and v memory of their own, so that what it was fed can go.
+`embed_qk` gives q, k and v memory of their own, so that its input can be freed. R ≤ E: the dimensions of a head that are rotated.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from torch import Tensor
 
 from fourfold.kernels import have_kernels
 
-__all__ = ["gated_silu", "rotate", "turn"]
+__all__ = ["embed_qk", "gated", "rotate", "soft_cap"]
 
 
-def gated_silu(h: Tensor) -> Tensor:
-    """silu(gate) · up of [gate | up], the halves of the last dim."""
-    out: Tensor = _GatedSilu.apply(h)
+def gated(h: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) · up of [gate | up], the halves of the last dim."""
+    out: Tensor = _GatedSilu.apply(h) if activation == "silu" else _GatedGelu.apply(h, _APPROXIMATE[activation])
     return out
+
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class _GatedSilu(torch.autograd.Function):
@@ -57,54 +61,101 @@ class _GatedSilu(torch.autograd.Function):
         return out
 
 
+class _GatedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.approximate = approximate
+        gate, up = h.chunk(2, dim=-1)
+        return F.gelu(gate, approximate=approximate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (h,) = ctx.saved_tensors
+        gate, up = h.chunk(2, dim=-1)
+        for_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=ctx.approximate)
+        return torch.cat((for_gate, F.gelu(gate, approximate=ctx.approximate) * grad), dim=-1), None
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap)."""
+    out: Tensor = _SoftCap.apply(x, cap)
+    return out
+
+
+class _SoftCap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        out = (x / cap).tanh_().mul_(cap)
+        ctx.save_for_backward(out)
+        ctx.cap = cap
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (out,) = ctx.saved_tensors
+        slope = (out / ctx.cap).square_().neg_().add_(1)  # 1 - tanh²
+        return slope.mul_(grad), None
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (e, e + E/2) of the last dim turned by the tables' angles, [T, E] both, in the tables' type; x is [.., T, E]."""
+    """Rotary embedding of x [.., T, E] by tables [T, R], in the tables' type.
+
+    Pairs (e, e + R/2) of the first R dimensions are rotated, the others are left as they are.
+    """
     low, high, c, s = _halves(x, cos, sin)
-    return torch.cat((low * c - high * s, high * c + low * s), dim=-1).to(x.dtype)
+    parts = (low * c - high * s, high * c + low * s)
+    rest = x[..., cos.shape[-1] :]
+    return torch.cat((*parts, rest) if rest.shape[-1] else parts, dim=-1).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     low, high, c, s = _halves(x, cos, sin)
-    to_low, to_high = out.chunk(2, dim=-1)
-    torch.sub(low * c, high * s, out=to_low)
-    torch.add(high * c, low * s, out=to_high)
+    half, dim = cos.shape[-1] // 2, cos.shape[-1]
+    torch.sub(low * c, high * s, out=out[..., :half])
+    torch.add(high * c, low * s, out=out[..., half:dim])
+    if dim < x.shape[-1]:
+        out[..., dim:].copy_(x[..., dim:])
 
 
 def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:], cos[:, :half], sin[:, :half]
+    half = cos.shape[-1] // 2
+    return x[..., :half], x[..., half : 2 * half], cos[:, :half], sin[:, :half]
 
 
-def turn(qkv: Tensor, widths: tuple[int, int, int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the three parts of qkv's last dim, as heads; q and k are turned by the tables."""
-    if torch.compiler.is_compiling() and not _has_kernel(qkv):
-        q, k, v = _heads(qkv, widths, cos.shape[-1])
+def embed_qk(
+    qkv: Tensor, widths: tuple[int, int, int], head_dim: int, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the three parts of qkv's last dim, as heads, with the rotary embedding of q and k."""
+    if torch.compiler.is_compiling() and not (_has_kernel(qkv) and cos.shape[-1] == head_dim):
+        q, k, v = _heads(qkv, widths, head_dim)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
-    made: tuple[Tensor, Tensor, Tensor] = _Turn.apply(qkv, widths, cos, sin)
+    made: tuple[Tensor, Tensor, Tensor] = _EmbedQK.apply(qkv, widths, head_dim, cos, sin)
     return made
 
 
-class _Turn(torch.autograd.Function):
+class _EmbedQK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, widths: tuple[int, int, int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, qkv: Tensor, widths: tuple[int, int, int], head_dim: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.widths = widths
-        return _heads(_turned(_heads(qkv, widths, cos.shape[-1]), cos, sin), widths, cos.shape[-1])
+        return _heads(_rotated(_heads(qkv, widths, head_dim), cos, sin), widths, head_dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads, cos, -sin), None, None, None
+        return _rotated(grads, cos, -sin), None, None, None, None
 
 
-def _turned(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> Tensor:
-    """q and k turned and v as it is, side by side: [B, T, H·E + 2 K·E]."""
+def _rotated(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> Tensor:
+    """q and k rotated and v as it is, next to each other: [B, T, H·E + 2 K·E]."""
     q, k, v = parts
-    if _has_kernel(q):
+    batch, _, tokens, dim = q.shape
+    if _has_kernel(q) and cos.shape[-1] == dim:
         from fourfold.kernels import rotary
 
-        return rotary.turned(q, k, v, cos, sin)
-    batch, _, tokens, dim = q.shape
+        return rotary.rotated(q, k, v, cos, sin)
     widths = (q.shape[1] * dim, k.shape[1] * dim, v.shape[1] * dim)
     out = q.new_empty(batch, tokens, sum(widths))
     to_q, to_k, to_v = _heads(out, widths, dim)

@@ -1,7 +1,7 @@
 """Hugging Face `config.json` to the fields of ModelConfig, by the table of families. No torch, no transformers, no network.
 
-A file that asks for something our models do not compute (experts, sliding windows, quantization, other activations, heads for
-other tasks, dropouts that differ) is refused by name. So are sizes out of range and files without the main keys. Other keys
+A file that asks for something our models do not compute (experts, quantization, other activations, heads for other tasks,
+dropouts that differ) is refused by name. So are sizes out of range and files without the main keys. Other keys
 that a file leaves out have the value that transformers gives them.
 """
 
@@ -25,11 +25,17 @@ OTHERS = {
     "qwen3_moe": ("Qwen 3 MoE", EXPERTS),
     "deepseek_v2": ("DeepSeek-V2", "a mixture of experts and latent attention are not supported"),
     "deepseek_v3": ("DeepSeek-V3", "a mixture of experts, latent attention and FP8 weights are not supported"),
-    "gpt_oss": ("gpt-oss", "a mixture of experts and sliding-window attention are not supported"),
+    "gpt_oss": ("gpt-oss", "a mixture of experts and attention sinks are not supported"),
     "llama4": ("Llama 4", EXPERTS),
-    "gemma2": ("Gemma 2", "sliding-window attention and soft-capping of logits are not supported"),
-    "gemma3": ("Gemma 3", "sliding-window attention is not supported"),
-    "gemma3_text": ("Gemma 3", "sliding-window attention is not supported"),
+    "granitemoe": ("Granite MoE", EXPERTS),
+    "olmoe": ("OLMoE", EXPERTS),
+    "phimoe": ("Phi-3.5 MoE", EXPERTS),
+    "gemma3": (
+        "Gemma 3 with vision",
+        "images are not supported; a folder of the text model has model_type 'gemma3_text'",
+    ),
+    "gemma3n": ("Gemma 3n", "its per-layer embeddings are not supported"),
+    "chatglm": ("GLM-4 of 2024", "code from a folder is not run; GLM-4-0414 has model_type 'glm4'"),
 }
 """Well-known architectures that are not supported: name, reason."""
 REFUSED = {
@@ -40,10 +46,10 @@ REFUSED = {
     "moe_intermediate_size": EXPERTS,
     "add_cross_attention": "cross attention is not supported",
     "is_encoder_decoder": "an encoder and a decoder in one model are not supported",
-    "mlp_bias": "a bias in a gated MLP is not supported",
+    "mlp_bias": "a bias in the MLP is not supported for this family",
     "scale_attn_by_inverse_layer_idx": "attention scaled by layer is not supported",
-    "attn_logit_softcapping": "soft-capping of logits is not supported",
-    "final_logit_softcapping": "soft-capping of logits is not supported",
+    "attn_logit_softcapping": "soft-capping is not supported for this family",
+    "final_logit_softcapping": "soft-capping is not supported for this family",
 }
 """Keys that no file may set, unless its family has them among its keys."""
 LONGEST = 4096
@@ -77,11 +83,9 @@ def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None
     c = schema.read(path)
     family = _family(c, path)
     try:
-        read = _fields(c, family, path)
+        read = _fields(c, family, path, seq_len)
     except KeyError as e:
         raise ConfigError(f"{path}: {e.args[0]} is missing for model_type {family.model_type!r}") from None
-    _refuse_window(c, family, seq_len or min(LONGEST, read["positions"]), path)
-    _refuse_layers(c, read["layers"], path)
     return read | {"dropout": _dropout(c, family, path) if dropout is None else dropout}
 
 
@@ -125,7 +129,7 @@ def _refuse_task(c: dict[str, Any], family: Family, path: Path) -> None:
         )
 
 
-def _fields(c: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
+def _fields(c: dict[str, Any], family: Family, path: Path, seq_len: int) -> dict[str, Any]:
     """Fields by the family's keys; raises KeyError for a key that must be there."""
     fields: dict[str, Any] = {"family": family.ours, "model_type": family.model_type}
     names = {key.field: _present(c, key) for key in family.keys}
@@ -144,7 +148,18 @@ def _fields(c: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
             f"{path}: {names['kv_heads']} = {fields['kv_heads']} does not divide {names['heads']} = {heads}; "
             f"the nearest that does is {nearest_divisor(heads, fields['kv_heads'])}"
         )
-    rope = _rope(c, family.rope, path) if family.rope else {}
+    for name, (other, power) in family.derived.items():
+        fields[name] = fields[other] ** power
+    listed = _listed_rope(c, fields["layers"], path) if family.rope and family.rope.layers == "listed" else ()
+    windows = _windows(c, family, fields["layers"], listed, path, seq_len or min(LONGEST, fields["positions"]))
+    fields |= {"windows": windows} if any(windows) else {}
+    rope = _rope(c, family.rope, fields.get("head_dim") or hidden // heads, path) if family.rope else {}
+    if any(listed) and not all(listed):
+        rope["rope_layers"] = listed
+    elif family.rope and family.rope.layers == "windows":
+        rope["rope_layers"] = tuple(map(bool, windows)) or (False,)
+    if not any(windows):
+        rope.pop("rope_local_theta", None)
     return fields | rope | dict(family.fixed)
 
 
@@ -157,7 +172,7 @@ def _value(c: dict[str, Any], key: Key, name: str, path: Path) -> Any:
     if name not in c and key.default is REQUIRED:
         raise KeyError(name)
     if name not in c:
-        return key.values.get(key.default) if key.kind == "choice" else key.default
+        return key.values[key.default] if key.values else key.default
     if c[name] is None and key.default is not REQUIRED:
         return key.null if key.null is not None else _value({}, key, name, path)
     match key.kind:
@@ -166,7 +181,8 @@ def _value(c: dict[str, Any], key: Key, name: str, path: Path) -> Any:
         case "number":
             return _number(c, name, path) ** key.power
         case "flag":
-            return _flag(c, name, path, False)
+            flag = _flag(c, name, path, False)
+            return key.values[flag] if key.values else flag
     if not isinstance(c[name], str) or c[name] not in key.values:
         good = next(iter(key.values))
         raise ConfigError(f"{path}: {name} = {c[name]!r} is not supported; this family computes {good!r}")
@@ -189,31 +205,68 @@ def _dropout(c: dict[str, Any], family: Family, path: Path) -> float:
     return float(next(iter(found.values())))
 
 
-def _refuse_window(c: dict[str, Any], family: Family, seq_len: int, path: Path) -> None:
-    """Attention over less than the sequence."""
-    types = c.get("layer_types") or []
-    for found in types if isinstance(types, list) else [types]:
-        if found not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"{path}: layer_types has {found!r}, which is not supported; known: full_attention")
-    window = _size({"sliding_window": family.window.default} | c, "sliding_window", path, 0, least=0)
-    uses = _flag(c, "use_sliding_window", path, family.window.always) and window > 0
-    if "sliding_attention" in types and not window:
-        raise ConfigError(f"{path}: layer_types has 'sliding_attention': sliding-window attention is not supported")
-    if (uses or "sliding_attention" in types) and window < seq_len:
+TYPES = ("full_attention", "sliding_attention")
+
+
+def _windows(
+    c: dict[str, Any], family: Family, layers: int, listed: tuple[bool, ...], path: Path, seq_len: int
+) -> tuple[int, ...]:
+    """Window of every layer, or of all alike; 0: none."""
+    rule, types = family.window, c.get("layer_types")
+    _check_layer_types(types, layers, path)
+    window = _size({"sliding_window": rule.default} | c, "sliding_window", path, 0, least=0)
+    uses = _flag(c, "use_sliding_window", path, rule.always) and window > 0
+    match rule.layers:
+        case "none":
+            if (uses or "sliding_attention" in (types or [])) and window < seq_len:
+                raise ConfigError(
+                    f"{path}: sliding_window = {window} is shorter than the sequence of {seq_len} tokens, and models of type "
+                    f"{family.model_type!r} have no windows; leave sliding_window and layer_types out"
+                )
+            return ()
+        case "all":
+            return (window,) if uses else ()
+        case "no rope":
+            return tuple(0 if rope else window for rope in listed) if uses else ()
+    if types is not None:
+        if "sliding_attention" in types and not window:
+            raise ConfigError(f"{path}: layer_types has 'sliding_attention', and sliding_window is missing")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if not uses:
+        return ()
+    if not rule.full:
+        first = _size(c, "max_window_layers", path, 28, least=0)
+        return tuple(window if i >= first else 0 for i in range(layers))
+    every = _size(c, rule.full_key, path, rule.full) if rule.full_key else rule.full
+    return tuple(0 if (i + 1) % every == 0 else window for i in range(layers))
+
+
+def _listed_rope(c: dict[str, Any], layers: int, path: Path) -> tuple[bool, ...]:
+    """Which layers have a rotary embedding, by `no_rope_layers` (1: it has) or `no_rope_layer_interval`."""
+    listed = c.get("no_rope_layers")
+    if listed is None:
+        every = _size(c, "no_rope_layer_interval", path, 4)
+        return tuple((i + 1) % every != 0 for i in range(layers))
+    if not isinstance(listed, list) or len(listed) != layers or any(flag not in (0, 1) for flag in listed):
         raise ConfigError(
-            f"{path}: sliding_window = {window} is shorter than the sequence of {seq_len} tokens: sliding-window attention "
-            f"is not supported; use sequences of at most {window}"
+            f"{path}: no_rope_layers = {listed!r} must have one entry for each of the {layers} layers: 1 with a rotary "
+            "embedding, 0 without"
         )
+    return tuple(map(bool, listed))
 
 
-def _refuse_layers(c: dict[str, Any], layers: int, path: Path) -> None:
-    """A list of layers that is not as long as the model."""
-    types = c.get("layer_types")
-    if types is not None and (not isinstance(types, list) or len(types) != layers):
+def _check_layer_types(types: Any, layers: int, path: Path) -> None:
+    """A list of known types, as long as the model."""
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != layers:
         found = f"{len(types)} entries" if isinstance(types, list) else repr(types)
         raise ConfigError(
             f"{path}: layer_types has {found} for num_hidden_layers = {layers}; leave it out, or give one for every layer"
         )
+    for found in types:
+        if found not in TYPES:
+            raise ConfigError(f"{path}: layer_types has {found!r}, which is not supported; known: {', '.join(TYPES)}")
 
 
 def _size(
@@ -249,24 +302,53 @@ def _flag(c: dict[str, Any], key: str, path: Path, default: bool) -> bool:
 # ---- rotary embeddings ----
 
 
-def _rope(c: dict[str, Any], rope: Rope, path: Path) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, from the keys of transformers 4 (at the top) or 5 (in rope_parameters)."""
+def _rope(c: dict[str, Any], rope: Rope, head_dim: int, path: Path) -> dict[str, Any]:
+    """Fields of the rotary embedding, from the keys of transformers 4 (at the top) or 5 (in rope_parameters)."""
     old, new = _table(c, "rope_scaling", path) or {}, _table(c, "rope_parameters", path) or {}
-    for table in (c, old, new):
-        if _number(table, "partial_rotary_factor", path, 1.0) != 1:
+    local: dict[str, Any] = {}
+    if new and set(new) <= set(TYPES):
+        if not rope.local_theta:
+            raise ConfigError(f"{path}: rope_parameters by layer type are not supported for this family")
+        local, new = _table(new, "sliding_attention", path) or {}, _table(new, "full_attention", path) or {}
+    theta = _one_number("rope_theta", rope.theta, path, (c, rope.theta_key), (old, "rope_theta"), (new, "rope_theta"))
+    partial = _one_number(
+        rope.partial_key,
+        rope.partial or 1.0,
+        path,
+        *((table, key) for table in (c, old, new) for key in {rope.partial_key, "partial_rotary_factor"}),
+    )
+    if partial < 1 and not rope.partial:
+        raise ConfigError(
+            f"{path}: partial_rotary_factor = {partial}: a rotary embedding on a part of each head is not supported for this "
+            "family"
+        )
+    if partial > 1:
+        raise ConfigError(f"{path}: {rope.partial_key} = {partial} must be at most 1")
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(old or new, c, rope, path)}
+    if partial < 1:
+        fields["rope_dim"] = int(head_dim * partial)
+    if rope.local_theta:
+        default = theta if rope.local_theta == "same" else float(rope.local_theta)
+        fields["rope_local_theta"] = _one_number(
+            "rope_local_base_freq", default, path, (c, "rope_local_base_freq"), (local, "rope_theta")
+        )
+        if local.get("rope_type", "default") != "default":
             raise ConfigError(
-                f"{path}: partial_rotary_factor = {table['partial_rotary_factor']!r}: rotary positions on a part of each head "
-                "are not supported"
+                f"{path}: rope_parameters of sliding_attention have rope_type = {local['rope_type']!r}; "
+                "layers with a window are supported without scaling only"
             )
-    given = {
-        _number(table, key, path)
-        for table, key in ((c, rope.theta_key), (old, "rope_theta"), (new, "rope_theta"))
-        if table.get(key) is not None
-    }
+        if fields["rope_local_theta"] == theta and fields["rope_scaling"] is None:
+            del fields["rope_local_theta"]
+    return fields
+
+
+def _one_number(name: str, default: float, path: Path, *places: tuple[dict[str, Any], str]) -> float:
+    """A number that a file may have in several places, if they agree."""
+    given = {_number(table, key, path) for table, key in places if table.get(key) is not None}
     if len(given) > 1:
-        found = " and ".join(f"{theta:g}" for theta in sorted(given))
-        raise ConfigError(f"{path}: rope_theta is given several times, as {found}; leave one of them")
-    return {"rope_theta": next(iter(given), rope.theta), "rope_scaling": _scaling(old or new, c, path)}
+        found = " and ".join(f"{value:g}" for value in sorted(given))
+        raise ConfigError(f"{path}: {name} is given several times, as {found}; leave one of them")
+    return next(iter(given), default)
 
 
 def _table(c: dict[str, Any], key: str, path: Path) -> dict[str, Any] | None:
@@ -278,11 +360,13 @@ def _table(c: dict[str, Any], key: str, path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _scaling(s: dict[str, Any], c: dict[str, Any], path: Path) -> RopeScaling | None:
+def _scaling(s: dict[str, Any], c: dict[str, Any], rope: Rope, path: Path) -> RopeScaling | None:
     kind = s.get("rope_type") or s.get("type") or "default"
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # dynamic scaling begins beyond max_position_embeddings, where no sequence is
         return None
-    original = _size(s, "original_max_position_embeddings", path, _size(c, "max_position_embeddings", path))
+    kind = "longrope" if kind in rope.longrope else kind
+    positions = _size(c, "max_position_embeddings", path)
+    original = _size(s, "original_max_position_embeddings", path, positions)
     match kind:
         case "linear":
             return RopeScaling(kind="linear", factor=_number(s, "factor", path))
@@ -295,17 +379,40 @@ def _scaling(s: dict[str, Any], c: dict[str, Any], path: Path) -> RopeScaling | 
                 high_freq_factor=_number(s, "high_freq_factor", path),
             )
         case "yarn":
-            for key in ("attention_factor", "mscale", "mscale_all_dim"):
-                if s.get(key) is not None:
-                    raise ConfigError(f"{path}: rope_scaling of type 'yarn' with {key} = {s[key]!r} is not supported")
-            if s.get("truncate") is False:
-                raise ConfigError(f"{path}: rope_scaling of type 'yarn' with truncate = false is not supported")
             return RopeScaling(
                 kind="yarn",
-                factor=_number(s, "factor", path),
+                factor=_number(s, "factor", path, positions / original),
                 original_positions=original,
                 beta_fast=_number(s, "beta_fast", path, 32.0),
                 beta_slow=_number(s, "beta_slow", path, 1.0),
+                truncate=_flag(s, "truncate", path, True),
+                mscale=_optional(s, "mscale", path),
+                mscale_all_dim=_optional(s, "mscale_all_dim", path),
+                attention_factor=_optional(s, "attention_factor", path),
+            )
+        case "longrope":
+            original = _size(c, "original_max_position_embeddings", path, original)
+            return RopeScaling(
+                kind="longrope",
+                factor=_number(s, "factor", path, max(1.0, positions / original)),
+                original_positions=original,
+                short_factor=_factors(s, "short_factor", path),
+                long_factor=_factors(s, "long_factor", path),
+                attention_factor=_optional(s, "attention_factor", path),
             )
         case _:
-            raise ConfigError(f"{path}: rope_scaling of type {kind!r} is not supported; known: linear, llama3, yarn")
+            raise ConfigError(
+                f"{path}: rope_scaling of type {kind!r} is not supported; known: linear, llama3, yarn, longrope, dynamic"
+            )
+
+
+def _optional(c: dict[str, Any], key: str, path: Path) -> float:
+    """A number above 0, or 0 where there is none."""
+    return 0.0 if c.get(key) is None else _number(c, key, path)
+
+
+def _factors(s: dict[str, Any], key: str, path: Path) -> tuple[float, ...]:
+    found = s.get(key)
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{path}: rope_scaling of type 'longrope' needs {key}, a list of numbers")
+    return tuple(_number({key: value}, key, path) for value in found)

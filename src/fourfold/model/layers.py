@@ -1,11 +1,20 @@
-"""Building blocks of the models: rotary positions, norms, the attention part and the MLP part, embedding and head.
+"""Building blocks of the models: rotary embedding, norms, the attention part and the MLP part, embedding and head.
 
-A block is two parts, each a residual branch with the norm that feeds it: pre-norm `x + f(norm(x))` (GPT, Llama) or
-post-norm `norm(x + f(x))` (BERT). A part is a unit of sharding, so norm, matrices and residual lie together in it.
+A block is two parts, attention and MLP, each a residual branch with its norms. A part is a unit of sharding, so its norms,
+matrices and residual sum belong to it. `ModelConfig.block` says where the norms are (f: the branch, s: `residual_scale`):
 
-Letters: B sequences, T tokens of a sequence, D hidden, H heads, K key heads, E width of a head, F width of the MLP, V
-vocabulary. Weights are [outputs, inputs] as in torch. q, k and v are one matrix with rows [H·E | K·E | K·E]; gate and up of
-a gated MLP are one matrix with rows [F | F].
+    pre               x + s f(norm(x))                  GPT-2, Llama, Mistral, Qwen, Phi-3, …
+    post              norm(x + s f(x))                  BERT
+    output            x + s out_norm(f(x))              OLMo 2
+    sandwich          x + s out_norm(f(norm(x)))        Gemma 2, Gemma 3, GLM-4
+    parallel          x + s attn(norm(x)) + s mlp(norm'(x))       GPT-NeoX
+    parallel-shared   h = norm(x);  x + s attn(h) + s mlp(h)      Cohere
+
+In a parallel block the attention part returns (what feeds the MLP, the residual sum so far), and the MLP part adds to it.
+
+Letters: B sequences, T tokens of a sequence, D hidden, H heads, K key heads, E width of a head, R rotary dimensions, F width of
+the MLP, V vocabulary. Weights are [outputs, inputs] as in torch. q, k and v are one matrix with rows [H·E | K·E | K·E]; gate and
+up of a gated MLP are one matrix with rows [F | F].
 """
 
 from __future__ import annotations
@@ -19,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import ModelConfig, RopeScaling
-from fourfold.model.fused import gated_silu, rotate, turn
+from fourfold.model.attention import blocked_attention
+from fourfold.model.fused import embed_qk, gated, rotate, soft_cap
 
 __all__ = [
     "IGNORE",
@@ -28,11 +38,13 @@ __all__ = [
     "Block",
     "Embedding",
     "Head",
+    "PerHeadNorm",
+    "PlusOneNorm",
     "Positions",
     "Rotary",
     "TokenLoss",
     "TokenTypes",
-    "activation",
+    "activate",
     "make_norm",
 ]
 
@@ -41,15 +53,15 @@ IGNORE = -100
 
 
 class Rotary(nn.Module):
-    """Tables that turn pairs (e, e + E/2) of every head by position · frequency; shared by all blocks of a model.
+    """Tables of the rotary embedding, shared by the blocks of a model: pairs (e, e + R/2) are rotated by position · frequency.
 
-    cos, sin [T, E]; computed in fp64, kept in fp32 (fp64 for fp64 models), rotation done in that type.
+    cos, sin [T, R]; computed in fp64, kept in fp32 (fp64 for fp64 models), rotation done in that type.
     """
 
-    def __init__(self, head_dim: int, positions: int, theta: float, scaling: RopeScaling | None):
+    def __init__(self, dim: int, positions: int, theta: float, scaling: RopeScaling | None):
         super().__init__()
-        self.head_dim, self.positions, self.theta, self.scaling = head_dim, positions, theta, scaling
-        empty = torch.empty(0, head_dim)
+        self.dim, self.positions, self.theta, self.scaling = dim, positions, theta, scaling
+        empty = torch.empty(0, dim)
         self.register_buffer("cos", empty, persistent=False)
         self.register_buffer("sin", empty.clone(), persistent=False)
         self.cos: Tensor
@@ -57,7 +69,7 @@ class Rotary(nn.Module):
 
     def materialize(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compute the tables; called once the module has left the meta device."""
-        frequency, scale = _frequencies(self.head_dim, self.theta, self.scaling)
+        frequency, scale = _frequencies(self.dim, self.theta, self.scaling, self.positions)
         angle = torch.outer(torch.arange(self.positions, dtype=torch.float64, device="cpu"), frequency).repeat(1, 2)
         table = torch.float64 if dtype == torch.float64 else torch.float32
         self.cos = (angle.cos() * scale).to(device, table)
@@ -71,8 +83,8 @@ class Rotary(nn.Module):
         return self.cos[:tokens], self.sin[:tokens]
 
 
-def _frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
-    """Radians per position for every pair, and the scale of the tables (1 but for yarn)."""
+def _frequencies(dim: int, theta: float, scaling: RopeScaling | None, positions: int) -> tuple[Tensor, float]:
+    """Radians per position for every pair, and the scale of the tables (1 unless yarn or longrope)."""
     exponent = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
     plain = theta**-exponent
     match scaling:
@@ -85,33 +97,92 @@ def _frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[T
             span = scaling.high_freq_factor - scaling.low_freq_factor
             keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
             return plain * (keep + (1 - keep) / scaling.factor), 1.0
+        case RopeScaling(kind="longrope"):
+            long = positions > scaling.original_positions
+            factors = torch.tensor(
+                scaling.long_factor if long else scaling.short_factor, dtype=torch.float64, device="cpu"
+            )
+            return plain / factors, _table_scale(scaling)
         case _:  # yarn
             low, high = (
                 dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
                 for turns in (scaling.beta_fast, scaling.beta_slow)
             )
-            low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+            if scaling.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
             pair = torch.arange(dim // 2, dtype=torch.float64, device="cpu")
             keep = 1 - ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
-            return plain * (keep + (1 - keep) / scaling.factor), 0.1 * math.log(scaling.factor) + 1.0
+            return plain * (keep + (1 - keep) / scaling.factor), _table_scale(scaling)
+
+
+def _table_scale(s: RopeScaling) -> float:
+    """Scale of cos and sin by yarn or longrope."""
+    if s.attention_factor:
+        return s.attention_factor
+    if s.factor <= 1:
+        return 1.0
+    if s.kind == "longrope":
+        return math.sqrt(1 + math.log(s.factor) / math.log(s.original_positions))
+    log = 0.1 * math.log(s.factor)
+    if s.mscale and s.mscale_all_dim:
+        return (s.mscale * log + 1) / (s.mscale_all_dim * log + 1)
+    return log + 1.0
+
+
+class PlusOneNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.rms_norm(x, self.normalized_shape, None, self.eps)
+        return torch.addcmul(h, h, self.weight)
+
+
+class PerHeadNorm(nn.Module):
+    """A norm over each head of features [.., H·E], with a weight [H·E]: every head has its own."""
+
+    def __init__(self, width: int, head_dim: int, eps: float, *, centred: bool):
+        super().__init__()
+        self.head_dim, self.eps, self.centred = head_dim, eps, centred
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, dims = x.unflatten(-1, (-1, self.head_dim)), (self.head_dim,)
+        normal = F.layer_norm(heads, dims, eps=self.eps) if self.centred else F.rms_norm(heads, dims, eps=self.eps)
+        return normal.flatten(-2) * self.weight
 
 
 def make_norm(m: ModelConfig, width: int = 0) -> nn.Module:
-    """LayerNorm (gpt, bert) or RMSNorm (llama) over the last dim."""
-    kind = nn.RMSNorm if m.family == "llama" else nn.LayerNorm
-    return kind(width or m.hidden, eps=m.norm_eps)
+    """The model's kind of norm over the last dim."""
+    width = width or m.hidden
+    if m.norm == "layer":
+        return nn.LayerNorm(width, eps=m.norm_eps, bias=bool(m.norm_bias))
+    return (PlusOneNorm if m.norm_plus_one else nn.RMSNorm)(width, eps=m.norm_eps)
+
+
+def _make_qk_norm(m: ModelConfig, heads: int) -> nn.Module | None:
+    match m.qk_norm:
+        case "all":
+            return make_norm(m, heads * m.head_dim)
+        case "per-head":
+            return PerHeadNorm(heads * m.head_dim, m.head_dim, m.norm_eps, centred=m.norm == "layer")
+        case _:
+            return make_norm(m, m.head_dim) if m.qk_norm else None
 
 
 class _Part(nn.Module):
-    """A residual branch with its norm; subclasses compute the branch, up to its last product."""
+    """A residual branch with its norms; subclasses compute the branch up to its last matmul."""
 
-    def __init__(self, m: ModelConfig):
+    def __init__(self, m: ModelConfig, *, norm: bool = True):
         super().__init__()
-        self.norm = make_norm(m)
-        self.post_norm = m.family == "bert"
+        self.norm = make_norm(m) if norm and m.block != "output" else None
+        self.out_norm = make_norm(m) if m.block in ("output", "sandwich") else None
+        self.post_norm = m.block == "post"
+        self.parallel = m.block in ("parallel", "parallel-shared")
         self.dropout = m.dropout or 0.0
+        self.residual_scale = m.residual_scale
 
-    def inner(self, x_btd: Tensor) -> Tensor:
+    def inner(self, h_btd: Tensor) -> Tensor:
         raise NotImplementedError
 
     @property
@@ -119,25 +190,44 @@ class _Part(nn.Module):
         """The linear that leads back to the residual stream."""
         raise NotImplementedError
 
-    def forward(self, x_btd: Tensor) -> Tensor:
-        h_btd = self.last(self.inner(x_btd if self.post_norm else self.norm(x_btd)))
-        h_btd = x_btd + F.dropout(h_btd, self.dropout, self.training)
-        return self.norm(h_btd) if self.post_norm else h_btd
+    def forward(self, x_btd: Tensor, sum_btd: Tensor | None = None) -> Any:
+        """The residual stream after this part; parallel attention: what feeds the MLP, and the residual sum."""
+        h_btd = self.feed(x_btd)
+        return self._close(x_btd, h_btd, self.inner(h_btd), sum_btd)
 
-    def again(self, x_btd: Tensor) -> Tensor:
+    def again(self, x_btd: Tensor, sum_btd: Tensor | None = None) -> Any:
         """`forward` for the sake of its graph (recomputation): nobody reads what it returns.
 
-        So the last product need not be computed, unless a norm comes after it.
+        So the last matmul need not be computed, unless a norm comes after it.
         """
-        if self.post_norm or not isinstance(self.last, nn.Linear):
-            return self(x_btd)
-        h_btd = self.inner(self.norm(x_btd))
+        if self.post_norm or self.out_norm is not None or not isinstance(self.last, nn.Linear):
+            return self(x_btd, sum_btd)
+        h_btd = self.feed(x_btd)
+        inner = self.inner(h_btd)
         with _Unread():
-            return x_btd + F.dropout(self.last(h_btd), self.dropout, self.training)
+            return self._close(x_btd, h_btd, inner, sum_btd)
+
+    def feed(self, x_btd: Tensor) -> Tensor:
+        """What the branch reads."""
+        return x_btd if self.norm is None or self.post_norm else self.norm(x_btd)
+
+    def _close(self, x_btd: Tensor, h_btd: Tensor, inner: Tensor, sum_btd: Tensor | None) -> Any:
+        """The last matmul and the residual sum."""
+        y_btd = self.last(inner)
+        if self.out_norm is not None:
+            y_btd = self.out_norm(y_btd)
+        return self._join(x_btd, h_btd, F.dropout(y_btd, self.dropout, self.training), sum_btd)
+
+    def _join(self, x_btd: Tensor, h_btd: Tensor, y_btd: Tensor, sum_btd: Tensor | None) -> Any:
+        x_btd = self.add(x_btd, y_btd)
+        return self.norm(x_btd) if self.post_norm and self.norm is not None else x_btd
+
+    def add(self, x_btd: Tensor, y_btd: Tensor) -> Tensor:
+        return x_btd + y_btd if self.residual_scale == 1 else torch.add(x_btd, y_btd, alpha=self.residual_scale)
 
 
 class _Unread(TorchDispatchMode):
-    """Products and sums leave their results as memory happens to be; what autograd records of them is as always."""
+    """Matmuls and sums leave their results uninitialised; what autograd records of them does not change."""
 
     _left_out = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.add.Tensor)
 
@@ -151,77 +241,114 @@ class _Unread(TorchDispatchMode):
 
 
 class Attention(_Part):
-    """Softmax attention over all earlier tokens (gpt, llama) or all tokens (bert), through torch's fused kernel."""
+    """Softmax attention over all earlier tokens, a window of them, or (bert) all tokens.
 
-    def __init__(self, m: ModelConfig, rotary: Rotary | None):
+    Through torch's fused kernel, unless a window or soft-capped scores ask for `blocked_attention`.
+    """
+
+    def __init__(self, m: ModelConfig, rotary: Rotary | None, window: int = 0):
         super().__init__(m)
         self.widths = (m.heads * m.head_dim, m.kv_heads * m.head_dim, m.kv_heads * m.head_dim)
-        self.head_dim, self.grouped, self.causal = m.head_dim, m.kv_heads != m.heads, m.family != "bert"
+        self.head_dim, self.grouped, self.causal = m.head_dim, m.kv_heads != m.heads, m.causal
+        self.window, self.softcap = window, m.attn_softcap
+        self.scale: float | None = m.attn_scale or None
+        self.shares_norm = m.block == "parallel-shared"
         self.qkv: nn.Module = nn.Linear(m.hidden, sum(self.widths), bias=bool(m.qkv_bias))
-        self.q_norm = make_norm(m, m.head_dim) if m.qk_norm else None
-        self.k_norm = make_norm(m, m.head_dim) if m.qk_norm else None
+        self.q_norm, self.k_norm = _make_qk_norm(m, m.heads), _make_qk_norm(m, m.kv_heads)
+        self.norms_heads = m.qk_norm is True  # one weight for all heads, of a head's width
+        self.norms_keys = True  # false where the projection does it (on a grid with fewer key heads than columns)
         self.rotary = rotary
-        self.out: nn.Module = nn.Linear(self.widths[0], m.hidden, bias=m.family != "llama")
+        self.out: nn.Module = nn.Linear(self.widths[0], m.hidden, bias=bool(m.out_bias))
 
     @property
     def last(self) -> nn.Module:
         return self.out
 
-    def inner(self, x_btd: Tensor) -> Tensor:
-        q, k, v = self.heads(self.qkv(x_btd))
+    def inner(self, h_btd: Tensor) -> Tensor:
+        return self.attend(*self.heads(self.qkv(h_btd))).transpose(1, 2).flatten(-2)
+
+    def attend(self, q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor) -> Tensor:
+        if self.softcap or 0 < self.window < q_bhte.shape[2]:
+            scale = self.scale or self.head_dim**-0.5
+            return blocked_attention(
+                q_bhte, k_bkte, v_bkte, scale=scale, cap=self.softcap, window=self.window, causal=self.causal
+            )
         dropout = self.dropout if self.training else 0.0
-        o_bhte = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=self.causal, enable_gqa=self.grouped
+        return F.scaled_dot_product_attention(
+            q_bhte,
+            k_bkte,
+            v_bkte,
+            dropout_p=dropout,
+            is_causal=self.causal,
+            scale=self.scale,
+            enable_gqa=self.grouped,
         )
-        return o_bhte.transpose(1, 2).flatten(-2)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, H or K, T, E], normed and turned where the model does that."""
+        """Queries, keys and values [B, H or K, T, E], with norms and rotary embedding where the layer has them."""
         if self.rotary is not None and self.q_norm is None:
-            return turn(qkv, self.widths, *self.rotary.tables(qkv.shape[1]))
-        parts = qkv.split(self.widths, dim=-1)
-        q_bthe, k_bthe, v_bthe = (p.unflatten(-1, (-1, self.head_dim)) for p in parts)
-        if self.q_norm is not None and self.k_norm is not None:
+            return embed_qk(qkv, self.widths, self.head_dim, *self.rotary.tables(qkv.shape[1]))
+        q_btf, k_btf, v_btf = qkv.split(self.widths, dim=-1)
+        if self.q_norm is not None and not self.norms_heads:
+            q_btf = self.q_norm(q_btf)
+            k_btf = self.k_norm(k_btf) if self.k_norm is not None and self.norms_keys else k_btf
+        q_bthe, k_bthe, v_bthe = (p.unflatten(-1, (-1, self.head_dim)) for p in (q_btf, k_btf, v_btf))
+        if self.norms_heads and self.q_norm is not None and self.k_norm is not None:
             q_bthe, k_bthe = self.q_norm(q_bthe), self.k_norm(k_bthe)
         q, k, v = (t.transpose(1, 2) for t in (q_bthe, k_bthe, v_bthe))
         return (q, k, v) if self.rotary is None else (self.rotary(q), self.rotary(k), v)
 
+    def _join(self, x_btd: Tensor, h_btd: Tensor, y_btd: Tensor, sum_btd: Tensor | None) -> Any:
+        if not self.parallel:
+            return super()._join(x_btd, h_btd, y_btd, sum_btd)
+        return (h_btd if self.shares_norm else x_btd), self.add(x_btd, y_btd)
 
-def activation(family: str, h: Tensor) -> Tensor:
-    """GELU (gpt: tanh form, bert: exact) or the gated SiLU of llama."""
-    if family == "llama":
-        return gated_silu(h)
-    return F.gelu(h, approximate="tanh" if family == "gpt" else "none")
+
+def activate(kind: str, is_gated: bool, h: Tensor) -> Tensor:
+    """SiLU or GELU (exact, or by tanh) of h; gated: of its first half, times the second."""
+    if is_gated:
+        return gated(h, kind)
+    return F.silu(h) if kind == "silu" else F.gelu(h, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 class MLP(_Part):
     """Up to the width of the MLP, activation, and down again."""
 
     def __init__(self, m: ModelConfig):
-        super().__init__(m)
-        self.family = m.family
-        gated = m.family == "llama"
-        self.up: nn.Module = nn.Linear(m.hidden, (2 if gated else 1) * m.ffn, bias=not gated)
-        self.down: nn.Module = nn.Linear(m.ffn, m.hidden, bias=not gated)
+        super().__init__(m, norm=m.block != "parallel-shared")
+        assert m.activation is not None
+        self.activation, self.gated = m.activation, bool(m.gated)
+        self.up: nn.Module = nn.Linear(m.hidden, (2 if m.gated else 1) * m.ffn, bias=bool(m.mlp_bias))
+        self.down: nn.Module = nn.Linear(m.ffn, m.hidden, bias=bool(m.mlp_bias))
 
     @property
     def last(self) -> nn.Module:
         return self.down
 
-    def inner(self, x_btd: Tensor) -> Tensor:
-        return activation(self.family, self.up(x_btd))
+    def inner(self, h_btd: Tensor) -> Tensor:
+        return activate(self.activation, self.gated, self.up(h_btd))
+
+    def _join(self, x_btd: Tensor, h_btd: Tensor, y_btd: Tensor, sum_btd: Tensor | None) -> Any:
+        """In a parallel block, without the residual sum so far: what is to be added to it."""
+        if not self.parallel:
+            return super()._join(x_btd, h_btd, y_btd, sum_btd)
+        if sum_btd is not None:
+            return self.add(sum_btd, y_btd)
+        return y_btd if self.residual_scale == 1 else y_btd * self.residual_scale
 
 
 class Block(nn.Module):
     """One layer of the model: attention, then MLP."""
 
-    def __init__(self, m: ModelConfig, rotary: Rotary | None):
+    def __init__(self, m: ModelConfig, rotary: Rotary | None, window: int = 0):
         super().__init__()
-        self.attn = Attention(m, rotary)
+        self.attn = Attention(m, rotary, window)
         self.mlp = MLP(m)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return self.mlp(self.attn(x_btd))
+        out = self.attn(x_btd)
+        y_btd: Tensor = self.mlp(*out) if isinstance(out, tuple) else self.mlp(out)
+        return y_btd
 
 
 class Positions(nn.Embedding):
@@ -239,18 +366,24 @@ class TokenTypes(nn.Embedding):
 
 
 class Embedding(nn.Module):
-    """Token ids [B, T] to the residual stream [B, T, D]: tokens, learned positions (gpt, bert), token types and norm (bert)."""
+    """Token ids [B, T] to the residual stream [B, T, D]: tokens, learned positions (gpt, bert), token types and norm (bert).
+
+    `embed_scale` multiplies the rows of the table, rounded to their type, as Gemma does.
+    """
 
     def __init__(self, m: ModelConfig):
         super().__init__()
         self.tokens: nn.Module = nn.Embedding(m.vocab, m.hidden)
-        self.positions: nn.Module | None = Positions(m.positions, m.hidden) if m.family != "llama" else None
+        self.positions: nn.Module | None = Positions(m.positions, m.hidden) if m.learned_positions else None
         self.types: nn.Module | None = TokenTypes(m.token_types, m.hidden) if m.token_types else None
-        self.norm = make_norm(m) if m.family == "bert" else None
+        self.norm = make_norm(m) if m.masked_lm else None
+        self.scale = m.embed_scale
         self.dropout = m.dropout or 0.0
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         x_btd = self.tokens(tokens_bt)
+        if self.scale != 1:
+            x_btd = x_btd * torch.tensor(self.scale, dtype=x_btd.dtype, device="cpu").item()
         if self.positions is not None:
             x_btd = x_btd + self.positions(tokens_bt)
         if self.types is not None:
@@ -272,22 +405,31 @@ class TokenLoss(nn.Module):
 class Head(nn.Module):
     """The residual stream to logits [B, T, V], or with targets [B, T] to the sum of the tokens' cross entropies.
 
-    The projection's weight is the embedding's when tied.
+    The projection's weight is the embedding's when tied. `logit_scale` multiplies the input of the projection, which is narrower
+    than the logits.
     """
 
     def __init__(self, m: ModelConfig):
         super().__init__()
-        bert = m.family == "bert"
-        self.dense: nn.Module | None = nn.Linear(m.hidden, m.hidden) if bert else None
+        self.dense: nn.Module | None = nn.Linear(m.hidden, m.hidden) if m.masked_lm else None
         self.norm = make_norm(m)
-        self.proj: nn.Module = nn.Linear(m.hidden, m.vocab, bias=bert)
+        self.proj: nn.Module = nn.Linear(m.hidden, m.vocab, bias=m.masked_lm)
+        self.scale, self.softcap = m.logit_scale, m.logit_softcap
         self.tied = bool(m.tie)
         self.loss: nn.Module = TokenLoss()
 
     def forward(self, x_btd: Tensor, targets_bt: Tensor | None = None) -> Tensor:
-        if self.dense is not None:
-            x_btd = F.gelu(self.dense(x_btd))
-        logits_btv = self.proj(self.norm(x_btd))
+        logits_btv = self.cap(self.proj(self.feed(x_btd)))
         if targets_bt is None:
             return logits_btv
         return self.loss(logits_btv, targets_bt)
+
+    def feed(self, x_btd: Tensor) -> Tensor:
+        """What the projection reads."""
+        if self.dense is not None:
+            x_btd = F.gelu(self.dense(x_btd))
+        h_btd: Tensor = self.norm(x_btd)
+        return h_btd if self.scale == 1 else h_btd * self.scale
+
+    def cap(self, logits: Tensor) -> Tensor:
+        return soft_cap(logits, self.softcap) if self.softcap else logits

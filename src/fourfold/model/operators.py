@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fourfold.config import ModelConfig
-from fourfold.model.spec import Shapes, unit_flops, unit_names, unit_shapes
+from fourfold.model.spec import Shapes, keys_per_query, unit_flops, unit_names, unit_shapes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -323,8 +324,8 @@ def _norm_operator(width: int) -> Operator:
 
 def _embed(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     d = m.hidden
-    post = m.family == "bert"
-    added = 2 * d * ((m.family != "llama") + bool(m.token_types))
+    post = m.masked_lm
+    added = 2 * d * (m.learned_positions + bool(m.token_types) + (m.embed_scale != 1))
     operators = [Operator("lookup", "memory", moved=2.0 * d + added, backward=1.5)]
     tokens = 2.0  # int64 ids
     return UnitSpec(
@@ -338,7 +339,7 @@ def _embed(m: ModelConfig, name: str, layer: int) -> UnitSpec:
             "selective": Held(d + 2 if post else 0, tokens),
             "full": Held(0, tokens),
         },
-        forward=_alike(Moment(Held(2.0 * d if m.family != "llama" else d), full=2.0 * d, weights=1.0)),
+        forward=_alike(Moment(Held(2.0 * d if added else d), full=2.0 * d, weights=1.0)),
         backward=(Moment(Held(2.0 * d if post else d), grads=1.0, full=float(d)),),
         closing=float(d),
         output=d,
@@ -349,75 +350,196 @@ def _alike(*moments: Moment) -> dict[str, tuple[Moment, ...]]:
     return dict.fromkeys(("none", "selective", "full"), moments)
 
 
+class _Norms(NamedTuple):
+    """The norms of a part that lie on the residual stream."""
+
+    before: bool
+    """There is a norm of the input (or, post-norm, of the sum)."""
+    after: bool
+    """There is a norm of the branch's output."""
+    rms: bool
+    plus_one: bool
+
+    @classmethod
+    def of(cls, m: ModelConfig, part: str) -> _Norms:
+        before = m.block != "output" and not (part == "mlp" and m.block == "parallel-shared")
+        return cls(before, m.block in ("output", "sandwich"), m.norm == "rms", m.norm_plus_one)
+
+    @property
+    def number(self) -> int:
+        return self.before + self.after
+
+    def operators(self, width: int) -> list[Operator]:
+        more = [Operator("plus_one", "memory", moved=3.0 * width, backward=1.7)] if self.plus_one else []
+        return [_norm_operator(width), *more]
+
+    @property
+    def stats(self) -> Held:
+        """Statistics of one norm: in fp32 where it is an RMSNorm, else of the compute type."""
+        return Held(0, 1) if self.rms else Held(2, 0)
+
+    def saved(self, width: int) -> Held:
+        """Kept by all of them besides their inputs and outputs: statistics, and the normalised values before (1 + weight)."""
+        extra = width if self.plus_one else 0
+        return Held(self.number * (self.stats.narrow + extra), self.number * self.stats.wide)
+
+
 def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     d, q, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
-    qkv, llama = q + 2 * kv, m.family == "llama"
-    keys = m.seq_len if m.family == "bert" else m.seq_len / 2
+    qkv, index = q + 2 * kv, layer - 1
+    norms, rotary = _Norms.of(m, "attn"), m.has_rope(index)
+    blocked = bool(m.attn_softcap or m.window(index))
     operators = [
-        _norm_operator(d),
+        *(norms.operators(d) if norms.before else []),
         _product("qkv", d, qkv),
-        Operator("attention", "attention", flops=4.0 * keys * q, moved=2.0 * q + 2 * kv, backward=2.5),
+        *([Operator("norm", "memory", moved=2.0 * (q + kv), backward=2.0)] if m.qk_norm else []),
+        *([Operator("rotary", "memory", moved=2.0 * qkv, backward=1.0)] if rotary else []),
+        Operator(
+            "attention",
+            "attention",
+            flops=4.0 * keys_per_query(m, index) * q,
+            moved=2.0 * q + 2 * kv,
+            backward=2.5,
+        ),
+        *([_scores_operator(m, index)] if blocked else []),
         _product("out", q, d),
+        *(norms.operators(d) if norms.after else []),
         Operator("residual", "memory", moved=3.0 * d, backward=0.7),
     ]
-    turned = again = 0.0  # queries and keys in memory of their own, beside qkv (without a norm of theirs: in its place)
-    if llama:
-        turned = float(q + kv) if m.qk_norm else 0.0
-        again = turned or float(qkv)
-        operators.insert(2, Operator("rotary", "memory", moved=2.0 * qkv, backward=1.0))
-    if m.qk_norm:
-        operators.insert(2, Operator("norm", "memory", moved=2.0 * (q + kv), backward=2.0))
-    stats = 1.0 if llama else 2.0
+    rotated = again = (
+        0.0  # queries and keys in memory of their own, beside qkv (without a norm of theirs: in its place)
+    )
+    if rotary:
+        rotated = float(q + kv) if m.qk_norm else 0.0
+        again = rotated or float(qkv)
+    elif m.qk_norm:
+        rotated = again = float(kv)
     late = d * q / (d * qkv + d * q)
+    heads = _head_norms(m)
+    kept = norms.saved(d)
+    statistics = float(kept.wide) if norms.rms else 0  # a float and an int: fingerprints of specs tell them apart
+    after = d if norms.after else 0  # the branch's output, which its norm keeps
+    parallel = m.block in ("parallel", "parallel-shared")
+    fed = d if norms.before else 0
 
-    def rotary(others: float) -> tuple[Moment, ...]:
-        """Turning the queries: two products, each half as wide as they are; behind a norm, three as wide as they are."""
-        if not llama:
+    def rotating(others: float) -> tuple[Moment, ...]:
+        """Rotary embedding of queries: two terms, each half as wide as they are; behind a norm, three as wide as they are."""
+        if not rotary:
             return ()
         return (Moment(Held(others - kv, 3.0 * q) if m.qk_norm else Held(others + qkv, q)),)
 
+    scores = _scores_moment(m, index) if blocked else ()
     return UnitSpec(
         name,
-        "attn",
+        _attention_kind(m, index),
         layer,
         unit_shapes(m, name),
         tuple(operators),
         {
-            "none": Held(2 * d + qkv + q + turned + (0 if llama else stats), m.heads + (stats if llama else 0)),
-            "selective": Held(2 * d + qkv + q, m.heads),
+            "none": Held(d + fed + qkv + q + rotated + heads.narrow + after + kept.narrow, m.heads + statistics),
+            "selective": Held(d + fed + qkv + q, m.heads),
             "full": Held(d),
         },
         forward={
-            "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late), *rotary(-q)),
-            "selective": (Moment(Held(d + again), full=d, weights=late), *rotary(-q)),
-            "full": (Moment(Held(2 * d + qkv + turned + q), full=d, weights=late), *rotary(d + qkv)),
+            "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late), *rotating(-q), *scores),
+            "selective": (Moment(Held(d + again), full=d, weights=late), *rotating(-q), *scores),
+            "full": (
+                Moment(Held(d + fed + qkv + rotated + q), full=d, weights=late),
+                *rotating(d + qkv),
+                *(_more(s, Held(d + fed + qkv + rotated)) for s in scores),
+            ),
         },
         backward=(
             Moment(Held(d + q), grads=late, full=d, weights=late),
             Moment(Held(d + q + qkv), grads=late),
-            *((Moment(Held(d + qkv - q, q), grads=late),) if llama and not m.qk_norm else ()),
+            *((Moment(Held(d + qkv - q, q), grads=late),) if rotary and not m.qk_norm else ()),
+            *(_more(s, Held(d + q + qkv), 2)._replace(grads=late) for s in scores),
             Moment(Held(2 * d - q), grads=1.0, full=2 * d, weights=1 - late),
         ),
-        split=(Moment(Held(d + q + qkv)), Moment(Held(2 * d), full=d)),
+        split=(
+            Moment(Held(d + q + qkv)),
+            *(_more(s, Held(d + q + qkv), 2) for s in scores),
+            Moment(Held(2 * d), full=d),
+        ),
         closing=3.0 * d,
         for_weight_grad=Held(2 * d + q + qkv),
-        unfused=float(d + (2 * q + kv + m.heads + m.kv_heads if m.qk_norm else 0)) if llama else 0.0,
-        unread="" if m.family == "bert" else "out",
-        output=d,
+        unfused=_unfused(m, norms) + (_unfused_heads(m) if m.qk_norm and m.norm == "rms" else 0.0),
+        again=tuple(dict.fromkeys(o.name for o in operators if o.kind == "memory" and o.name != "scores"))
+        if blocked
+        else (),
+        unread="" if m.block == "post" or norms.after else "out",
+        output=2.0 * d if parallel else d,
     )
+
+
+def _attention_kind(m: ModelConfig, index: int) -> str:
+    """Attention units of a model differ by window and rotary embedding; its most frequent kind is `attn`."""
+
+    def of(layer: int) -> tuple[int, bool]:
+        return m.window(layer), m.has_rope(layer)
+
+    window, rotary = of(index)
+    if not (m.windows or m.rope_layers) or Counter(map(of, range(m.layers))).most_common(1)[0][0] == of(index):
+        return "attn"
+    return (f"attn window {window}" if window else "attn whole") + ("" if rotary else " without rotary")
+
+
+def _unfused(m: ModelConfig, norms: _Norms) -> float:
+    return float(m.hidden * norms.number) if m.norm == "rms" and not m.norm_plus_one else 0.0
+
+
+def _unfused_heads(m: ModelConfig) -> float:
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    return float(2 * q + kv + m.heads + m.kv_heads)
+
+
+def _head_norms(m: ModelConfig) -> Held:
+    """Saved by LayerNorms of queries and keys: values before the weights, statistics, a copy of attention's output."""
+    if not m.qk_norm or m.norm == "rms":
+        return Held(0, 0)
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    values = q + kv if m.qk_norm == "per-head" else 0
+    return Held(values + q + 2 * (m.heads + m.kv_heads if m.qk_norm != "all" else 2))
+
+
+def _block_scores(m: ModelConfig, index: int) -> tuple[float, float]:
+    """Of `blocked_attention`: keys that it computes scores with for a query, and scores that exist at a time, per token."""
+    tokens, window = m.seq_len, m.window(index)
+    rows = max(64, (1 << 24) // (m.heads * min(tokens, 2 * window or tokens)))
+    rows = min(rows, tokens, max(64, window) if window else tokens)
+    keys = min(tokens, rows + window) if window else keys_per_query(m, index) + rows / 2
+    return keys, m.heads * rows * (min(tokens, rows + window) if window else tokens) / tokens
+
+
+def _scores_operator(m: ModelConfig, index: int) -> Operator:
+    """Scores of attention that is not fused: written, scaled, masked, soft-capped, turned into weights, in fp32."""
+    passes = 20.0 if m.attn_softcap else 12.0
+    return Operator("scores", "memory", wide=passes * m.heads * _block_scores(m, index)[0], backward=1.5)
+
+
+def _scores_moment(m: ModelConfig, index: int) -> tuple[Moment, ...]:
+    """Scores of one block of queries, the weights made of them, and the slope of the soft-cap."""
+    return (Moment(Held(0, (3.0 if m.attn_softcap else 2.0) * _block_scores(m, index)[1])),)
+
+
+def _more(moment: Moment, held: Held, times: float = 1.0) -> Moment:
+    both = moment.held
+    return moment._replace(held=Held(times * both.narrow + held.narrow, times * both.wide + held.wide))
 
 
 def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
-    d, f, llama = m.hidden, m.ffn, m.family == "llama"
-    wide = 2 * f if llama else f
+    d, f = m.hidden, m.ffn
+    norms, wide = _Norms.of(m, "mlp"), 2 * m.ffn if m.gated else m.ffn
     late = f / (f + wide)
     operators = (
-        _norm_operator(d),
+        *(norms.operators(d) if norms.before else []),
         _product("up", d, wide),
-        Operator("activation", "memory", moved=float(wide + f), backward=1.7 if llama else 1.5),
+        Operator("activation", "memory", moved=float(wide + f), backward=1.7 if m.gated else 1.5),
         _product("down", f, d),
+        *(norms.operators(d) if norms.after else []),
         Operator("residual", "memory", moved=3.0 * d, backward=0.7),
     )
+    kept, after, fed = norms.saved(d), d if norms.after else 0, d if norms.before else 0
     return UnitSpec(
         name,
         "mlp",
@@ -425,11 +547,11 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         unit_shapes(m, name),
         operators,
         {
-            "none": Held(2 * d + (3 * f if llama else 2 * f + 2), 1 if llama else 0),
-            "selective": Held(2 * d + wide),
+            "none": Held(d + fed + wide + f + after + kept.narrow, kept.wide),
+            "selective": Held(d + fed + wide + after),
             "full": Held(d),
-            "per-slice": Held(2 * d),
-        },
+        }
+        | ({} if norms.after else {"per-slice": Held(d + fed)}),
         forward={
             "none": (Moment(Held(2 * d)), Moment(Held(d), full=d, weights=late)),
             "selective": (Moment(Held(d), Held(f), full=d, weights=late),),
@@ -443,23 +565,27 @@ def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         split=(Moment(Held(d), Held(wide + f)), Moment(Held(2 * d), full=d)),
         closing=3.0 * d,
         for_weight_grad=Held(2 * d + f + wide),
-        unfused=float(d) if llama else 0.0,
-        unread="" if m.family == "bert" else "down",
-        slices=f,
+        unfused=_unfused(m, norms),
+        unread="" if m.block == "post" or norms.after else "down",
+        slices=1 if norms.after else f,
         output=d,
     )
 
 
 def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     d, v = m.hidden, m.vocab
-    bert = m.family == "bert"
-    operators = [_norm_operator(d), _product("proj", d, v)]
-    if bert:
+    norms = _Norms(True, False, m.norm == "rms", m.norm_plus_one)
+    scaled, capped = m.logit_scale != 1, bool(m.logit_softcap)
+    operators = [*norms.operators(d), _product("proj", d, v)]
+    if m.masked_lm:
         operators.insert(0, _product("dense", d, d))
         operators.insert(1, Operator("activation", "memory", moved=2.0 * d, backward=1.5))
+    if scaled:
+        operators.insert(1, Operator("scale", "memory", moved=2.0 * d, backward=1.0))
+    if capped:
+        operators.append(Operator("softcap", "memory", moved=6.0 * v, backward=1.3))
     operators.append(Operator("loss", "memory", moved=float(v), wide=3.0 * v, backward=1.6))
-    more = 2 * d if bert else 0
-    llama = m.family == "llama"
+    more, kept, cap = 2 * d if m.masked_lm else 0, norms.saved(d), v if capped else 0
     return UnitSpec(
         name,
         "head",
@@ -467,22 +593,22 @@ def _head(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         unit_shapes(m, name),
         tuple(operators),
         {
-            "none": Held(2 * d + more + (0 if llama else 2), v + 2 + (1 if llama else 0)),
-            "selective": Held(d + v + (d if bert else 0), 2),
+            "none": Held(2 * d + more + kept.narrow + cap, v + 2 + kept.wide),
+            "selective": Held(d + v + (d if m.masked_lm else 0), 2),
             "full": Held(d, 2),
-            "per-slice": Held(2 * d + (d if bert else 0), 4),
+            "per-slice": Held(2 * d + (d if m.masked_lm else 0), 4),
         },
         forward={
             "none": (Moment(inner=Held(v)), Moment(full=d)),
-            "selective": (Moment(inner=Held(0, v)), Moment(Held(d), full=d)),
-            "full": (Moment(Held(d + more), Held(v, v)), Moment(Held(d + more), Held(v), full=d)),
+            "selective": (Moment(inner=Held(cap, v)), Moment(Held(d), full=d)),
+            "full": (Moment(Held(d + more), Held(v + cap, v)), Moment(Held(d + more), Held(v), full=d)),
         },
         backward=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), 1.0, full=2 * d)),
         split=(Moment(inner=Held(0, 2 * v)), Moment(Held(d), Held(v, -v), full=d)),
         closing=2.0 * d,
         cast=float(v),
         for_weight_grad=Held(d + v + more),
-        unfused=float(d) if llama else 0.0,
+        unfused=_unfused(m, norms),
         slices=v,
         output=0.0,
     )

@@ -15,6 +15,7 @@ from fourfold.config import ModelConfig
 __all__ = [
     "Shapes",
     "flops_per_token",
+    "keys_per_query",
     "parameter_count",
     "parameter_shapes",
     "tied_parameters",
@@ -47,38 +48,51 @@ def parameter_shapes(m: ModelConfig) -> Shapes:
 
 def unit_shapes(m: ModelConfig, unit: str) -> Shapes:
     """Shapes of one unit's own parameters, by their names in it."""
-    bias = m.family != "llama"
-    qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
     if unit == "embed":
         shapes: Shapes = {"tokens.weight": (m.vocab, m.hidden)}
-        if m.family != "llama":
+        if m.learned_positions:
             shapes["positions.weight"] = (m.positions, m.hidden)
         if m.token_types:
             shapes["types.weight"] = (m.token_types, m.hidden)
-        return shapes | (_norm(m) if m.family == "bert" else {})
-    if unit.endswith("attn"):
-        heads: Shapes = {"q_norm.weight": (m.head_dim,), "k_norm.weight": (m.head_dim,)} if m.qk_norm else {}
+        return shapes | (_norm(m) if m.masked_lm else {})
+    if unit == "head":
+        dense = _linear("dense", m.hidden, m.hidden, True) if m.masked_lm else {}
+        proj = _linear("proj", m.hidden, m.vocab, m.masked_lm)
+        return dense | _norm(m) | {n: s for n, s in proj.items() if not (m.tie and n == "proj.weight")}
+    attention = unit.endswith("attn")
+    norms: Shapes = {}
+    if m.block != "output" and (attention or m.block != "parallel-shared"):
+        norms |= _norm(m)
+    if m.block in ("output", "sandwich"):
+        norms |= _norm(m, "out_norm")
+    if attention:
+        qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
         return (
-            _norm(m)
+            norms
             | _linear("qkv", m.hidden, qkv, bool(m.qkv_bias))
-            | heads
-            | _linear("out", m.heads * m.head_dim, m.hidden, bias)
+            | _qk_norms(m)
+            | _linear("out", m.heads * m.head_dim, m.hidden, bool(m.out_bias))
         )
-    if unit.endswith("mlp"):
-        wide = 2 * m.ffn if m.family == "llama" else m.ffn
-        return _norm(m) | _linear("up", m.hidden, wide, bias) | _linear("down", m.ffn, m.hidden, bias)
-    dense = _linear("dense", m.hidden, m.hidden, True) if m.family == "bert" else {}
-    proj = _linear("proj", m.hidden, m.vocab, m.family == "bert")
-    return dense | _norm(m) | {n: s for n, s in proj.items() if not (m.tie and n == "proj.weight")}
+    up = _linear("up", m.hidden, 2 * m.ffn if m.gated else m.ffn, bool(m.mlp_bias))
+    return norms | up | _linear("down", m.ffn, m.hidden, bool(m.mlp_bias))
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
     return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
 
 
-def _norm(m: ModelConfig) -> Shapes:
-    shapes: Shapes = {"norm.weight": (m.hidden,)}
-    return shapes | ({} if m.family == "llama" else {"norm.bias": (m.hidden,)})
+def _norm(m: ModelConfig, name: str = "norm", width: int = 0) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (width or m.hidden,)}
+    return shapes | ({f"{name}.bias": (width or m.hidden,)} if m.norm_bias else {})
+
+
+def _qk_norms(m: ModelConfig) -> Shapes:
+    if not m.qk_norm:
+        return {}
+    widths = {n: m.head_dim * (1 if m.qk_norm is True else h) for n, h in (("q_norm", m.heads), ("k_norm", m.kv_heads))}
+    if m.qk_norm == "per-head":
+        return {f"{n}.weight": (width,) for n, width in widths.items()}
+    return _norm(m, "q_norm", widths["q_norm"]) | _norm(m, "k_norm", widths["k_norm"])
 
 
 def parameter_count(m: ModelConfig) -> int:
@@ -86,19 +100,26 @@ def parameter_count(m: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(m).values())
 
 
-def unit_flops(m: ModelConfig) -> dict[str, float]:
-    """FLOPs of each unit's forward for one token: 2 per weight of a matrix product, plus attention.
+def keys_per_query(m: ModelConfig, layer: int) -> float:
+    """Keys that a query attends to, on average: all (bert), half of them, or those in the layer's window."""
+    if not m.causal:
+        return m.seq_len
+    window = m.window(layer) or m.seq_len
+    return window - window * window / (2 * m.seq_len)
 
-    The head's product counts, also when tied; the embedding lookup does not. Attention multiplies every query with T
-    keys and values (causal: half of them): 2·2·T·H·E. The backward is twice the forward.
+
+def unit_flops(m: ModelConfig) -> dict[str, float]:
+    """FLOPs of each unit's forward for one token: 2 per weight of a matmul, plus attention.
+
+    The head's matmul counts, also when tied; the embedding lookup does not. Attention multiplies every query with its
+    keys and values: 2·2·keys·H·E. The backward is twice the forward.
     """
-    keys = m.seq_len if m.family == "bert" else m.seq_len / 2
     flops: dict[str, float] = {}
     for unit in unit_names(m):
-        products = sum(math.prod(s) for s in unit_shapes(m, unit).values() if len(s) == 2)
-        flops[unit] = 2.0 * products if unit != "embed" else 0.0
+        weights = sum(math.prod(s) for s in unit_shapes(m, unit).values() if len(s) == 2)
+        flops[unit] = 2.0 * weights if unit != "embed" else 0.0
         if unit.endswith("attn"):
-            flops[unit] += 4 * keys * m.heads * m.head_dim
+            flops[unit] += 4 * keys_per_query(m, int(unit.split(".")[1])) * m.heads * m.head_dim
     flops["head"] += 2.0 * m.vocab * m.hidden if m.tie else 0.0
     return flops
 

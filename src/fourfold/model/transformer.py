@@ -17,18 +17,26 @@ __all__ = ["Transformer"]
 
 
 class Transformer(nn.Module):
-    """GPT, BERT or Llama, by `config.family`; the plain serial model that every parallel run is compared with."""
+    """The model of a config; the plain serial model that every parallel run is compared with."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.rotary: Rotary | None = None
-        if config.family == "llama":
-            self.rotary = Rotary(config.head_dim, config.seq_len, config.rope_theta, config.rope_scaling)
+        self.local_rotary: Rotary | None = None  # of layers with a window, where they have their own
+        if not config.learned_positions:
+            self.rotary = Rotary(config.rope_dim, config.seq_len, config.rope_theta, config.rope_scaling)
+        if config.rope_local_theta:
+            self.local_rotary = Rotary(config.rope_dim, config.seq_len, config.rope_local_theta, None)
         self.embed = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, self._rotary(i), config.window(i)) for i in range(config.layers))
         self.head = Head(config)
         self.tie()
+
+    def _rotary(self, layer: int) -> Rotary | None:
+        if not self.config.has_rope(layer):
+            return None
+        return self.local_rotary if self.config.has_local_rope(layer) else self.rotary
 
     def tie(self) -> None:
         """Make the head use the embedding's weight where the config says so (again, after parameters were replaced)."""

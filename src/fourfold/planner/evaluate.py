@@ -369,8 +369,9 @@ class SimulatedStep:
         """Bytes of a step's tokens and targets, and of rotary tables."""
         spec, mesh = self.problem.spec, self.layout.mesh
         tokens = self.problem.global_batch / mesh.batch_ways * spec.seq_len
-        rotary = spec.config is not None and spec.config.family == "llama"
-        return 16 * tokens + (8.0 * spec.seq_len * spec.config.head_dim if rotary and spec.config else 0.0)
+        m = spec.config
+        rotary = m.rope_dim * (2 if m.rope_local_theta else 1) if m is not None else 0
+        return 16 * tokens + 8.0 * spec.seq_len * rotary
 
     def _memory(self, rank: int) -> RankMemory:
         p, schedule, layout = self.problem, self.schedule, self.layout

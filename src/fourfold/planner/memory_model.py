@@ -104,7 +104,12 @@ class Workspace:
     def _shared_keys(self) -> float:
         """Bytes per token: with fewer key heads than columns, every column holds one whole (keys, values, rotated keys)."""
         config, col = self.problem.spec.config, self.mesh.col
-        if self.unit.kind != "attn" or config is None or config.kv_heads is None or config.head_dim is None:
+        if (
+            not self.unit.kind.startswith("attn")
+            or config is None
+            or config.kv_heads is None
+            or config.head_dim is None
+        ):
             return 0.0
         return 3.0 * max(0, col - config.kv_heads) * config.head_dim * self.width
 

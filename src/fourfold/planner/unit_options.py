@@ -148,7 +148,7 @@ def sharding_options(
         reduces: list[Literal["step", "micro-batch"]] = ["step", "micro-batch"] if m > 1 else ["step"]
         choices += [UnitChoice(mode, reduce, g) for mode in modes for reduce in reduces for g in groups]
     whole_ops = replace(layout, mesh=replace(layout.mesh, pipe=1))  # no backward is split
-    before = _BEFORE.get(kind, kind)
+    before = _BEFORE.get(kind.partition(" ")[0], kind)
     before = before if before in problem.spec.kinds else kind
     other = unit_times(problem, whole_ops, before, UnitChoice())
     forward, backward = other.forward, other.input_grad + other.weight_grad

@@ -66,6 +66,11 @@ def _slices(name: str, split: int, model: ModelConfig, plan: Plan) -> int:
     """Number of slices of a unit; on a grid, each column slices its own block."""
     if name != "head" and not name.endswith(".mlp"):
         return 1
+    if split > 1 and name != "head" and model.block in ("output", "sandwich"):
+        raise PlanError(
+            f"unit '{name}': split = {split}, but this MLP has a norm of its output (block = '{model.block}'), which needs the "
+            f'sum of all slices; use split = 1 for it (the head can be split: match = "head")'
+        )
     assert model.ffn is not None
     width, what, ways = model.ffn, "hidden features", plan.mesh.col
     if name == "head":

@@ -11,6 +11,7 @@ serial parameters: initial values and checkpoints are those of the unsplit layer
 Values between units (B sequences, T tokens, D hidden):
 
     MLP      x → (h, acc) → … → (h, acc) → y        h [B, T, D] feeds every slice; acc starts as the residual and accumulates
+             (x, acc) → (h, acc) → … → y            in a parallel block: acc has the residual and attention's branch
              x → (h, acc, a) → (h, acc) → (h, acc, a) → … → y       with one unit per matrix; a: the slice's activation
     linear   x → (x, acc) → … → y
     head     x → (h, lse, picked) → … → loss        lse [B·T]: running logsumexp; picked: the target's logit
@@ -33,10 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.model.layers import IGNORE, MLP, Head, activation
+from fourfold.model.fused import soft_cap
+from fourfold.model.layers import IGNORE, MLP, Head, activate
 from fourfold.piece import Piece
 
-__all__ = ["Cutter", "Serial", "Slice", "slices_of"]
+__all__ = ["Cutter", "Serial", "Slice", "adds_to_sum", "slices_of"]
 
 Adds = Literal["no", "beside", "more", "last"]
 Rows = tuple[int, int]
@@ -68,6 +70,11 @@ class Cutter(Protocol):
     def tied_rows(self, head: Head, index: int, count: int, /) -> Rows: ...
     def whole(self, module: nn.Module, name: str, /) -> Pieces: ...
     def total(self) -> Total: ...
+
+
+def adds_to_sum(module: nn.Module) -> bool:
+    """Whether a unit is fed (h, acc) and its output is added to acc: the MLP of a parallel block."""
+    return isinstance(module, MLP) and module.parallel
 
 
 def slices_of(
@@ -172,22 +179,27 @@ class MlpSlice(nn.Module):
 
     def __init__(self, mlp: MLP, up: nn.Module | None, down: nn.Module | None, first: bool, last: bool):
         super().__init__()
-        self.family, self.dropout, self.first = mlp.family, mlp.dropout, first
+        assert mlp.out_norm is None, "an MLP with a norm of its output cannot be cut into slices"
+        self.activation, self.gated, self.dropout, self.first = mlp.activation, mlp.gated, mlp.dropout, first
+        self.residual_scale, self.parallel = mlp.residual_scale, mlp.parallel
         pre, self.post = first and not mlp.post_norm and up is not None, last and mlp.post_norm and down is not None
         self.norm = mlp.norm if pre or self.post else None
         self.up, self.down = up, down
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         x_btd, h_btd, a_btf = values[0], values[0], values[-1]
+        acc_btd = values[1] if self.parallel and len(values) > 1 else x_btd
         if self.up is not None:
             if self.norm is not None and not self.post:
                 h_btd = self.norm(x_btd)
-            a_btf = activation(self.family, self.up(h_btd))
+            a_btf = activate(self.activation, self.gated, self.up(h_btd))
         if self.down is None:
-            return (h_btd, x_btd, a_btf) if self.first else a_btf
+            return (h_btd, acc_btd, a_btf) if self.first else a_btf
         y_btd = F.dropout(self.down(a_btf), self.dropout, self.training)
+        if self.residual_scale != 1:
+            y_btd = y_btd * self.residual_scale
         if self.first and self.up is not None:
-            return h_btd, x_btd + y_btd
+            return h_btd, acc_btd + y_btd
         if self.post:
             assert self.norm is not None
             return self.norm(values[1] + y_btd)
@@ -224,6 +236,7 @@ class HeadSlice(nn.Module):
     def __init__(self, head: Head, proj: nn.Module, runs: tuple[tuple[int, int, int], ...], first: bool, total: Any):
         super().__init__()
         self.runs, self.first, self.total = runs, first, total
+        self.scale, self.softcap = head.scale, head.softcap
         self.dense = head.dense if first else None
         self.norm = head.norm if first else None
         self.proj = proj
@@ -235,6 +248,7 @@ class HeadSlice(nn.Module):
             h_btd = F.gelu(self.dense(h_btd))
         if self.norm is not None:
             h_btd = self.norm(h_btd)
+            h_btd = h_btd if self.scale == 1 else h_btd * self.scale
         logits_nv, targets_n = self._logits(h_btd), targets_bt.flatten()
         here, place, at = torch.zeros_like(targets_n, dtype=torch.bool), torch.zeros_like(targets_n), 0
         for start, stop, _ in self.runs:
@@ -258,6 +272,8 @@ class HeadSlice(nn.Module):
         logits_nv = self.proj(h_btd).flatten(0, 1)
         used = [logits_nv[:, at : at + stop - start] for start, stop, at in self.runs]
         logits_nv = used[0] if len(used) == 1 else torch.cat(used, 1) if used else logits_nv[:, :0]
+        if self.softcap:
+            logits_nv = soft_cap(logits_nv, self.softcap)
         return logits_nv if logits_nv.dtype == torch.float64 else logits_nv.float()
 
 

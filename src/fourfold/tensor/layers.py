@@ -5,7 +5,8 @@
                    backward. The same shares serve the output projection (flow `os`), so a tied weight is held once.
     positions      copied: [P, D], or its block of features; token types, too
     norm           with features split, statistics over col: LayerNorm merges (mean, square sum) of all columns, which is stable,
-                   RMSNorm sums squares; fp32 or wider. With tokens split, the serial norm is right as it is
+                   RMSNorm sums squares; fp32 or wider. With tokens split, the serial norm is right as it is. So are norms of
+                   queries and keys over each head; one over all heads (OLMo 2) has its statistics over col
     cross entropy  logits [n, V / col] stay where they are: a maximum and two sums per token over col
 
 n tokens on this row, m = n / col. Padding: rows of W that no token has; places of logits that count as -inf; features that
@@ -21,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fourfold.model.layers import IGNORE
+from fourfold.model.layers import IGNORE, PerHeadNorm
 from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
 from fourfold.tensor.flows import join, scatter_sum
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.linear import GridLinear, Setting, Side
 
-__all__ = ["GridCrossEntropy", "GridNorm", "GridPositions", "GridTable", "GridTypes", "SharedKeys"]
+__all__ = ["GridCrossEntropy", "GridHeadNorm", "GridNorm", "GridPositions", "GridTable", "GridTypes", "SharedKeys"]
 
 
 class GridTable(nn.Module):
@@ -112,18 +113,20 @@ class GridTypes(GridPositions):
 
 
 class GridNorm(nn.Module):
-    """LayerNorm (`centred`) or RMSNorm over features that are split over col."""
+    """LayerNorm (`centred`) or RMSNorm over features that are split over col. `plus_one`: the factor is 1 + weight."""
 
-    def __init__(self, setting: Setting, blocks: Blocks, *, eps: float, centred: bool):
+    def __init__(
+        self, setting: Setting, blocks: Blocks, *, eps: float, centred: bool, bias: bool, plus_one: bool = False
+    ):
         super().__init__()
-        self.setting, self.blocks, self.eps = setting, blocks, eps
+        self.setting, self.blocks, self.eps, self.centred, self.plus_one = setting, blocks, eps, centred, plus_one
         self.weight = nn.Parameter(torch.empty(blocks.size, device="meta"))
-        self.bias = nn.Parameter(torch.empty(blocks.size, device="meta")) if centred else None
+        self.bias = nn.Parameter(torch.empty(blocks.size, device="meta")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         col = self.setting.grid.col
         filled = tuple(self.blocks.filled(p) for p in range(col.size))
-        return _Normalize.apply(x, self.weight, self.bias, col, filled, self.eps)
+        return _Normalize.apply(x, self.weight, self.bias, col, filled, self.eps, self.centred, self.plus_one)
 
     def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
         grid = self.setting.grid
@@ -133,19 +136,42 @@ class GridNorm(nn.Module):
         return {n: make_pieces(f"{prefix}.{n}", shape, runs, copies) for n in names}
 
 
+class GridHeadNorm(PerHeadNorm):
+    """A norm over each head, with a weight for each, of the heads that a column has: no communication."""
+
+    def __init__(self, setting: Setting, blocks: Blocks, serial: PerHeadNorm):
+        super().__init__(blocks.size, serial.head_dim, serial.eps, centred=serial.centred)
+        self.setting, self.blocks = setting, blocks
+        self.weight = nn.Parameter(torch.empty(blocks.size, device="meta"))
+
+    def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
+        grid = self.setting.grid
+        runs = (self.blocks.runs[grid.col.index],)
+        return {"weight": make_pieces(f"{prefix}.weight", (self.blocks.total,), runs, grid.copies("row"))}
+
+
 class _Normalize(torch.autograd.Function):
     """(x - mean) / deviation · w + b over the features of all columns, of which column p has `filled[p]`; the rest stays 0.
 
-    Without b it is RMSNorm: no mean. Kept for the backward: x, and the statistics of every token.
+    Not `centred` it is RMSNorm: no mean. `plus_one`: 1 + w in place of w. Kept for the backward: x, and the statistics of
+    every token.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, col: Axis, filled: tuple[int, ...], eps: float
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        col: Axis,
+        filled: tuple[int, ...],
+        eps: float,
+        centred: bool,
+        plus_one: bool,
     ) -> Tensor:
         mine, total = filled[col.index], sum(filled)
         used, mean = _wide(x)[..., :mine], None
-        if b is not None:
+        if centred:
             mean = used.sum(-1, keepdim=True) / max(mine, 1)
             squares = (used - mean).square().sum(-1, keepdim=True)
             parts = col.gather(torch.stack((mean, squares))).unflatten(0, (col.size, 2))
@@ -156,8 +182,8 @@ class _Normalize(torch.autograd.Function):
             variance = col.sum(used.square().sum(-1, keepdim=True)) / total
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, w, mean, scale)
-        ctx.col, ctx.mine, ctx.total = col, mine, total
-        y = _normal(x, mean, scale, mine) * w[:mine]
+        ctx.col, ctx.mine, ctx.total, ctx.plus_one, ctx.has_bias = col, mine, total, plus_one, b is not None
+        y = _normal(x, mean, scale, mine) * _factor(w, mine, plus_one)
         if b is not None:
             y = y + b[:mine]
         return F.pad(y, (0, x.shape[-1] - mine)).to(x.dtype)
@@ -168,15 +194,19 @@ class _Normalize(torch.autograd.Function):
         x, w, mean, scale = ctx.saved_tensors
         mine, padding = ctx.mine, (0, x.shape[-1] - ctx.mine)
         normal, dy_wide = _normal(x, mean, scale, mine), _wide(dy)[..., :mine]
-        g = dy_wide * w[:mine]
+        g = dy_wide * _factor(w, mine, ctx.plus_one)
         sums = [(g * normal).sum(-1, keepdim=True)]
         if mean is not None:
             sums.append(g.sum(-1, keepdim=True))
         means = ctx.col.sum(torch.stack(sums)) / ctx.total
         dx = (g - normal * means[0] - (means[1] if mean is not None else 0)) * scale
         dw = F.pad((dy_wide * normal).flatten(0, -2).sum(0), padding).to(w.dtype)
-        db = None if mean is None else F.pad(dy_wide.flatten(0, -2).sum(0), padding).to(w.dtype)
-        return F.pad(dx, padding).to(x.dtype), dw, db, None, None, None
+        db = F.pad(dy_wide.flatten(0, -2).sum(0), padding).to(w.dtype) if ctx.has_bias else None
+        return F.pad(dx, padding).to(x.dtype), dw, db, None, None, None, None, None
+
+
+def _factor(w: Tensor, mine: int, plus_one: bool) -> Tensor:
+    return 1 + _wide(w)[:mine] if plus_one else w[:mine]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -208,14 +238,21 @@ class SharedKeys(GridLinear):
     ):
         super().__init__(setting, inputs, outputs, bias=bias, name="qkv")
         self.widths, self.head, self.head_dim = [b.size for b in blocks], head, head_dim
+        self.key_features = blocks[1].total
+        self.key_norm: tuple[
+            nn.Module, ...
+        ] = ()  # over all key heads; a tuple: its parameters belong to the attention part
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = super().forward(x).split(self.widths, dim=-1)
         col, at = self.setting.grid.col, (self.head or 0) * self.head_dim
         whole = _Gather.apply(torch.cat((k, v), -1).flatten(0, 1), col).unflatten(0, q.shape[:2])
         both = whole.unflatten(-1, (col.size, 2, -1)).transpose(-3, -2).flatten(-2)  # [B, T, 2, col · |k|]
-        mine = both[..., at : at + self.head_dim]
-        return torch.cat((q, mine[..., 0, :], mine[..., 1, :]), -1)
+        keys, values = both[..., 0, :], both[..., 1, :]
+        for norm in self.key_norm:
+            keys = norm(keys[..., : self.key_features])
+        head = slice(at, at + self.head_dim)
+        return torch.cat((q, keys[..., head], values[..., head]), -1)
 
 
 class _Gather(torch.autograd.Function):

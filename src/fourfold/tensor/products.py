@@ -25,7 +25,7 @@ def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str =
     stream, sequence = even(m.hidden, col), residual == "sequence"
     q, k, _ = grouped_heads(m.heads, m.kv_heads, m.head_dim, col)
     inner = even(m.ffn, col)
-    wide = fuse(*[inner] * (2 if m.family == "llama" else 1))
+    wide = fuse(*[inner] * (2 if m.gated else 1))
 
     def product(ins: Blocks, outs: Blocks, leaves: bool, comes: bool) -> Product:
         in_tokens, out_tokens = leaves and sequence, comes and sequence
@@ -38,7 +38,7 @@ def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str =
         "down": product(inner, stream, False, True),
         "proj": product(stream, even(m.vocab, col), True, False),
     }
-    if m.family == "bert":
+    if m.masked_lm:
         found["dense"] = product(stream, stream, True, True)
     return found
 

@@ -16,11 +16,19 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fourfold.errors import PlanError
-from fourfold.model.layers import MLP, Attention, Embedding, Head, Positions, TokenTypes
+from fourfold.model.layers import MLP, Attention, Embedding, Head, PerHeadNorm, PlusOneNorm, Positions, TokenTypes
 from fourfold.piece import Piece, whole
-from fourfold.tensor.blocks import even, fuse, grouped_heads
+from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
 from fourfold.tensor.grid import Grid
-from fourfold.tensor.layers import GridCrossEntropy, GridNorm, GridPositions, GridTable, GridTypes, SharedKeys
+from fourfold.tensor.layers import (
+    GridCrossEntropy,
+    GridHeadNorm,
+    GridNorm,
+    GridPositions,
+    GridTable,
+    GridTypes,
+    SharedKeys,
+)
 from fourfold.tensor.linear import GridLinear, Setting, Side
 
 __all__ = ["Rule", "parallelize", "pieces_of", "residual_side", "swap_norm"]
@@ -55,7 +63,7 @@ def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Pie
     found: dict[str, tuple[Piece, ...]] = {}
     for name, child in module.named_modules():
         inner = f"{name}." if name else ""
-        if isinstance(child, GridLinear | GridTable | GridPositions | GridNorm):
+        if isinstance(child, GridLinear | GridTable | GridPositions | GridNorm | GridHeadNorm):
             found |= {inner + n: p for n, p in child.pieces(f"{prefix}.{name}" if name else prefix).items()}
         else:
             for n, parameter in child.named_parameters(recurse=False):
@@ -75,8 +83,21 @@ def swap_norm(norm: nn.Module, setting: Setting) -> nn.Module:
     side = residual_side(setting, norm.normalized_shape[0])
     if side.tokens:
         return norm
+    return grid_norm(norm, setting, side.blocks)
+
+
+def grid_norm(norm: nn.Module, setting: Setting, blocks: Blocks) -> GridNorm:
+    """A norm over features that are split over the columns, in `blocks`."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     assert norm.eps is not None
-    return GridNorm(setting, side.blocks, eps=norm.eps, centred=isinstance(norm, nn.LayerNorm))
+    return GridNorm(
+        setting,
+        blocks,
+        eps=norm.eps,
+        centred=isinstance(norm, nn.LayerNorm),
+        bias=getattr(norm, "bias", None) is not None,
+        plus_one=isinstance(norm, PlusOneNorm),
+    )
 
 
 def _linear(module: nn.Module) -> tuple[int, int, bool]:
@@ -98,7 +119,26 @@ def _attention(a: nn.Module, s: Setting) -> None:
     keys = a.head_dim if sharing else k.size
     a.widths, a.grouped = (q.size, keys, keys), q.size != keys
     a.out = GridLinear(s, Side(q), residual, bias=_linear(a.out)[2], name="out", trim=sharing)
-    a.norm = swap_norm(a.norm, s)
+    _swap_norms(a, s)
+    if a.q_norm is not None and not a.norms_heads:
+        a.q_norm = _features_norm(a.q_norm, s, q)
+        if not isinstance(a.qkv, SharedKeys):
+            assert a.k_norm is not None
+            a.k_norm = _features_norm(a.k_norm, s, k)
+        elif a.k_norm is not None:  # it gathers all keys, and normalises them before each column takes its own
+            a.qkv.key_norm, a.norms_keys = (a.k_norm,), False
+
+
+def _features_norm(norm: nn.Module, s: Setting, blocks: Blocks) -> nn.Module:
+    """A norm of queries or keys whose heads are split over the columns."""
+    return GridHeadNorm(s, blocks, norm) if isinstance(norm, PerHeadNorm) else grid_norm(norm, s, blocks)
+
+
+def _swap_norms(part: Attention | MLP, s: Setting) -> None:
+    if part.norm is not None:
+        part.norm = swap_norm(part.norm, s)
+    if part.out_norm is not None:
+        part.out_norm = swap_norm(part.out_norm, s)
 
 
 def _mlp(m: nn.Module, s: Setting) -> None:
@@ -108,7 +148,7 @@ def _mlp(m: nn.Module, s: Setting) -> None:
     residual, block = residual_side(s, width), even(inner, s.grid.col.size)
     m.up = GridLinear(s, residual, Side(fuse(*[block] * (wide // inner))), bias=bias, name="up")
     m.down = GridLinear(s, Side(block), residual, bias=bias, name="down")
-    m.norm = swap_norm(m.norm, s)
+    _swap_norms(m, s)
 
 
 def _embedding(e: nn.Module, s: Setting) -> None:

@@ -33,7 +33,7 @@ from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.shard.joined import join
 from fourfold.shard.sharing import Reductions, Sharing
-from fourfold.shard.split import Serial, Slice, slices_of
+from fourfold.shard.split import Serial, Slice, adds_to_sum, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.tensor.grid import Axis, Grid
@@ -212,7 +212,7 @@ def make_units(
             whole_embed = Slice(model.embed, pieces_of(model.embed, "embed", grid))
             lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
         slices = layout.choices[of].slices
-        parts = [Slice(module, pieces_of(module, of, grid))]
+        parts = [Slice(module, pieces_of(module, of, grid), "last" if adds_to_sum(module) else "no")]
         if slices > 1:
             cutter = GridCutter(grid) if grid.row.size * grid.col.size > 1 else Serial(grid.copies())
             parts = slices_of(of, module, slices, per_matrix=len(names) > slices, cutter=cutter)
