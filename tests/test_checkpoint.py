@@ -120,7 +120,7 @@ def test_resume_under_another_plan_obeys_the_contract(tmp_path: Path) -> None:
     config = make_config(tmp_path / "cut", train={"steps": 20})
     plan = {"mesh": {"data": 3}, "batch": {"micro_batches": 2}, "precision": {"compute": "fp64"}}
     found = run_training(config, plan, 3, resume=True)
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(*([m for m in run if "loss" in m] for run in (expected, found)), strict=True):
         assert abs(a["loss"] - b["loss"]) <= 1e-9 * a["loss"]
         assert abs(a["grad_norm"] - b["grad_norm"]) <= 1e-9 * a["grad_norm"]
 
@@ -532,7 +532,7 @@ def test_full_disk_gives_one_error_and_loses_nothing(small_disk: Path, backgroun
 def test_read_only_disk(small_disk: Path) -> None:
     saver = Checkpointer(small_disk / "c")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(CheckpointError, match="cannot be saved: Read-only file system"):
+    with pytest.raises(CheckpointError, match="cannot be saved: .*: the file system is read-only"):
         saver.save(1, [holding_of("x", torch.ones(3))], {"step": 1})
 
 

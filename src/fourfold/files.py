@@ -93,7 +93,7 @@ def read_bytes(
         size = os.fstat(f.fileno()).st_size
         if size <= most:
             try:
-                data = f.read(most + 1)
+                data = f.read(size + 1)  # one more: it may grow meanwhile
             except OSError as e:
                 raise error(f"{path}: cannot be read: {why(e)}") from None
             size = len(data)

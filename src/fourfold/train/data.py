@@ -26,8 +26,8 @@ Version 1 has neither documents nor starts, and is still read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fourfold import files
+from fourfold import files, schema
 from fourfold.config import Config
 from fourfold.errors import ConfigError, DataError
 from fourfold.train.chats import ChatTemplate
@@ -55,6 +55,10 @@ __all__ = [
 ]
 
 MAGIC = b"4FOLDTOK"
+HEADER_BYTES = 1 << 20
+"""Bound on the header of a token file."""
+CHECKED_BYTES = 256 << 20
+"""Token files of up to this size are compared with their fingerprint when opened; of larger ones, the ids that are read."""
 IGNORE = -100  # target of a token that is not predicted, as torch's cross entropy has it
 
 
@@ -107,6 +111,20 @@ class ByteTokenizer:
         return bytes(t for t in tokens if 1 < t < 256).decode(errors="replace")
 
 
+TOKENIZER_BYTES = 512 << 20
+
+
+@contextlib.contextmanager
+def _library_errors(path: Path, what: str) -> Iterator[None]:
+    """The `tokenizers` library raises bare Exception, and a panic of its Rust code is not even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as e:
+        raise DataError(f"{path}: {what}: {' '.join(str(e).split())[:300]}") from None
+
+
 class HuggingFaceTokenizer:
     """A tokenizer.json, through the `tokenizers` package."""
 
@@ -117,10 +135,10 @@ class HuggingFaceTokenizer:
             raise DataError(f"{path}: tokenizer files need the extra: pip install 'fourfold[hf]'") from None
         if not path.is_file():
             raise DataError(f"{path}: no such tokenizer file; use 'bytes' or the path of a tokenizer.json")
-        try:
-            self._library = Library.from_file(str(path))
-        except Exception as e:  # the library raises bare Exception for a malformed file
-            raise DataError(f"{path}: not a tokenizer.json: {e}") from None
+        text = files.read_text(path, DataError, most=TOKENIZER_BYTES)
+        files.parse_json(text, f"{path}: not a tokenizer.json", DataError)
+        with _library_errors(path, "not a tokenizer.json"):
+            self._library = Library.from_str(text)
         self.name, self.vocab = str(path), 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=0)
         names = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end|>")
         config = path.parent / "tokenizer_config.json"
@@ -143,15 +161,26 @@ class HuggingFaceTokenizer:
     def encode_all(
         self, texts: Sequence[str]
     ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        for found in self._library.encode_batch(list(texts), add_special_tokens=False):
+        with _library_errors(Path(self.name), "cannot encode text"):
+            encoded = self._library.encode_batch(list(texts), add_special_tokens=False)
+        for found in encoded:
+            self._check_ids(found.ids)
             places = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
             yield np.asarray(found.ids, dtype=_dtype_for(self.vocab)), places[:, 0], places[:, 1]
 
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if ids and max(ids) >= self.vocab:
+            raise DataError(f"{self.name}: gives the id {max(ids)}, but has {self.vocab} tokens")
+
     def encode(self, text: str) -> npt.NDArray[Any]:
-        return np.asarray(self._library.encode(text, add_special_tokens=False).ids, dtype=_dtype_for(self.vocab))
+        with _library_errors(Path(self.name), "cannot encode text"):
+            ids = self._library.encode(text, add_special_tokens=False).ids
+        self._check_ids(ids)
+        return np.asarray(ids, dtype=_dtype_for(self.vocab))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._library.decode(list(tokens))
+        with _library_errors(Path(self.name), "cannot decode tokens"):
+            return self._library.decode(list(tokens))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -180,6 +209,8 @@ class Corpus:
 
 def open_corpus(source: str, tokenizer: str = "bytes", encoding: Encoding | None = None) -> Corpus:
     """Open a corpus by name or path; raises DataError when it is missing, empty or damaged."""
+    if "\0" in source:
+        raise DataError(f"data.source = {source!r}: cannot be the name of a file")
     if os.path.isfile(source) and _starts_with(source, MAGIC):
         return _open_tokens(Path(source))
     encoding = replace(encoding or Encoding(), tokenizer=tokenizer or "bytes")
@@ -210,7 +241,7 @@ def open_corpus(source: str, tokenizer: str = "bytes", encoding: Encoding | None
 
 
 def _starts_with(path: str, magic: bytes) -> bool:
-    with open(path, "rb") as f:
+    with files.open_for_reading(path, DataError) as f:
         return f.read(len(magic)) == magic
 
 
@@ -236,23 +267,32 @@ def write_tokens(source: str, tokenizer: str, path: Path, encoding: Encoding | N
 
 
 def _open_tokens(path: Path) -> Corpus:
-    with path.open("rb") as f:
-        start = f.read(12)
-        length = int.from_bytes(start[8:12], "little")
-        text = f.read(length)
+    with files.open_for_reading(path, DataError) as f:
+        length = int.from_bytes(f.read(12)[8:], "little")
+        text = f.read(min(length, HEADER_BYTES))
+        size = os.fstat(f.fileno()).st_size
     try:
-        h = json.loads(text)
+        h = files.parse_json(text.decode("utf-8"), str(path), DataError)
         dtype = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}[h["dtype"]]
-        count, masked, version = int(h["tokens"]), bool(h["masked"]), h["version"]
-        documents, prompted, left_out = int(h.get("documents", -1)), bool(h.get("prompted")), int(h.get("left_out", 0))
-        meaning = (int(h["vocab"]), int(h["end"]), h["mask_token"], str(h["tokenizer"]), str(h["fingerprint"]))
-    except (ValueError, KeyError, TypeError):
+        count, masked, version = h["tokens"], h["masked"], h["version"]
+        documents, prompted, left_out = h.get("documents", -1), bool(h.get("prompted")), h.get("left_out", 0)
+        vocab, end, mask_token = h["vocab"], h["end"], h["mask_token"]
+        tokenizer, fingerprint = str(h["tokenizer"]), str(h["fingerprint"])
+        counts = (count, vocab, end, documents + 1, left_out)
+        if length > HEADER_BYTES or not all(map(schema.whole, counts)) or not isinstance(masked, bool):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, DataError):
         raise DataError(f"{path}: damaged header of a token file; write it again with 'fourfold tokenize'") from None
     if version not in (1, 2):
-        raise DataError(f"{path}: token file of version {version}; this program reads versions 1 and 2")
+        raise DataError(f"{path}: token file of version {str(version)[:20]}; this program reads versions 1 and 2")
+    masks = mask_token is None or (schema.whole(mask_token) and mask_token < vocab)
+    if not 0 < vocab <= 2**32 or end >= vocab or not masks:
+        raise DataError(
+            f"{path}: its header says {vocab} ids, but the end token is {end} and the mask token {str(mask_token)[:20]}"
+        )
     offset = 12 + length
     wanted = offset + count * np.dtype(dtype).itemsize + (count if masked else 0) + 8 * (documents + 1)
-    if (size := path.stat().st_size) != wanted:
+    if size != wanted:
         what = "truncated" if size < wanted else "longer than its header says"
         raise DataError(f"{path}: {what}: {size} bytes, but the header promises {wanted} ({count} tokens)")
     if count == 0:
@@ -264,7 +304,18 @@ def _open_tokens(path: Path) -> Corpus:
         raise DataError(
             f"{path}: damaged: its documents do not follow one another; write it again with 'fourfold tokenize'"
         )
+    if size <= CHECKED_BYTES:
+        _check_ids(tokens, vocab, str(path))
+        if _fingerprint(tokens, mask) != fingerprint:
+            raise DataError(f"{path}: damaged: its tokens are not those it was written with; write it again")
+    meaning = vocab, end, mask_token, tokenizer, fingerprint
     return Corpus(str(path), tokens, mask, *meaning, starts, prompted, left_out)
+
+
+def _check_ids(tokens: npt.NDArray[Any], vocab: int, name: str) -> None:
+    """Raise DataError for an id that the vocabulary does not have: an embedding has no row for it."""
+    if len(tokens) and (largest := int(tokens.max())) >= vocab:
+        raise DataError(f"{name}: damaged: it has the id {largest}, but its vocabulary {vocab} ids")
 
 
 # ---- samples ----
@@ -402,6 +453,7 @@ class Samples:
         if self.bidirectional:
             return self._hide(k, start)
         window = np.asarray(self.corpus.tokens[start : start + self.seq_len + 1], dtype=np.int64)
+        _check_ids(window, self.corpus.vocab, self.corpus.name)
         tokens, targets = window[:-1], window[1:].copy()
         if self.corpus.mask is not None:
             targets[self.corpus.mask[start + 1 : start + self.seq_len + 1] == 0] = IGNORE
@@ -421,6 +473,7 @@ class Samples:
     def _hide(self, k: int, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """BERT's recipe: of the chosen tokens 80 % are masked, 10 % replaced by a random one, 10 % left."""
         original = np.asarray(self.corpus.tokens[start : start + self.seq_len], dtype=np.int64)
+        _check_ids(original, self.corpus.vocab, self.corpus.name)
         rng = np.random.Generator(np.random.Philox(key=_hash(self.seed, k, 2 + (self.split == "eval"))))
         chosen, kind = rng.random(self.seq_len) < self.mask_rate, rng.random(self.seq_len)
         chosen[int(rng.integers(self.seq_len))] = True  # never a sample without a target
