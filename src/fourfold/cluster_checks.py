@@ -122,7 +122,7 @@ def _check_level(where: str, level: Level) -> None:
 
 def _check_measured(where: str, name: str, points: Any) -> None:
     kind, _, members = name.partition(" ")
-    if kind not in COLLECTIVES or not re.fullmatch(r"[1-9]\d*", members):
+    if kind not in COLLECTIVES or not re.fullmatch(r"[1-9][0-9]{0,8}", members):
         raise ClusterError(f"{where}: the name must be a collective and its group size, for example 'all_gather 4'")
     pairs = isinstance(points, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in points)
     if not pairs or not points or not all(_number(x) for p in points for x in p):

@@ -30,6 +30,23 @@ __all__ = [
 ]
 
 MOST_LAYERS = 10_000
+MOST_COUNT, MOST_NUMBER = 10**12, 1e30
+MOST = {
+    "model.hidden": 2**20,
+    "model.heads": 2**16,
+    "model.kv_heads": 2**16,
+    "model.head_dim": 2**16,
+    "model.ffn": 10**8,
+    "model.vocab": 10**8,
+    "model.seq_len": 10**8,
+    "model.positions": 10**8,
+    "model.token_types": 2**16,
+    "model.rope_scaling.original_positions": 10**8,
+    "train.global_batch": 2**24,
+    "train.eval_batches": 2**20,
+    "train.seed": 2**53,
+}
+"""Bounds of whole numbers by field, far above what machines can hold; MOST_COUNT for those not named."""
 LONGEST_WAIT = 30 * 24 * 3600
 """Seconds: what torch's groups are given where they are to wait for as long as it takes."""
 
@@ -579,7 +596,8 @@ class Config:
 
 def nearest_divisor(total: int, wish: int) -> int:
     """The divisor of `total` nearest to `wish` (the smaller of two equally near ones)."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wish), d))
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    return min({d for s in small for d in (s, total // s)}, key=lambda d: (abs(d - wish), d))
 
 
 def _require(section: Any, name: str, **least: int) -> None:
@@ -593,3 +611,8 @@ def _require(section: Any, name: str, **least: int) -> None:
         if key in least and value < least[key]:
             what = "is missing" if value == default else f"= {value} must be at least {least[key]}"
             raise ConfigError(f"{name}.{key} {what}")
+        most = MOST.get(f"{name}.{key}", MOST_COUNT)
+        if isinstance(value, int) and abs(value) > most:
+            raise ConfigError(f"{name}.{key} = {value} must be at most {most}")
+        if isinstance(value, float) and abs(value) > MOST_NUMBER:
+            raise ConfigError(f"{name}.{key} = {value:g} must be at most {MOST_NUMBER:g}")

@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 AXES = ("pipe", "data", "depth", "row", "col")
+MOST_RANKS, MOST_MICRO_BATCHES, MOST_SPLIT = 1_000_000, 100_000, 4096
+"""Bounds far above what machines have: numbers beyond are typing errors, and lists of that length fill the memory."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "wave", "zb-h1", "zb-v", "synthesized")
 Recompute = Literal["none", "selective", "full", "per-slice"]
 
@@ -91,6 +93,8 @@ class Batch:
     def __post_init__(self) -> None:
         if self.micro_batches < 0:
             raise PlanError(f"batch.micro_batches = {self.micro_batches} must be at least 1")
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise PlanError(f"batch.micro_batches = {self.micro_batches} must be at most {MOST_MICRO_BATCHES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +122,14 @@ class Pipeline:
                 f"pipeline.schedule = '{self.schedule}' is neither a schedule nor a .json or .csv file"
                 f"{schema.nearest(self.schedule, SCHEDULES)}"
             )
-        for name, least in (("waves", 1), ("stages_per_rank", 1), ("slack", 0)):
-            if getattr(self, name) < least:
-                raise PlanError(f"pipeline.{name} = {getattr(self, name)} must be at least {least}")
+        for name, least, most in (
+            ("waves", 1, MOST_MICRO_BATCHES),
+            ("stages_per_rank", 1, MOST_MICRO_BATCHES),
+            ("slack", 0, MOST_MICRO_BATCHES),
+        ):
+            if not least <= getattr(self, name) <= most:
+                bound = f"at least {least}" if getattr(self, name) < least else f"at most {most}"
+                raise PlanError(f"pipeline.{name} = {getattr(self, name)} must be {bound}")
         if isinstance(self.layers, tuple) and any(n < 0 for n in self.layers):
             raise PlanError(f"pipeline.layers = {list(self.layers)} has a negative number of layers")
 
@@ -182,9 +191,10 @@ class UnitRule:
     """none, selective (keep matrix products), full, per-slice."""
 
     def __post_init__(self) -> None:
-        for name, least in (("within", 0), ("split", 1)):
-            if getattr(self, name) < least:
-                raise PlanError(f"unit '{self.match}': {name} = {getattr(self, name)} must be at least {least}")
+        for name, least, most in (("within", 0, MOST_RANKS), ("split", 1, MOST_SPLIT)):
+            if not least <= getattr(self, name) <= most:
+                bound = f"at least {least}" if getattr(self, name) < least else f"at most {most}"
+                raise PlanError(f"unit '{self.match}': {name} = {getattr(self, name)} must be {bound}")
 
 
 @dataclass(frozen=True, kw_only=True)

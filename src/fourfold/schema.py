@@ -299,8 +299,11 @@ def parse_bytes(text: str | int, where: str, error: type[FourfoldError] = Config
     """Bytes of `"16GiB"`, `"512 MB"` or a plain number."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS:
-        raise error(f"{where} = {text!r} is not a size; write for example '16GiB', '512MiB' or '40GB'")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+        raise error(f"{where} = {str(text)[:50]!r} is not a size; write for example '16GiB', '512MiB' or '40GB'")
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size >= 2**63:
+        raise error(f"{where} = {str(text)[:50]!r} is more than any machine has; write for example '16GiB'")
+    return int(size)
 
 
 def format_seconds(seconds: float) -> str:

@@ -192,9 +192,11 @@ def _planned(config: Config, ranks: int) -> Plan:
 
 def _ranks_started() -> int:
     """How many ranks torchrun or srun started; 0 when neither did."""
-    return int(os.environ.get("WORLD_SIZE", 0)) or int(os.environ.get("SLURM_NTASKS", 0)) * (
-        "SLURM_STEP_ID" in os.environ
-    )
+    if not {"WORLD_SIZE", "SLURM_STEP_ID"} & os.environ.keys():
+        return 0
+    from fourfold.launch.place import ranks_started
+
+    return ranks_started(os.environ)
 
 
 def _gpus(config: Config) -> int:

@@ -74,35 +74,67 @@ def place_from_environment(env: Mapping[str, str]) -> Place | None:
     """The place torchrun or srun gave this process, or None when neither started it."""
     if "RANK" in env and "WORLD_SIZE" in env and "MASTER_ADDR" in env:
         run = env.get("TORCHELASTIC_RUN_ID", "none")
-        return Place(
-            int(env["RANK"]),
-            int(env["WORLD_SIZE"]),
-            int(env.get("LOCAL_RANK", 0)),
-            int(env.get("LOCAL_WORLD_SIZE", 1)),
-            job="" if run == "none" else f"torchrun {run}",
-            restarted=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
+        return _checked(
+            Place(
+                _number(env, "RANK"),
+                _number(env, "WORLD_SIZE"),
+                _number(env, "LOCAL_RANK", 0),
+                _number(env, "LOCAL_WORLD_SIZE", 1),
+                job="" if run == "none" else f"torchrun {run}",
+                restarted=_number(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0,
+            ),
+            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
         )
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
-        node = int(env.get("SLURM_NODEID", 0))
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", 1) > 1:
+        node = _number(env, "SLURM_NODEID", 0)
         per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1"))
-        return Place(
-            int(env["SLURM_PROCID"]),
-            int(env["SLURM_NTASKS"]),
-            int(env.get("SLURM_LOCALID", 0)),
-            per_node[min(node, len(per_node) - 1)],
-            job=f"slurm {env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
-            restarted=int(env.get("SLURM_RESTART_COUNT", 0)) > 0,
+        return _checked(
+            Place(
+                _number(env, "SLURM_PROCID"),
+                _number(env, "SLURM_NTASKS"),
+                _number(env, "SLURM_LOCALID", 0),
+                per_node[min(node, len(per_node) - 1)],
+                job=f"slurm {env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
+                restarted=_number(env, "SLURM_RESTART_COUNT", 0) > 0,
+            ),
+            "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_TASKS_PER_NODE",
         )
     return None
 
 
+MOST_TASKS = 1_000_000
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A whole number out of a launcher's variable."""
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    if not re.fullmatch("[0-9]{1,12}", text):
+        raise ConfigError(f"cannot read {name} = '{text[:50]}'; expected a whole number")
+    return int(text)
+
+
+def _checked(place: Place, names: str) -> Place:
+    inside = place.rank < place.ranks <= MOST_TASKS and place.local_rank < place.local_ranks <= place.ranks
+    if not inside:
+        found = (place.rank, place.ranks, place.local_rank, place.local_ranks)
+        raise ConfigError(f"{names} = {', '.join(map(str, found))}: ranks are numbered from 0, below their count")
+    return place
+
+
+def ranks_started(env: Mapping[str, str]) -> int:
+    """How many ranks torchrun or srun started; 0 when neither did."""
+    return _number(env, "WORLD_SIZE", 0) or _number(env, "SLURM_NTASKS", 0) * ("SLURM_STEP_ID" in env)
+
+
 def _tasks_per_node(text: str) -> list[int]:
     """Slurm's `2(x3),1`: two tasks on each of three nodes, one on the next."""
-    counts = []
+    counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(f"cannot read SLURM_TASKS_PER_NODE = '{text}'; expected something like '2(x3),1'")
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part.strip())
+        if match is None or len(counts) + int(match[2] or 1) > MOST_TASKS:
+            raise ConfigError(f"cannot read SLURM_TASKS_PER_NODE = '{text[:50]}'; expected something like '2(x3),1'")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -111,15 +143,23 @@ def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: `gpu[007-009,12],cpu3` gives gpu007."""
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
     if match is None:
-        raise ConfigError(f"cannot read the Slurm node list '{nodes}'")
+        raise ConfigError(f"cannot read the Slurm node list '{nodes[:50]}'")
     name, numbers, rest = match.groups()
     return name + (re.split(r"[-,]", numbers)[0] if numbers else "") + rest
 
 
+def store_address(env: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port of the job's store."""
+    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    port = _number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
+    if port > 65535:
+        raise ConfigError(f"MASTER_PORT = {port} must be at most 65535")
+    return host, port
+
+
 def open_store(env: Mapping[str, str], place: Place, timeout: float) -> dist.Store:
     """The store the launcher provides (torchrun), or one that rank 0 hosts (srun)."""
-    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
-    port = int(env.get("MASTER_PORT") or 20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000)
+    host, port = store_address(env)
     theirs = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return dist.TCPStore(

@@ -35,9 +35,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from fourfold import schema
+from fourfold import files, schema
 from fourfold.errors import ScheduleError
-from fourfold.program.ops import Kind, Op
+from fourfold.program.ops import Kind, Op, number, numbers
 
 __all__ = [
     "BucketSpec",
@@ -55,6 +55,8 @@ __all__ = [
     "parse_instruction",
 ]
 
+MOST_WEIGHT = 1e30
+"""Bound on a unit's weight, which may be FLOPs."""
 Carried = Literal["activation", "gradient"]
 Mode = Literal["replicate", "zero2", "zero3", "keep"]
 
@@ -140,7 +142,7 @@ class Stream:
 
 Instruction = Op | UnitOp | Send | Recv | Gather | Release | Reduce | Stream
 
-_MESSAGE = re.compile(r"(SEND|RECV) (\d+) (activation|gradient) (\d+) (to|from) (\d+)")
+_MESSAGE = re.compile(r"(SEND|RECV) ([0-9]{1,30}) (activation|gradient) ([0-9]{1,30}) (to|from) ([0-9]{1,30})")
 _NAMED: dict[str, type[Gather | Release | Reduce | Stream]] = {
     "GATHER": Gather,
     "RELEASE": Release,
@@ -165,7 +167,8 @@ def parse_instruction(text: str) -> Instruction:
     message = _MESSAGE.fullmatch(text)
     if message and (message[1] == "SEND") == (message[5] == "to"):
         verb = Send if message[1] == "SEND" else Recv
-        return verb(int(message[2]), cast(Carried, message[3]), int(message[4]), int(message[6]))
+        stage, micro_batch, peer = (number(message[i], "a number") for i in (2, 4, 6))
+        return verb(stage, cast(Carried, message[3]), micro_batch, peer)
     word, _, name = text.partition(" ")
     if word in _NAMED and name and " " not in name:
         return _NAMED[word](name)
@@ -192,8 +195,11 @@ class UnitSpec:
                 raise ScheduleError(f"unit '{self.name}': {name} = '{value}'{schema.nearest(str(value), allowed)}")
         if not self.name or self.name.split() != [self.name]:
             raise ScheduleError(f"'{self.name}' is not a unit name: names have no spaces, as in blocks.3.mlp")
-        if self.weight < 0:
-            raise ScheduleError(f"unit '{self.name}': weight = {self.weight} must be at least 0; use 0 for 'no time'")
+        if not 0 <= self.weight <= MOST_WEIGHT:
+            raise ScheduleError(
+                f"unit '{self.name}': weight = {self.weight} must be at least 0 and at most {MOST_WEIGHT:g}; "
+                "use 0 for 'no time'"
+            )
 
 
 @dataclass(frozen=True)
@@ -285,13 +291,13 @@ class Programs:
     def parse(cls, text: str) -> Programs:
         """Parse programs from their text form. Empty lines and lines that start with # are skipped."""
         reader = _ProgramParser()
-        for number, raw in enumerate(text.splitlines(), 1):
+        for line_number, raw in enumerate(text.splitlines(), 1):
             line = raw.strip()
             if line and not line.startswith("#"):
                 try:
                     reader.read(line)
                 except (ScheduleError, ValueError) as e:
-                    raise ScheduleError(f"line {number}: '{line}': {e}") from None
+                    raise ScheduleError(f"line {line_number}: '{line}': {e}") from None
         return reader.programs()
 
     def to_dict(self) -> dict[str, Any]:
@@ -311,11 +317,15 @@ class Programs:
         try:
             return cls(
                 programs=tuple(
-                    Program(int(p["rank"]), tuple(map(parse_instruction, p["instructions"])), int(p["replica"]))
+                    Program(
+                        number(p["rank"], "rank"),
+                        tuple(map(parse_instruction, p["instructions"])),
+                        number(p["replica"], "replica"),
+                    )
                     for p in data["programs"]
                 ),
-                placement=tuple(map(int, data["placement"])),
-                micro_batches=int(data["micro_batches"]),
+                placement=numbers(data["placement"], "placement"),
+                micro_batches=number(data["micro_batches"], "micro_batches"),
                 units=tuple(
                     tuple(schema.build(UnitSpec, unit, "unit", ScheduleError) for unit in units)
                     for units in data["units"]
@@ -325,7 +335,7 @@ class Programs:
         except KeyError as e:
             raise ScheduleError(f"not a set of programs: {e} is missing") from None
         except (TypeError, AttributeError) as e:
-            raise ScheduleError(f"not a set of programs: {e}") from None
+            raise ScheduleError(f"not a set of programs: {str(e)[:200]}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the programs as .json or .txt."""
@@ -341,10 +351,7 @@ class Programs:
         """Read programs written by `save` or by hand."""
         path = Path(path)
         if path.suffix == ".txt":
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as e:
-                raise ScheduleError(f"{path}: cannot be read: {e}") from None
+            text = files.read_text(path, ScheduleError)
             with schema.in_file(path, ScheduleError):
                 return cls.parse(text)
         data = schema.read(path, ScheduleError)
@@ -365,15 +372,17 @@ class _ProgramParser:
     def read(self, line: str) -> None:
         match line.split():
             case ["micro_batches", count]:
-                self.micro_batches = int(count)
+                self.micro_batches = number(count, "micro_batches")
             case ["placement", *ranks]:
-                self.placement = tuple(map(int, ranks))
+                self.placement = numbers(ranks, "placement")
             case ["unit", stage, name, mode, reduce, weight]:
-                self.units.append((int(stage), UnitSpec(name, cast(Mode, mode), cast(Any, reduce), float(weight))))
+                self.units.append(
+                    (number(stage, "stage"), UnitSpec(name, cast(Mode, mode), cast(Any, reduce), float(weight)))
+                )
             case ["bucket", name, *units]:
                 self.buckets.append(BucketSpec(name, tuple(units)))
             case ["rank", rank, "replica", replica]:
-                self.rows.append((int(rank), int(replica), []))
+                self.rows.append((number(rank, "rank"), number(replica, "replica"), []))
             case _ if self.rows:
                 self.rows[-1][2].append(parse_instruction(line))
             case _:

@@ -23,14 +23,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from fourfold import schema
+from fourfold import files, schema
 from fourfold.errors import ScheduleError
 
 __all__ = ["Kind", "Op", "Schedule", "ends_of_step"]
 
 Kind = Literal["F", "B", "I", "W"]
 
-_OP = re.compile(r"(\d+)([FBIW])(\d+)")
+MOST_NUMBER = 1_000_000
+"""Bound on the number of a stage, rank or micro-batch in a file."""
+
+_OP = re.compile(r"([0-9]{1,30})([FBIW])([0-9]{1,30})")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _TORCH_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
@@ -52,7 +55,10 @@ class Op(NamedTuple):
             raise ScheduleError(
                 f"'{text.strip()}' is not an op: write the stage, one of F B I W and the micro-batch, as in 3F0"
             )
-        return cls(int(match[1]), cast(Kind, match[2]), int(match[3]))
+        stage, micro_batch = int(match[1]), int(match[3])
+        if max(stage, micro_batch) > MOST_NUMBER:
+            raise ScheduleError(f"'{text.strip()}': stages and micro-batches are numbered up to {MOST_NUMBER}")
+        return cls(stage, cast(Kind, match[2]), micro_batch)
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,9 @@ class Schedule:
                         "all ops of a stage run on one rank"
                     )
         stages = max(where, default=-1) + 1
-        missing = [s for s in range(stages) if s not in where]
-        if missing or not stages:
-            raise ScheduleError(
-                f"stages must be numbered from 0 without gaps; stage {missing[0] if missing else 0} has no op"
-            )
+        if len(where) < stages or not stages:
+            missing = next((s for s in range(stages) if s not in where), 0)
+            raise ScheduleError(f"stages must be numbered from 0 without gaps; stage {missing} has no op")
         micro_batches = 1 + max(op.micro_batch for ops in order for op in ops)
         return cls(order, tuple(where[s] for s in range(stages)), micro_batches, name)
 
@@ -133,17 +137,18 @@ class Schedule:
         for key in data:
             if key not in known:
                 raise ScheduleError(f"a schedule has no '{key}'{schema.nearest(key, known)}")
-        try:
-            return cls(
-                order=tuple(tuple(map(Op.parse, row.split())) for row in data["order"]),
-                placement=tuple(map(int, data["placement"])),
-                micro_batches=int(data["micro_batches"]),
-                name=str(data.get("name", "")),
-            )
-        except KeyError as e:
-            raise ScheduleError(f"a schedule needs {', '.join(known[1:])}; {e} is missing") from None
-        except (TypeError, ValueError, AttributeError) as e:
-            raise e if isinstance(e, ScheduleError) else ScheduleError(f"not a schedule: {e}") from None
+        for key in known[1:]:
+            if key not in data:
+                raise ScheduleError(f"a schedule needs {', '.join(known[1:])}; '{key}' is missing")
+        order = data["order"]
+        if not isinstance(order, list) or not all(isinstance(row, str) for row in order):
+            raise ScheduleError("not a schedule: order must be a list with a text of ops for every rank")
+        return cls(
+            order=tuple(tuple(map(Op.parse, row.split())) for row in order),
+            placement=numbers(data["placement"], "placement"),
+            micro_batches=number(data["micro_batches"], "micro_batches"),
+            name=str(data.get("name", ""))[:200],
+        )
 
     def to_csv(self) -> str:
         """One row of ops per rank, as `torch.distributed.pipelining` loads it with format "compute_only"."""
@@ -158,7 +163,11 @@ class Schedule:
         Empty cells are bubbles, `(2F1;5B0)OVERLAP_F_B` is read as its ops in order, and communication is ignored: lowering
         derives it from the ops.
         """
-        return cls.of((list(_ops_of_row(rank, row)) for rank, row in enumerate(csv.reader(io.StringIO(text)))), name)
+        try:
+            rows = list(csv.reader(io.StringIO(text)))
+        except csv.Error as e:
+            raise ScheduleError(f"not a CSV file: {e}") from None
+        return cls.of((list(_ops_of_row(rank, row)) for rank, row in enumerate(rows)), name)
 
     def save(self, path: str | Path) -> None:
         """Write the schedule as .json or .csv."""
@@ -174,10 +183,7 @@ class Schedule:
         """Read a schedule from a .json or .csv file, written by `save`, by hand or by torch."""
         path = Path(path)
         if path.suffix == ".csv":
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as e:
-                raise ScheduleError(f"{path}: cannot be read: {e}") from None
+            text = files.read_text(path, ScheduleError)
             with schema.in_file(path, ScheduleError):
                 return cls.from_csv(text, path.stem)
         if path.suffix != ".json":
@@ -185,6 +191,22 @@ class Schedule:
         data = schema.read(path, ScheduleError)
         with schema.in_file(path, ScheduleError, "a schedule", data):
             return cls.from_dict(data)
+
+
+def number(value: Any, what: str) -> int:
+    """A stage, rank, micro-batch or count out of a file."""
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,30}", value):
+        value = int(value)
+    if not schema.whole(value) or value > MOST_NUMBER:
+        raise ScheduleError(f"{what} = {str(value)[:50]!r} must be a whole number from 0 to {MOST_NUMBER}")
+    return value
+
+
+def numbers(values: Any, what: str) -> tuple[int, ...]:
+    """A list of them."""
+    if not isinstance(values, list):
+        raise ScheduleError(f"{what} must be a list of whole numbers")
+    return tuple(number(v, f"{what}[{i}]") for i, v in enumerate(values))
 
 
 def ends_of_step(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:

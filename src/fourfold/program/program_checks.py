@@ -58,7 +58,10 @@ def _name(program: Program, index: int, what: object) -> str:
 def _check_set(programs: Programs) -> int:
     """Check that every rank of every replica has one program; returns the number of replicas."""
     found = sorted((p.replica, p.rank) for p in programs.programs)
-    ranks, replicas = max(programs.placement) + 1, max((p.replica for p in programs.programs), default=-1) + 1
+    ranks = max(programs.placement, default=-1) + 1
+    replicas = max((p.replica for p in programs.programs), default=-1) + 1
+    if ranks * replicas > 2 * len(found) + 1000:  # too many are missing to name the first
+        raise ScheduleError(f"{replicas} replicas of {ranks} ranks, but {len(found)} programs; every rank has one")
     wanted = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
     if not found or found != wanted:
         odd = sorted(set(wanted) ^ set(found)) or [x for x in found if found.count(x) > 1] or [(0, 0)]
@@ -252,6 +255,9 @@ class _ProgramWalk:
         for op, ran in self.done.items():
             if ran < max(1, len(self.set.units[op.stage])):
                 raise self._fail(f"{op} is incomplete: {ran} of {len(self.set.units[op.stage])} parts ran")
+        held = sum(rank == self.rank for rank in self.place)
+        if held * self.set.micro_batches > len(self.done) + 1_000_000:
+            raise self._fail(f"{held} stages · {self.set.micro_batches} micro-batches, but {len(self.done)} ops")
         for stage, rank in enumerate(self.place):
             if rank == self.rank:
                 for m in range(self.set.micro_batches):

@@ -65,6 +65,8 @@ def check_cap(problem: Problem, memory_cap: Number) -> None:
             )
 
 
+MOST_MISSING = 1_000_000
+"""Ops that may be missing for the first missing one to be named."""
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 _NEEDS = {"F": 0, "B": 1, "I": 1, "W": 5}
 
@@ -78,6 +80,11 @@ def check_ops(schedule: Schedule) -> None:
     for stage, rank in enumerate(place):
         if not 0 <= rank < ranks:
             raise ScheduleError(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
+    found = sum(map(len, schedule.order))
+    if stages * total > found + MOST_MISSING:
+        raise ScheduleError(
+            f"{stages} stages · {total} micro-batches are {stages * total} forwards; the ranks have {found} ops in all"
+        )
     done = bytearray(stages * total)  # by stage and micro-batch: bits of the kinds that ran
     for rank, ops in enumerate(schedule.order):
         for op in ops:

@@ -56,7 +56,7 @@ def compare_runs(a: RunDir, b: RunDir) -> Comparison:
 
 
 def _by_step(run: RunDir) -> dict[int, dict[str, Any]]:
-    return {m["step"]: m for m in read_metrics(run) if "loss" in m}
+    return {m["step"]: m for m in read_metrics(run) if "loss" in m and "grad_norm" in m}
 
 
 def _gap(x: float | None, y: float | None) -> float:
