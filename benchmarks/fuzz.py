@@ -31,23 +31,46 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import FourfoldError
+from fourfold.view.text import printable
 
 __all__ = ["READERS", "Outcome", "Reader", "fuzz", "mutate"]
 
 SECONDS, MEMORY = 5.0, 2**30
 
-WORDS: tuple[bytes, ...] = (
-    b"0", b"-1", b"1", b"3000000000", b"9999999999", b"1e12", b"1e42", b"1e308", b"1e400", b"-0.0", b"NaN", b"nan", b"Infinity", b"-inf",
-    b"1" * 30, b"1" * 400, b"9" * 5000, b"0x7fffffffffffffff", b"18446744073709551616", b"2.5", b"true", b"null", b"[]", b"{}", b"[[]]", b'""',
-    b'"\\u0000"', b'"\\ud800"', b"\x00", b"\xff\xfe", b"\x1b[2J\x1b]52;c;aGk=\x07", b"[red]", "\u202e".encode(), "\u2028".encode(), b"../../x",
-    b"/etc/passwd", b"[" * 3000, b"{" * 3000, b'{"a":' * 500, b"(" * 200, b"a." * 500, b",", b";", b":", b"=", b"\n", b"\r\n", b"\t", b" ", b'"',
-    b"'", b"#", b"&a *a", b"!!python/object:x", b"<<: *a", b"%", b"99999999F0", b"0F99999999", b"OVERLAP_F_B", b"blocks.*", b"*", b"1GiB",
-    b"99999999999999TiB", b"wave", b"zb-v", b"synthesized", b"message-driven", b"zero3", b"x.json", b"yarn", b"llama3",
-)  # fmt: skip
-VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**53, 2**63, 2**64, 10**12, 10**42, 1.5, -0.5, 1e-300, 1e300, "", "x", "a b", "\x00", "\x1b[2J",
-    "../x", "[red]x[/]", "1", "ä", [], {}, [[]], [1], ["x"], {"a": 1}, [None], list(range(50)), "x" * 2000, [[1, 2], [3]],
-)  # fmt: skip
+WORDS = (
+    *b"""0 -1 1 3000000000 9999999999 1e12 1e42 1e308 1e400 -0.0 NaN nan Infinity -inf 0x7fffffffffffffff 18446744073709551616 2.5
+    true null [] {} [[]] "" "\\u0000" "\\ud800" [red] ../../x /etc/passwd , ; : = " ' # !!python/object:x % 99999999F0 0F99999999
+    OVERLAP_F_B blocks.* * 1GiB 99999999999999TiB wave zb-v synthesized message-driven zero3 x.json yarn llama3""".split(),
+    *(
+        b"1" * 30,
+        b"1" * 400,
+        b"9" * 5000,
+        b"[" * 3000,
+        b"{" * 3000,
+        b'{"a":' * 500,
+        b"(" * 200,
+        b"a." * 500,
+        b"&a *a",
+        b"<<: *a",
+    ),
+    *(
+        b"\x00",
+        b"\xff\xfe",
+        b"\x1b[2J\x1b]52;c;aGk=\x07",
+        b"\n",
+        b"\r\n",
+        b"\t",
+        b" ",
+        "\u202e".encode(),
+        "\u2028".encode(),
+    ),
+)
+VALUES: list[Any] = json.loads(
+    """[null, true, false, 0, 1, -1, 2, 3, 7, 2147483648, 9007199254740992, 9223372036854775808, 1000000000000,
+    1000000000000000000000000000000000000000000, 1.5, -0.5, 1e-300, 1e300, "", "x", "a b", "\\u0000", "\\u001b[2J", "../x",
+    "[red]x[/]", "1", "\u00e4", [], {}, [[]], [1], ["x"], {"a": 1}, [null], [[1, 2], [3]]]"""
+)
+VALUES += [list(range(50)), "x" * 2000]
 
 
 @dataclass(frozen=True)
@@ -167,31 +190,108 @@ SMALL = {
     "log": {"every": 1, "trace": 10},
 }
 PLANS: tuple[dict[str, Any], ...] = (
-    {"mesh": {"pipe": 2, "data": 2, "col": 2}, "batch": {"micro_batches": 4}, "pipeline": {"schedule": "wave", "waves": 1, "layers": "auto"}},
+    {
+        "mesh": {"pipe": 2, "data": 2, "col": 2},
+        "batch": {"micro_batches": 4},
+        "pipeline": {"schedule": "wave", "waves": 1, "layers": "auto"},
+    },
     {
         "mesh": {"data": 4, "row": 2},
         "tensor": {"flow": "auto", "residual": "sequence", "keep": ["inputs"], "flows": {"qkv": "os"}},
-        "unit": [{"match": "blocks.*.mlp", "mode": "zero3", "within": 2, "split": 2, "recompute": "full"}, {"match": "*", "mode": "zero2"}],
+        "unit": [
+            {"match": "blocks.*.mlp", "mode": "zero3", "within": 2, "split": 2, "recompute": "full"},
+            {"match": "*", "mode": "zero2"},
+        ],
         "memory": {"optimizer": "auto", "device_state": "1GiB", "staging": "0GiB", "prefetch": 1},
         "precision": {"compute": "bf16", "reduce": "fp32"},
     },
+    {
+        "mesh": {"pipe": 2, "data": 2},
+        "predicted": {
+            "seconds": 0.5,
+            "peak_bytes": 1000,
+            "cluster": "x",
+            "model": "m",
+            "parameters": 9,
+            "seq_len": 32,
+            "global_batch": 8,
+            "stages": [[0.1, 0.1, 0.1], [0.1, 0.2, 0.1]],
+            "message": 0.01,
+        },
+        "certificate": {"gap": 0.0, "model": "abc"},
+        "alternatives": [{"plan": "data 4", "seconds": 0.6}],
+    },
     {"mesh": {"pipe": 4}, "pipeline": {"schedule": "synthesized", "slack": 1, "layers": [1, 1, 1, 1]}},
     {"mesh": {"pipe": 2}, "pipeline": {"schedule": "interleaved", "stages_per_rank": 2, "executor": "message-driven"}},
-)  # fmt: skip
+)
 HF = (
-    {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
-     "intermediate_size": 172, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False,
-     "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "head_dim": 16, "attention_dropout": 0.0,
-     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                      "original_max_position_embeddings": 64}},
-    {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 128, "n_inner": None,
-     "layer_norm_epsilon": 1e-5, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "activation_function": "gelu_new"},
-    {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 172,
-     "num_key_value_heads": 2, "max_position_embeddings": 128, "layer_types": ["full_attention", "full_attention"], "sliding_window": None, "use_sliding_window": False,
-     "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}, "quantization_config": None, "rms_norm_eps": 1e-6},
-    {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 256,
-     "max_position_embeddings": 128, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu"},
-)  # fmt: skip
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "intermediate_size": 172,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "head_dim": 16,
+        "attention_dropout": 0.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 256,
+        "n_positions": 128,
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "activation_function": "gelu_new",
+    },
+    {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "intermediate_size": 172,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "layer_types": ["full_attention", "full_attention"],
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6},
+        "quantization_config": None,
+        "rms_norm_eps": 1e-6,
+    },
+    {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "intermediate_size": 256,
+        "max_position_embeddings": 128,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "hidden_act": "gelu",
+    },
+)
 
 
 def _json_of(*values: Any) -> list[bytes]:
@@ -321,7 +421,7 @@ def _data(folder: Path) -> dict[str, Callable[[], Reader]]:
         from fourfold.train.data import Samples, open_corpus
 
         corpus = open_corpus(str(path))
-        samples = Samples(corpus, seq_len=8, vocab=256, seed=0)
+        samples = Samples(corpus, seq_len=24, vocab=256, seed=0)
         samples.batch([0, 1])
 
     def tokens() -> Reader:
@@ -401,9 +501,9 @@ def _runs(folder: Path) -> dict[str, Callable[[], Reader]]:
 
         def use(path: Path) -> None:
             from fourfold.train.rundir import RunDir
-            from fourfold.view.run import look_at
+            from fourfold.view.run import compare_step
 
-            look_at(RunDir.find(run))
+            compare_step(RunDir.find(run))
 
         return Reader([(run / "trace" / "rank1.jsonl").read_bytes()], _file(run / "trace", "rank1.jsonl", use))
 
@@ -454,8 +554,12 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
             where = folder / f"checkpoint-{name}-{old}"
             tensors = {"a.weight": torch.randn(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
             state = {
-                "version": 1, "step": 1, "updates": 1, "skipped": 0, "data": {"epoch": 0, "next": 8, "fingerprint": "ab"},
-            }  # fmt: skip
+                "version": 1,
+                "step": 1,
+                "updates": 1,
+                "skipped": 0,
+                "data": {"epoch": 0, "next": 8, "fingerprint": "ab"},
+            }
             saver = checkpoint.Checkpointer(where)
             saver.save(1, [checkpoint.holding_of(n, t) for n, t in tensors.items()], state)
             directory = where / "step-000001"
@@ -492,13 +596,26 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
 
 def _environments(folder: Path) -> dict[str, Callable[[], Reader]]:
     torchrun = {
-        "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "abc",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     slurm = {
-        "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0",
-        "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu[007-009,12],cpu3", "SLURM_RESTART_COUNT": "0",
-    }  # fmt: skip
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "7",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURM_JOB_ID": "9",
+        "SLURM_STEP_ID": "0",
+        "SLURM_TASKS_PER_NODE": "2(x3),1",
+        "SLURM_STEP_NODELIST": "gpu[007-009,12],cpu3",
+        "SLURM_RESTART_COUNT": "0",
+    }
 
     def reader(variables: dict[str, str]) -> Reader:
         def use(data: bytes) -> None:
@@ -575,7 +692,7 @@ def fuzz(name: str, count: int, seed: int, first: int = 0, *, verbose: bool = Fa
                     outcome.accepted += 1
                 except FourfoldError as e:
                     outcome.refused += 1
-                    str(e).encode()  # what cannot be encoded cannot be printed
+                    printable(e).encode()
                 except (_TooLongError, Exception) as e:
                     problem = f"{type(e).__name__}: {_where(e)}"
                 except BaseException as e:

@@ -39,6 +39,7 @@ from fourfold.commands.plan import PlanArgs, plan_command
 from fourfold.commands.simulate import SimulateArgs, simulate_command
 from fourfold.commands.train import TrainArgs, loaded_defaults, train
 from fourfold.errors import ConfigError, FourfoldError
+from fourfold.view.text import markup
 
 __all__ = ["main"]
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         else:
-            Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(e))}")
+            Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {markup(e)}")
         return e.exit_code
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

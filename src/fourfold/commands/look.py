@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fourfold import schema
 from fourfold.errors import ConfigError, RunDirError
+from fourfold.view.text import markup, printable
 
 __all__ = [
     "CompareArgs",
@@ -132,7 +133,11 @@ def sample(args: SampleArgs) -> int:
             top_k=args.top_k,
             seed=args.seed,
         )
-    print(json.dumps({"run": args.run_dir, "step": step, "prompt": args.prompt, "text": text}) if args.json else text)
+    print(
+        json.dumps({"run": args.run_dir, "step": step, "prompt": args.prompt, "text": text})
+        if args.json
+        else printable(text)
+    )
     return 0
 
 
@@ -166,7 +171,7 @@ def view(args: ViewArgs) -> int:
         table.add_row(name, f"{a:.4g}", f"{b:.4g}", f"{a / b:.2f}" if b else "")
     console.print(table)
     if args.save_schedule:
-        console.print(f"schedule written to {args.save_schedule}")
+        console.print(f"schedule written to {markup(args.save_schedule)}")
     return 0
 
 

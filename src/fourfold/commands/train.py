@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from tyro.conf import FlagConversionOff
 
 from fourfold.config import (
@@ -24,6 +23,7 @@ from fourfold.config import (
 )
 from fourfold.errors import ConfigError, Interrupted, RankFailure
 from fourfold.plan import Plan
+from fourfold.view.text import markup
 
 if TYPE_CHECKING:
     from fourfold.launch.place import Backend
@@ -96,7 +96,9 @@ def _say_end(console: Console, path: Path, config: Config) -> None:
     if _saved_step(path) < config.train.steps:
         console.print(f"stopped as requested; {_how_to_continue(path, config)}", soft_wrap=True)
     else:
-        console.print(f"[green]done[/]: {path}  (sample from it: fourfold sample {path})", soft_wrap=True)
+        console.print(
+            f"[green]done[/]: {markup(path)}  (sample from it: fourfold sample {markup(path)})", soft_wrap=True
+        )
 
 
 def _how_to_continue(path: Path, config: Config) -> str:
@@ -104,7 +106,7 @@ def _how_to_continue(path: Path, config: Config) -> str:
     saved = (
         f"the newest checkpoint is of step {step} of {config.train.steps}" if step else "no checkpoint was saved yet"
     )
-    return escape(f"{saved}. Continue with: fourfold train --resume {path}")
+    return markup(f"{saved}. Continue with: fourfold train --resume {path}")
 
 
 def _saved_step(path: Path) -> int:
@@ -236,7 +238,7 @@ def _start(
             if attempt == max_restarts or e.exit_code == 2 or e.after_stop:
                 raise
             last = newest(run.checkpoints)
-            console.print(f"[red]{escape(str(e).splitlines()[0])}[/]")
+            console.print(f"[red]{markup(str(e).splitlines()[0])}[/]")
             console.print(
                 f"restarting from {last or 'the beginning'} ({attempt + 1} of {max_restarts})", soft_wrap=True
             )
@@ -287,7 +289,7 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan, dat
     )
     if other:
         console.print(
-            f"[yellow]warning:[/] {escape(other)}: what it predicted is not for this run; "
+            f"[yellow]warning:[/] {markup(other)}: what it predicted is not for this run; "
             "`fourfold plan` with --judge predicts it anew",
             soft_wrap=True,
         )
@@ -327,8 +329,10 @@ def _predicted(plan: Plan) -> str:
     from fourfold.schema import format_bytes
 
     p = plan.predicted or {}
-    held = format_bytes(p["peak_bytes"])
-    return f"{p['seconds']:.3g} s a step, {held} of tensors on the fullest rank ({p['cluster']})"
+    seconds, held = p.get("seconds"), p.get("peak_bytes")
+    if not all(isinstance(x, int | float) for x in (seconds, held)):
+        return "not readable"
+    return f"{seconds:.3g} s a step, {format_bytes(held or 0)} of tensors on the fullest rank ({p.get('cluster')})"
 
 
 def loaded_defaults(args: list[str]) -> TrainArgs:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fourfold.errors import ScheduleError
+from fourfold.errors import PlanError, ScheduleError
 from fourfold.plan import Plan
 from fourfold.program.costs import Costs
 from fourfold.program.ops import Schedule
@@ -22,8 +22,13 @@ def costs_of_plan(plan: Plan) -> Costs | None:
     predicted = plan.predicted or {}
     if not predicted.get("stages"):
         return None
-    forward, input_grad, weight_grad = zip(*predicted["stages"], strict=True)
-    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, message=predicted["message"])
+    stages, message = predicted["stages"], predicted.get("message", 0.0)
+    if not (isinstance(stages, list) and all(isinstance(row, list) and len(row) == 3 for row in stages)) or not all(
+        isinstance(x, int | float) and 0 <= x < 1e9 for x in (message, *(x for row in stages for x in row))
+    ):
+        raise PlanError("predicted.stages must be three times for every stage, and predicted.message one; plan anew")
+    forward, input_grad, weight_grad = zip(*stages, strict=True)
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, message=message)
 
 
 def schedule_of_plan(

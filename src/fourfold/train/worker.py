@@ -58,6 +58,7 @@ from fourfold.train.trace import TraceFile
 from fourfold.train.watch import Limits, Watch, make_board
 from fourfold.train.weights import check_weights, read_weights
 from fourfold.view.console import Progress, short_duration
+from fourfold.view.text import markup
 
 __all__ = ["DTYPES", "Outcome", "fit", "join_and_work", "work"]
 
@@ -329,7 +330,7 @@ class Recorder(Callback):
 
     def on_save(self, run: RunInfo, step: int, path: Path) -> None:
         waited = short_duration(self.waited.pop(step, 0.0))
-        self.progress.note(f"  [dim]saved {path} (training waited {waited})[/]")
+        self.progress.note(f"  [dim]saved {markup(path)} (training waited {waited})[/]")
 
     def on_end(self, run: RunInfo, step: int) -> None:
         self.file.close()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fourfold import schema
+from fourfold.view.text import markup
 
 __all__ = ["Progress", "duration", "facts", "number", "short_duration"]
 
@@ -44,7 +45,7 @@ def facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
     table.add_column(style="dim")
     table.add_column()
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, markup(value))
     console.print(table)
 
 

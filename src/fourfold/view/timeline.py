@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fourfold.program.costs import Number
 from fourfold.program.timeline import Timeline
+from fourfold.view.text import markup
 
 __all__ = ["draw", "show_comparison", "show_timeline"]
 
@@ -46,7 +47,7 @@ def draw(timeline: Timeline, width: int) -> list[Text]:
 def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None) -> None:
     """Print the drawing, a table by rank, and the totals."""
     console = Console(file=file, highlight=False)
-    console.print(f"[bold]{name}[/]")
+    console.print(f"[bold]{markup(name)}[/]")
     margin = len(f"{timeline.rows - 1} ")
     for row, line in enumerate(draw(timeline, max(20, console.width - margin))):
         console.print(Text.assemble((f"{row:>{margin - 1}} ", "dim"), line), no_wrap=True, crop=True)
