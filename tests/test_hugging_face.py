@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fourfold.cli import main
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, materialize_buffers
@@ -26,7 +28,7 @@ from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.weights import check_weights, fill
 from fourfold.train.worker import fit
 from tests.helpers import make_config, series
-from tests.oracle import CONFIGS, Wide, make, save, tokens
+from tests.oracle import CONFIGS, Wide, make, save, tokens, transformers
 
 NAMES = sorted(CONFIGS)
 
@@ -128,24 +130,117 @@ def train_all(rank: int, ranks: int, configs: list[Config], plan: dict[str, Any]
             fit(config, Plan.from_dict(plan))
 
 
-def test_every_plan_starts_from_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
-    def losses(plan: str, ranks: int, how: dict[str, Any]) -> dict[str, list[float]]:
+def test_every_plan_reads_the_folder_and_writes_it_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Losses and gradients equal those of one process; at learning rate 0, every tensor comes out as it went in."""
+
+    def trained(plan: str, ranks: int, how: dict[str, Any]) -> dict[str, list[float]]:
         (tmp_path / plan).mkdir()
         configs = {}
         for name in NAMES:
             model = {"hf": str(folders[name]), "seq_len": 16, "dropout": 0.0}
             run = tmp_path / plan / name
-            steps = {"steps": 2, "global_batch": 4}
-            configs[name] = make_config(run, model, train=steps, data={"tokenizer": "bytes"}, optim={"lr": 1e-3})
+            steps = {"steps": 1, "global_batch": 4}
+            still = {"lr": 0.0, "warmup": 0}
+            configs[name] = make_config(run, model, train=steps, data={"tokenizer": "bytes"}, optim=still)
         how = how | {"precision": {"compute": "fp64", "reduce": "fp64"}}
         run_ranks(train_all, ranks, list(configs.values()), how, timeout=100)
-        return {name: series(list(read_metrics(RunDir(c.train.run_dir))), "loss") for name, c in configs.items()}
+        for name, config in configs.items():
+            same_tensors(folders[name], Path(config.train.run_dir) / "final")
+        read = {name: list(read_metrics(RunDir(c.train.run_dir))) for name, c in configs.items()}
+        return {name: series(found, "loss") + series(found, "grad_norm") for name, found in read.items()}
 
-    serial = losses("serial", 1, {})
+    serial = trained("serial", 1, {})
     assert all(len(found) == 2 for found in serial.values())
     for plan, (ranks, how) in PLANS.items():
-        for name, found in losses(plan, ranks, how).items():
+        for name, found in trained(plan, ranks, how).items():
             assert found == pytest.approx(serial[name], rel=1e-10), (plan, name)
+    for name in NAMES:
+        opens_in_transformers(tmp_path / "pipe" / name / "final", name, folders[name])
+
+
+def same_tensors(a: Path, b: Path) -> None:
+    first, second = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
+
+
+def opens_in_transformers(folder: Path, name: str, original: Path) -> None:
+    """transformers finds every tensor and nothing else, and the same logits."""
+    kind = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+    model, info = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    before = kind.from_pretrained(original, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens()).logits, before.eval()(tokens()).logits)
+    assert (
+        json.loads((original / "config.json").read_text()).items()
+        <= json.loads((folder / "config.json").read_text()).items()
+    )
+
+
+def test_bf16_in_bf16_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Also where a few tensors are of another type; `--dtype` and `--format` choose another; a DCP opens as a source."""
+    folder = changed(folders["llama"], tmp_path)
+    tensors = {n: t.bfloat16() if "norm" not in n else t for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = {"hf": str(folder), "seq_len": 16}
+    run = tmp_path / "run"
+    config = make_config(
+        run, model, train={"steps": 1, "global_batch": 4}, data={"tokenizer": "bytes"}, optim={"lr": 0.0, "warmup": 0}
+    )
+    run_ranks(train_all, 1, [config], {"precision": {"compute": "bf16"}})
+    same_tensors(folder, run / "final")
+    assert json.loads((run / "final" / "config.json").read_text())["dtype"] == "bfloat16"
+
+    assert main(["export", str(run), str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert all(torch.equal(wide[n], t.float()) for n, t in tensors.items())
+    assert main(["export", str(run), str(tmp_path / "wide")]) == 2  # it is there
+    checkpoint = run / "checkpoints" / "step-000001"
+    assert main(["export", str(checkpoint), str(tmp_path / "dcp"), "--format", "dcp"]) == 0
+    again = opened(folder, init=str(tmp_path / "dcp"))
+    assert torch.equal(again(tokens()), opened(folder)(tokens()))
+    empty = {n: torch.empty_like(t) for n, t in tensors.items()}
+    dcp.load(empty, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    assert all(torch.equal(empty[n], t) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
+def test_models_from_scratch_open_in_transformers(family: str, tmp_path: Path) -> None:
+    model = {"family": family, "layers": 2, "hidden": 32, "heads": 4, "seq_len": 16}
+    config = make_config(tmp_path / "run", model, train={"steps": 2, "global_batch": 4})
+    run_ranks(train_all, 1, [config], {})
+    final = tmp_path / "run" / "final"
+    kind = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
+    theirs, info = kind.from_pretrained(final, output_loading_info=True, attn_implementation="eager")
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    x = tokens(16) % 256
+    with torch.no_grad():
+        ours, want = opened(final, seq_len=16)(x), theirs.eval()(x).logits
+    assert (ours - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_large_models_are_written_in_several_files(folders: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("fourfold.train.export.SHARD_BYTES", 100_000)
+    config = make_config(
+        tmp_path / "run",
+        {"hf": str(folders["qwen2"]), "seq_len": 16},
+        train={"steps": 1, "global_batch": 4},
+        data={"tokenizer": "bytes"},
+        optim={"lr": 0.0, "warmup": 0},
+    )
+    run_ranks(train_all, 1, [config], {})
+    final = tmp_path / "run" / "final"
+    index = json.loads((final / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    stored = load_file(folders["qwen2"] / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
+    written = {n: t for file in set(index["weight_map"].values()) for n, t in load_file(final / file).items()}
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(t, written[n]) for n, t in stored.items())
+    assert torch.equal(opened(final)(tokens()), opened(folders["qwen2"])(tokens()))
 
 
 # ---- files that are refused ----

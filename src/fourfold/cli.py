@@ -23,6 +23,7 @@ import fourfold
 from fourfold import schema
 from fourfold.commands.calibrate import CalibrateArgs, calibrate_command
 from fourfold.commands.demo import DemoArgs, demo
+from fourfold.commands.export import ExportArgs, export_command
 from fourfold.commands.look import (
     CompareArgs,
     DoctorArgs,
@@ -51,6 +52,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "train": (TrainArgs, train),
     "view": (ViewArgs, view),
     "sample": (SampleArgs, sample),
+    "export": (ExportArgs, export_command),
     "compare": (CompareArgs, compare),
     "tokenize": (TokenizeArgs, tokenize),
     "calibrate": (CalibrateArgs, calibrate_command),

@@ -16,7 +16,7 @@ from fourfold.config import RopeScaling, nearest_divisor
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, REQUIRED, Family, Key, Rope
 
-__all__ = ["hf_file", "hf_folder", "read_config"]
+__all__ = ["hf_file", "hf_folder", "read_config", "read_fields"]
 
 EXPERTS = "a mixture of experts is not supported"
 OTHERS = {
@@ -80,7 +80,11 @@ def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    c = schema.read(path)
+    return read_fields(schema.read(path), path, seq_len, dropout)
+
+
+def read_fields(c: dict[str, Any], path: Path, seq_len: int = 0, dropout: float | None = None) -> dict[str, Any]:
+    """`read_config` of what is in a file; `path` is named in errors."""
     family = _family(c, path)
     try:
         read = _fields(c, family, path, seq_len)

@@ -1,71 +1,263 @@
-"""From a checkpoint to plain files: safetensors under the serial names, a few GiB at a time, without a process group."""
+"""From a checkpoint to a folder that others open: Hugging Face safetensors, or a distributed checkpoint (DCP) under their names.
+
+Runs in one process, without a process group, and beside a run that goes on. Tensors are read, cast and written one after the
+other, so that memory holds one parameter at a time.
+
+    OUT/model.safetensors, or model-00001-of-00004.safetensors … and model.safetensors.index.json
+    OUT/config.json (written last), generation_config.json, tokenizer and chat template as they came
+
+A model that no family of the table describes (model/families.py) is written under our own names, with our config.json.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from fourfold import schema
-from fourfold.config import Config
-from fourfold.errors import CheckpointError
+from fourfold import files
+from fourfold.config import Config, ModelConfig
+from fourfold.errors import CheckpointError, ConfigError
 from fourfold.model.build import build_model, materialize_buffers
+from fourfold.model.families import Link, Run, links
+from fourfold.model.spec import Shapes, parameter_shapes
+from fourfold.model.to_hf import family_of, hf_config
 from fourfold.model.transformer import Transformer
 from fourfold.train import checkpoint
+from fourfold.train.checkpoint_index import read_index
+from fourfold.train.data import load_tokenizer
+from fourfold.train.dcp import DTYPES
+from fourfold.train.hf_files import TOKENIZER, copy, read_types
 from fourfold.train.rundir import RunDir
 
-__all__ = ["load_model", "write_final", "write_safetensors"]
+__all__ = ["Exported", "check_out", "export", "find_checkpoint", "load_model", "write_final"]
 
 SHARD_BYTES = 4 << 30
+"""Bytes of a file; a tensor is never split over two."""
+NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the step, the family's model_type ("" under our own names), tensors, bytes, the commonest type."""
+
+    step: int
+    model_type: str
+    tensors: int
+    bytes: int
+    dtype: str
 
 
 def write_final(run: RunDir, config: Config) -> None:
-    """final/: the weights of the newest checkpoint as safetensors, with the config."""
+    """final/: the newest checkpoint as a Hugging Face folder."""
     directory = checkpoint.newest(run.checkpoints)
     assert directory is not None
-    write_safetensors(directory, run.final)
-    schema.write_json(run.final / "config.json", config.to_dict())
+    export(run, config, directory, run.final)
 
 
-def write_safetensors(directory: Path, out: Path) -> None:
-    """The model's tensors of a checkpoint, fp32 or fp64 as trained, in files of at most about 4 GiB and an index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, (shape, dtype) in checkpoint.tensor_types(directory).items():
-        if name.startswith("optim."):
-            continue
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    out.mkdir(exist_ok=True)
+def export(run: RunDir, config: Config, directory: Path, out: Path, *, dtype: str = "", form: str = "hf") -> Exported:
+    """Write a checkpoint of a run to the folder `out`; `dtype`: as safetensors spells it, default as the weights came."""
+    m, beside = config.model, run.path / "hf"
+    if m.family == "bert" and not m.token_types:  # theirs always adds a row of token types: one of zeros
+        m = dataclasses.replace(m, token_types=1)
+    family = family_of(m)
+    came, others = ("", {}) if dtype else read_types(beside)
+    stored = read_index(directory)
+    trained = {"float64": "F64"}.get(stored["embed.tokens.weight"].dtype, "F32")
+    common = dtype or came or trained
+    found = links(family, m) if family else _as_they_are(m)
+    tensors = [_Tensor(link, DTYPES[others.get(link.theirs, common)]) for link in found]
+    source = _Parameters(directory, stored, parameter_shapes(m))
+    out.mkdir(parents=True, exist_ok=True)
+    if form == "dcp":
+        _write_dcp(tensors, source, out)
+    else:
+        _write_safetensors(tensors, source, out)
+        _write_beside(dataclasses.replace(config, model=m), family, beside, out, NAMES[common])
+    step = checkpoint.read_state(directory)["step"]
+    size = sum(t.bytes for t in tensors)
+    return Exported(step, family.model_type if family else "", len(tensors), size, NAMES[common])
+
+
+def _as_they_are(m: ModelConfig) -> list[Link]:
+    return [Link(name, s, name, s, False, (Run(0, 0, s[0]),)) for name, s in parameter_shapes(m).items()]
+
+
+def _write_beside(config: Config, family: Any, beside: Path, out: Path, dtype: str) -> None:
+    """Tokenizer, generation config and, last, config.json: a folder without one is visibly unfinished."""
+    copy(beside, out, TOKENIZER)
+    if family is None:
+        files.write_json(out / "config.json", config.to_dict(), CheckpointError)
+        return
+    base = files.read_json(beside / "config.json", CheckpointError) if (beside / "config.json").is_file() else None
+    end = None if base is not None else load_tokenizer(_tokenizer(config, beside)).end
+    if (beside / "generation_config.json").is_file():
+        copy(beside, out, ("generation_config.json",))
+    elif end is not None:
+        files.write_json(out / "generation_config.json", {"eos_token_id": end}, CheckpointError)
+    files.write_json(out / "config.json", hf_config(family, config.model, dtype, base, end), CheckpointError)
+
+
+def _tokenizer(config: Config, beside: Path) -> str:
+    return str(beside / "tokenizer.json") if (beside / "tokenizer.json").is_file() else config.data.tokenizer
+
+
+# ---- tensors, one after the other ----
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to write: which rows of which parameter, and of which type."""
+
+    link: Link
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.link.shape) * self.dtype.itemsize
+
+
+class _Parameters:
+    """Serial parameters of a checkpoint; the last one is kept, since its neighbours in a file come from it as well."""
+
+    def __init__(self, directory: Path, index: Any, shapes: Shapes):
+        self.directory, self.index, self.shapes = directory, index, shapes
+        self._last: tuple[str, Tensor] | None = None
+
+    def read(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is read
+            if name == "embed.types.weight" and name not in self.index:
+                return torch.zeros(self.shapes[name])
+            box = tuple((0, n) for n in self.index[name].shape)
+            self._last = name, checkpoint.read_box(self.directory, self.index, name, box)
+        return self._last[1]
+
+    def stored(self, tensor: _Tensor) -> Tensor:
+        """A tensor as it is written; casts round to nearest even."""
+        link, whole = tensor.link, self.read(tensor.link.ours)
+        if link.runs == (Run(0, 0, whole.shape[0]),):
+            rows = whole
+        elif len(link.runs) == 1 and link.runs[0].step == 1:
+            rows = whole.narrow(0, link.runs[0].ours, link.runs[0].length)
+        else:
+            rows = whole.new_empty((sum(run.length for run in link.runs), *whole.shape[1:]))
+            for run in link.runs:
+                stop = run.theirs + (run.length - 1) * run.step + 1
+                rows[run.theirs : stop : run.step] = whole[run.ours : run.ours + run.length]
+        rows = rows.to(tensor.dtype)
+        return (rows.mT if link.transposed else rows).reshape(link.shape).contiguous()
+
+
+def _write_safetensors(tensors: list[_Tensor], source: _Parameters, out: Path) -> None:
+    """Files of at most about 4 GiB, and an index where they are several."""
+    shards: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.bytes for t in shards[-1]) + tensor.bytes > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(tensor)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     names = ["model.safetensors"] if len(shards) == 1 else names
-    for file, wanted in zip(names, shards, strict=True):
-        save_file(_read(directory, wanted), out / file)
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(out / name, shard, source)
     if len(shards) > 1:
-        where = {name: file for file, wanted in zip(names, shards, strict=True) for name in wanted}
-        schema.write_json(out / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+        where = {t.link.theirs: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        sizes = {"total_size": sum(t.bytes for t in tensors)}
+        sizes["total_parameters"] = sum(math.prod(t.link.shape) for t in tensors)
+        index = {"metadata": sizes, "weight_map": where}
+        files.write_json(out / "model.safetensors.index.json", index, CheckpointError)
 
 
-def _read(directory: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    tensors = {name: torch.empty_like(meta, device="cpu") for name, meta in wanted.items()}
-    checkpoint.load(directory, [checkpoint.holding_of(n, t) for n, t in tensors.items()], check=False)
-    return tensors
+def _write_file(path: Path, tensors: list[_Tensor], source: _Parameters) -> None:
+    """One safetensors file: 8 bytes of length, a JSON header, the tensors; wider types first, so that each is aligned."""
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for t in tensors:
+        place = [at, at := at + t.bytes]
+        header[t.link.theirs] = {"dtype": spelled[t.dtype], "shape": list(t.link.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with files.create(path, CheckpointError) as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for t in tensors:
+            f.write(source.stored(t).view(-1).view(torch.uint8).numpy().data)
 
 
-def load_model(run: RunDir, dtype: torch.dtype = torch.float32) -> tuple[Transformer, int]:
-    """The model of a run's newest checkpoint, whole, on the CPU; and its step."""
+class _LazyPlanner(DefaultSavePlanner):
+    """A plan of whole tensors that are made when they are written."""
+
+    def __init__(self, tensors: list[_Tensor], source: _Parameters):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.tensors, self.source = {t.link.theirs: t for t in tensors}, source
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, t in self.tensors.items():
+            shape = torch.Size(t.link.shape)
+            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=t.dtype), size=shape)
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets, 0), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.source.stored(self.tensors[index.fqn])
+
+
+def _write_dcp(tensors: list[_Tensor], source: _Parameters, out: Path) -> None:
+    """A DCP folder with the tensors under the names of Hugging Face files."""
+    try:
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(out), planner=_LazyPlanner(tensors, source), no_dist=True)
+    except dcp.CheckpointException as e:
+        raise CheckpointError(f"{out}: cannot be written: {next(iter(e.failures.values()))[0]}") from None
+
+
+# ---- the model itself ----
+
+
+def load_model(
+    run: RunDir, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Transformer, int]:
+    """The model of a run's newest checkpoint, whole, on one device; and its step."""
     config, _ = run.read()
     directory = checkpoint.newest(run.checkpoints)
     if directory is None:
         raise CheckpointError(f"{run.path}: has no complete checkpoint yet")
     model = build_model(config.model)
-    model.to(dtype).to_empty(device="cpu").tie()
-    materialize_buffers(model, torch.device("cpu"), dtype)
+    model.to(dtype).to_empty(device=device).tie()
+    materialize_buffers(model, torch.device(device), dtype)
     state = checkpoint.load(directory, [checkpoint.holding_of(n, p) for n, p in model.named_parameters()])
     return model, state["step"]
+
+
+def find_checkpoint(path: str | Path) -> tuple[RunDir, Path]:
+    """The run and the checkpoint that a path names: a run directory (its newest), or a checkpoint in one."""
+    path = Path(path)
+    if (path / "state.json").is_file() or path.name.startswith("step-"):
+        run, directory = RunDir.find(path.resolve().parent.parent), path
+    else:
+        run = RunDir.find(path)
+        newest = checkpoint.newest(run.checkpoints)
+        if newest is None:
+            raise CheckpointError(f"{run.path}: has no complete checkpoint yet")
+        directory = newest
+    checkpoint.read_state(directory)  # raises where it is not complete
+    return run, directory
+
+
+def check_out(out: Path) -> None:
+    """A folder to write to: new, or empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder; choose another, or remove it first")

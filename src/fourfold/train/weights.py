@@ -37,7 +37,7 @@ from fourfold.train.holdings import Holding, held_boxes
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
 
-__all__ = ["check_weights", "family_of_source", "fill", "open_source", "read_weights", "stored_types"]
+__all__ = ["check_weights", "family_of_source", "fill", "open_source", "read_weights"]
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors library has the same bound."""
@@ -299,17 +299,14 @@ def _refuse_untied(source: Source, head: str, embedding: str, where: str) -> Non
         )
 
 
-def stored_types(source: Source) -> dict[str, str]:
-    """The type of every tensor by name, as safetensors spells it."""
-    spelled = {dtype: name for name, dtype in DTYPES.items()}
-    return {name: spelled[dtype] for name, (_, dtype) in source.tensors.items()}
-
-
 # ---- reading ----
 
 
-def read_weights(loop: Loop) -> None:
-    """Fill the weights of a loop from the folder that its config names, unit by unit, on every rank its own pieces."""
+def read_weights(loop: Loop) -> dict[str, str]:
+    """Fill the weights of a loop from the folder that its config names, unit by unit, on every rank its own pieces.
+
+    Returns the type of every tensor there by name, as safetensors spells it.
+    """
     m = loop.config.model
     source = check_weights(m, again=True)
     for unit in loop.units:
@@ -318,6 +315,8 @@ def read_weights(loop: Loop) -> None:
         loop.optimizer.publish(unit)
     for tie in loop.ties:
         tie.publish()
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    return {name: spelled[dtype] for name, (_, dtype) in source.tensors.items()}
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ from fourfold.train.clock import make_clock
 from fourfold.train.data import open_samples
 from fourfold.train.faults import Faults
 from fourfold.train.guard import Guard
+from fourfold.train.hf_files import keep_files
 from fourfold.train.loop import Engine, Loop, RankContext, RunServices
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops
@@ -263,7 +264,11 @@ def assemble(
     )
     done = checkpoint.resume(loop, run.checkpoints, saving, console)
     if config.model.init != "random" and checkpoint.newest(run.checkpoints) is None:
-        read_weights(loop)
+        types = read_weights(loop)
+        if place.rank == 0:
+            keep_files(config, run.path / "hf", types)
+    elif place.rank == 0 and done == 0:
+        keep_files(config, run.path / "hf")
     if config.log.trace:
         loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done, clock)
         if loop.trace.dropped:

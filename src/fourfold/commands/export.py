@@ -1,0 +1,54 @@
+"""`fourfold export`: a checkpoint as a Hugging Face folder, or as a distributed checkpoint of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from fourfold import schema
+
+__all__ = ["ExportArgs", "export_command"]
+
+SPELLED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
+
+
+@dataclass(frozen=True)
+class ExportArgs:
+    """Write a checkpoint as a Hugging Face folder that `transformers` opens, also while its run goes on."""
+
+    source: Annotated[str, tyro.conf.Positional]
+    """Run directory (its newest checkpoint), or a checkpoint in one."""
+    out: Annotated[str, tyro.conf.Positional]
+    """Folder to write: new, or empty."""
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
+    """Type of the tensors; default: as the weights came, fp32 for a model trained from scratch."""
+    format: Literal["hf", "dcp"] = "hf"
+    """hf: safetensors, config and tokenizer. dcp: a distributed checkpoint of torch under the same names."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show tracebacks of errors."""
+
+
+def export_command(args: ExportArgs) -> int:
+    from fourfold.train.export import check_out, export, find_checkpoint
+
+    out = Path(args.out)
+    run, directory = find_checkpoint(args.source)
+    check_out(out)
+    config, _ = run.read()
+    dtype = SPELLED[args.dtype] if args.dtype else ""
+    made = export(run, config, directory, out, dtype=dtype, form=args.format)
+    if args.json:
+        print(json.dumps({"out": str(out), **dataclasses.asdict(made)}))
+        return 0
+    what = f"{made.tensors} tensors, {schema.format_bytes(made.bytes)}, {made.dtype}"
+    print(f"{out}: step {made.step}, {what}, model_type {made.model_type or 'none'}")
+    if not made.model_type:
+        print("no Hugging Face architecture computes this model: tensors have our names, config.json is ours")
+    return 0

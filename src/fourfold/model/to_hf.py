@@ -1,0 +1,131 @@
+"""ModelConfig to a Hugging Face `config.json`, by the table of families. No torch, no transformers.
+
+The file is written so that transformers 4 and 5 both read it right: rotary parameters at the top, as 4.x has them, and in
+`rope_parameters`, as 5.x has them; `torch_dtype` and `dtype`. A model that came from a folder keeps every key of its config.json
+that training does not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fourfold.config import ModelConfig
+from fourfold.errors import ConfigError
+from fourfold.model.families import FAMILIES, Family, Key
+from fourfold.model.hf import read_fields
+
+__all__ = ["family_of", "hf_config"]
+
+SCALING = {
+    "factor": "factor",
+    "original_positions": "original_max_position_embeddings",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+"""Fields of RopeScaling, and their keys."""
+BY_KIND = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_positions", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_positions", "beta_fast", "beta_slow"),
+}
+
+
+def family_of(m: ModelConfig) -> Family | None:
+    """The family as which a (resolved) model is written: one whose config.json, read again, gives the same model."""
+    if m.family == "bert" and not m.tie:
+        return None  # transformers has two biases there, of which it uses the one that files of tied models lack
+    for family in [FAMILIES[m.model_type]] if m.model_type in FAMILIES else FAMILIES.values():
+        try:
+            read = read_fields(hf_config(family, m, "float32"), Path("config.json"), m.seq_len, m.dropout)
+            again = dataclasses.replace(ModelConfig(**read | {"seq_len": m.seq_len, "init_std": m.init_std})).resolve()
+        except (ConfigError, KeyError):
+            continue
+        if dataclasses.replace(again, init=m.init, model_type=m.model_type) == m:
+            return family
+    return None
+
+
+def hf_config(
+    family: Family, m: ModelConfig, dtype: str, base: dict[str, Any] | None = None, end: int | None = None
+) -> dict[str, Any]:
+    """config.json of a (resolved) model with weights of type `dtype` ("bfloat16"); `base`: that of the folder it came from.
+
+    `end`: the id that ends a text, for a model that did not come from a folder.
+    """
+    c: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    if base is None:
+        c |= dict(family.constant) | {"bos_token_id": None, "eos_token_id": end, "use_cache": True}
+        c |= dict.fromkeys(family.dropouts, m.dropout or 0.0) if family.one_dropout else dict(family.dropouts)
+        if family.window.default:
+            c["sliding_window"] = None
+    else:
+        c |= base
+    for key in family.keys:
+        _write(c, key, m)
+    if family.rope is not None and not (base or {}).keys() & {"rope_theta", "rope_parameters", family.rope.theta_key}:
+        c["rope_parameters"] = _rope(m)
+    if family.rope is not None:
+        _both_rotary_forms(c, family.rope.theta_key)
+    return dict(sorted((c | {"dtype": dtype, "torch_dtype": dtype}).items()))
+
+
+def _write(c: dict[str, Any], key: Key, m: ModelConfig) -> None:
+    """One key, unless the file already says the same."""
+    name = next((n for n in (key.name, *key.others) if n in c), key.name)
+    if not key.field:
+        return
+    value = getattr(m, key.field)
+    if key.kind == "choice":
+        spelled = [k for k, v in key.values.items() if v == value]
+        if c.get(name) not in spelled and spelled:
+            c[name] = spelled[0]
+        return
+    if key.power != 1.0 and value:
+        value = value ** (1 / key.power)
+        value = round(value) if abs(value - round(value)) < 1e-9 * value else value
+    if c.get(name) is None and name in c and key.null == value:
+        return  # null already means it
+    if c.get(name) != value:
+        c[name] = value
+
+
+def _rope(m: ModelConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rope_theta}
+    if m.rope_scaling is not None:
+        found["rope_type"] = m.rope_scaling.kind
+        found |= {SCALING[field]: getattr(m.rope_scaling, field) for field in BY_KIND[m.rope_scaling.kind]}
+    return found
+
+
+def _both_rotary_forms(c: dict[str, Any], theta: str) -> None:
+    """Rotary parameters as transformers 4 and 5 have them, whichever of the two is there."""
+    new = c.get("rope_parameters")
+    if isinstance(new, dict) and new and all(isinstance(v, dict) for v in new.values()):  # one for each kind of layer
+        whole, local = new.get("full_attention", {}), new.get("sliding_attention", {})
+        if "rope_theta" in whole:
+            c.setdefault(theta, whole["rope_theta"])
+        if "rope_theta" in local and c["model_type"].startswith("gemma3"):
+            c.setdefault("rope_local_base_freq", local["rope_theta"])
+        if whole.get("rope_type", "default") != "default":
+            c.setdefault("rope_scaling", whole)
+        return
+    if not isinstance(new, dict):
+        old = c.get("rope_scaling") or {}
+        new = {"rope_type": old.get("rope_type") or old.get("type") or "default"} | old
+        if c.get(theta) is not None:
+            new["rope_theta"] = c[theta]
+        if c.get("partial_rotary_factor") is not None:
+            new["partial_rotary_factor"] = c["partial_rotary_factor"]
+        if "rope_theta" not in new:
+            return  # the family's own default, in both
+        c["rope_parameters"] = new
+    if "rope_theta" in new:
+        c[theta] = new["rope_theta"]
+    if "partial_rotary_factor" in new:
+        c["partial_rotary_factor"] = new["partial_rotary_factor"]
+    if new.get("rope_type", "default") != "default":
+        c["rope_scaling"] = new
