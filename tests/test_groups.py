@@ -19,6 +19,7 @@ from fourfold.program.stages import lay_out_pipeline
 from fourfold.testing.communicators import NoLateGroups
 from fourfold.testing.ranks import run_ranks
 from fourfold.testing.stores import CountingStore, CrowdedStore
+from fourfold.train import connect as connecting
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.connect import warm_up
 from fourfold.train.mesh import RankMesh
@@ -201,3 +202,25 @@ def _operations(rank: int, ranks: int) -> dict[str, int]:
     group.barrier().wait()
     dist.barrier()
     return dict(store.operations)
+
+
+def test_on_nccl_communicators_come_first_then_the_warm_up_then_all_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the device: each group once, in order, without those that gloo alone serves."""
+    calls: list[Any] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "all_reduce", lambda x: calls.append("all ranks"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(connecting, "make_communicator", lambda group, device: calls.append(group))
+    monkeypatch.setattr(connecting, "warm_up", lambda groups, rank, device: calls.append(len(groups)))
+    groups: Any = [
+        (Group("world", (0, 1)), "world"),
+        (Group("save", (0, 1), gloo=True), "save"),
+        (Group("edge 0 to 1", (0, 1)), "there"),
+        (Group("edge", (0,), gloo=True), "placeholder"),
+        (Group("edge 1 to 0", (1, 0)), "back"),
+    ]
+    connecting.connect(groups, 0, torch.device("cuda", 0))
+    assert calls == ["world", "there", "back", 3, "synchronize", "all ranks"]
+    calls.clear()
+    connecting.connect(groups, 0, torch.device("cpu"))
+    assert calls == []

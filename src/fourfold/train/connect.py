@@ -7,8 +7,8 @@ order (that of the groups):
 
 1. the communicator of each group (`eager_connect_single_device`; `device_id` in `init_process_group` would split the world's
    instead, which needs all ranks, and groups are made by their members alone);
-2. every kind of collective that runs on the group, with little data and with much (NCCL chooses other algorithms); on an
-   edge one message, on a pair one in each direction;
+2. every kind of collective that runs on the group, short and long (NCCL chooses different algorithms); on an edge one message,
+   on the pair of a tied weight one in each direction;
 3. the device is waited for, then all ranks for each other.
 
 Groups of a plan are asked for in an order in which each meeting waits for earlier ones alone, so this cannot lock up. On gloo
@@ -31,8 +31,9 @@ from fourfold.train._torch import make_communicator
 
 __all__ = ["connect", "warm_up"]
 
-SIZES = (256, 1 << 20)
-"""Elements per rank of the collectives that are tried: latency-bound and bandwidth-bound algorithms."""
+SIZES = (1, 1 << 22)
+"""Elements of the collectives that are tried, rounded up to the size of the group: NCCL has one algorithm for short ones and
+another for long ones (here 16 MiB)."""
 
 Collective = Callable[[Tensor, dist.ProcessGroup, str], object]
 
@@ -74,9 +75,11 @@ def warm_up(groups: Sequence[tuple[Group, dist.ProcessGroup]], rank: int, device
         if kinds is None:
             _messages(spec, group, rank, device)
             continue
+        ranks = len(spec.members)
         for size in SIZES:
-            x = torch.zeros(size * len(spec.members), device=device)
+            whole = torch.zeros(-(-size // ranks) * ranks, device=device)
             for kind in kinds:
+                x = whole[: len(whole) // ranks] if kind == "all_gather" else whole  # its output is as long as `whole`
                 COLLECTIVES[kind](x, group, f"the first {kind} of {spec.use}")
 
 
