@@ -86,7 +86,7 @@ class Pending:
             try:
                 self._work.wait()
             except RuntimeError as e:
-                raise CommunicationError(f"waited in vain for {self._ticket.what}: {plain(e)}") from e
+                raise CommunicationError(f"failed waiting for {self._ticket.what}: {plain(e)}") from e
             RECORD.done(self._ticket, on_device=self._on_device)
             self._work = None
 

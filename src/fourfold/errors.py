@@ -80,7 +80,7 @@ class CheckpointError(FourfoldError):
 
 
 class CommunicationError(FourfoldError):
-    """A rank waited in vain for another one; says for what."""
+    """A rank failed or timed out waiting for another; says for what."""
 
 
 class DeviceError(FourfoldError):

@@ -87,7 +87,7 @@ class Job:
             if error is None:
                 self._work(self._ring)
         except Exception as e:  # a thread that ended here would be waited for for ever
-            error = CommunicationError(f"waited in vain for {self._what}: {self._ring.failed}{plain(e)}")
+            error = CommunicationError(f"failed waiting for {self._what}: {self._ring.failed}{plain(e)}")
             error.__cause__ = e
         self._error = error
         del self._work, self._ring  # and the tensors

@@ -93,7 +93,7 @@ def _unequal(rank: int, ranks: int) -> None:
 
 
 def test_what_does_not_come_is_named() -> None:
-    with pytest.raises(RankFailure, match="waited 1 s in vain for the activation of stage 0, micro-batch 3"):
+    with pytest.raises(RankFailure, match="timed out after 1 s waiting for the activation of stage 0, micro-batch 3"):
         run_ranks(_silent, 2)
 
 

@@ -144,5 +144,7 @@ def test_a_wait_has_a_timeout_that_names_what_is_waited_for() -> None:
             return None
         return run_rank(rank, mail.of(rank), programs)
 
-    with pytest.raises(RankFailure, match="1F0: waited 0 s in vain for the activation of stage 0, micro-batch 0"):
+    with pytest.raises(
+        RankFailure, match="1F0: timed out after 0 s waiting for the activation of stage 0, micro-batch 0"
+    ):
         run_threads(one, 2, timeout=0.2)

@@ -136,7 +136,7 @@ def _credits(rank: int, ranks: int) -> int:
 
 
 def test_what_does_not_come_is_named() -> None:
-    with pytest.raises(RankFailure, match="waited 0 s in vain for the activation of stage 0, micro-batch 3"):
+    with pytest.raises(RankFailure, match="timed out after 0 s waiting for the activation of stage 0, micro-batch 3"):
         run_ranks(_silent, 2)
 
 

@@ -175,7 +175,7 @@ class DirectReceiver:
                     work.wait()  # orders the current stream
             except RuntimeError as e:
                 if time.monotonic() - start >= timeout:
-                    raise CommunicationError(f"waited {timeout:.0f} s in vain for {name}") from e
+                    raise CommunicationError(f"timed out after {timeout:.0f} s waiting for {name}") from e
                 raise self._gone(name, e) from e
             if found == name:
                 return buffer
@@ -187,7 +187,7 @@ class DirectReceiver:
         return [*(name for name, _, _ in self._posted), *self._early]
 
     def _gone(self, name: Name, error: Exception) -> CommunicationError:
-        return CommunicationError(f"waited in vain for {name}: rank {self.source} no longer sends ({plain(error)})")
+        return CommunicationError(f"failed waiting for {name}: rank {self.source} no longer sends ({plain(error)})")
 
 
 def _only(name: Name, value: Any) -> Tensor:

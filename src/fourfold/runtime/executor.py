@@ -1,12 +1,12 @@
-"""The executor: does what a rank's program says, instruction by instruction. It knows instructions, not schedules.
+"""The executor: runs a rank's program instruction by instruction. It knows instructions, not schedules.
 
-    op or part of one   the stage computes, with what has arrived or was made here; what it makes waits to be sent or used
-    SEND, RECV          the transport carries; neither blocks
-    GATHER … REDUCE     the unit's verb
-    STREAM              the bucket's update
+    op or part of one   the stage computes on a received or local value; its output waits to be sent or used
+    SEND, RECV          start a transfer; neither blocks
+    GATHER … REDUCE     calls the method of the unit
+    STREAM              updates the bucket's parameters
 
-Where two neighbouring stages are on one rank, the value is handed over as it is. A value that came in a message is released
-when the last thing that needs it is done: B, or W where the backward is split. One rank alone runs a program too.
+Between neighbouring stages on one rank the value is passed directly. The buffer of a received value is returned after the last op
+that needs it: B, or W where the backward is split. A single rank runs a program as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Executor", "Feed", "Span", "StreamVerbs", "Verbs"]
 
 
 class Verbs(Protocol):
-    """What a program asks of a unit."""
+    """The operations of a unit that a program calls."""
 
     def gather(self) -> None: ...
     def release(self) -> None: ...
@@ -35,26 +35,26 @@ class Verbs(Protocol):
 
 
 class StreamVerbs(Protocol):
-    """What a program asks of a bucket."""
+    """The operation of a bucket that a program calls."""
 
     def stream(self) -> None: ...
 
 
 class Feed(Protocol):
-    """What enters and leaves the pipeline on this rank."""
+    """The inputs of the pipeline on this rank."""
 
     def first(self, micro_batch: int) -> Any:
         """Input of the first stage."""
 
     def extra(self, micro_batch: int) -> tuple[Any, ...]:
-        """What the last stage is given beside its input."""
+        """Further arguments of the last stage, for instance the targets."""
 
     def grad(self, micro_batch: int) -> Any:
         """Gradient of the last stage's output."""
 
 
 class Span(NamedTuple):
-    """One computation as it ran; three marks of the executor's clock. From `asked` to `start` it waited for what it needed."""
+    """One executed computation, with three times of the executor's clock; from `asked` to `start` it waited for its inputs."""
 
     what: str
     asked: Any
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Values:
-    """What is between two computations of a step."""
+    """Values that are passed between the computations of a step."""
 
     made: dict[Name, Any] = field(default_factory=dict)  # waits to be sent or used here
     inputs: dict[tuple[int, int], list[Any]] = field(default_factory=dict)  # by (stage, micro-batch): came in messages
@@ -98,7 +98,7 @@ class Executor:
         self._full: set[int] = set()  # stages that run forwards again when their accumulators are there
 
     def run(self, program: Program, feed: Feed, *, evaluate: bool = False) -> dict[int, Any]:
-        """Run a program to its end; returns what the last stage made of each micro-batch, where it is on this rank."""
+        """Run a program; returns the output of the last stage by micro-batch, if that stage is on this rank."""
         self.begin(feed, evaluate=evaluate)
         begun = set()
         for i in program.instructions:
@@ -119,7 +119,7 @@ class Executor:
         self._feed, self._evaluating, self._whole, self._full = feed, evaluate, set(), set()
 
     def end(self) -> dict[int, Any]:
-        """The step is over: everything has been sent; nothing is left over."""
+        """End a step: wait until everything has been sent, and check that every value was used."""
         values = self.values
         if self.transport is not None:
             ticket = RECORD.wait(Ticket("the messages it sent to be received"))
@@ -131,7 +131,7 @@ class Executor:
         return values.outputs
 
     def do(self, instruction: Instruction) -> None:
-        """Do one instruction; what goes wrong in it names it."""
+        """Execute one instruction; errors name it."""
         try:
             self._do(instruction)
         except CommunicationError as e:
@@ -168,7 +168,7 @@ class Executor:
     # ---- computing ----
 
     def compute(self, stage: int, kind: str, micro_batch: int) -> None:
-        """Do a whole op."""
+        """Execute a whole op."""
         RECORD.begin_op(f"{stage}{kind}{micro_batch}")
         if self.watch is not None:
             self.watch(f"{stage}{kind}{micro_batch}")
@@ -198,7 +198,7 @@ class Executor:
         self._did(f"{stage}{kind}{micro_batch}", asked, start)
 
     def _compute_part(self, stage: int, kind: str, micro_batch: int, unit: str) -> None:
-        """Do the part of an op that uses one unit; the first part takes the op's input, the last leaves its output."""
+        """Execute the part of an op that uses one unit; the first part takes the op's input, the last produces its output."""
         here, partial = self.stages[stage], self.values.partial
         index, key = here.index[unit], (stage, micro_batch, kind)
         first, last = (0, len(here.links) - 1) if kind == "F" else (len(here.links) - 1, 0)
@@ -251,7 +251,7 @@ class Executor:
         return self._feed.extra(micro_batch) if stage == self.last else ()
 
     def _take(self, stage: int, maker: int, kind: Any, micro_batch: int) -> Any:
-        """What another stage made: handed over where it is on this rank, received where it is not."""
+        """The value that another stage produced: local, or received in a message."""
         name = Name(maker, kind, micro_batch)
         if self.placement[maker] == self.rank:
             return self.values.made.pop(name)
@@ -272,6 +272,6 @@ class Executor:
             self.values.made[Name(stage, "gradient", micro_batch)] = value
 
     def _release(self, stage: int, micro_batch: int) -> None:
-        """Nothing needs the messages of this stage and micro-batch any more."""
+        """Return the buffers of the messages that this stage and micro-batch used."""
         for value in self.values.inputs.pop((stage, micro_batch), ()):
             self.messages.release(value)

@@ -1,22 +1,22 @@
-"""Message-driven execution: act on whatever has arrived (AxoNN), under a cap of micro-batches in flight per stage.
+"""Message-driven execution (AxoNN): run whichever op has its input, under a cap of micro-batches in flight per stage.
 
-A rank with work to do picks, in this order of preference:
+A rank chooses its next op in this order of preference:
 
-    F or B (I)   one whose input is here; when both kinds are ready, the one that was not done last; the oldest
-                 micro-batch first, then the deepest stage. F only while the stage has fewer than its cap in flight
-    W            when neither is ready: weight gradients fill the time of waiting
-    STREAM       when none of these is: updates of units whose reduction was started fill the time of waiting, too
+    F or B (I)   whose input has arrived; if both kinds are ready, the kind that did not run last; the oldest micro-batch
+                 first, then the deepest stage. F only while the stage is below its cap
+    W            when neither is ready: weight gradients fill the waiting time
+    STREAM       when no W is left either: optimizer updates of units whose reduction has started
     REDUCE …     as soon as a stage's last weight gradient is done; in the program's order, so that replicas agree
 
-and blocks only when nothing is ready. Every stage serves F, B and W in the order of the micro-batches, whatever the
-interleaving, so sums are added in one order and the bits do not depend on timing. It cannot lock up: the last stage always
-serves what it gets, a backward needs no cap, and a forward waits only for backwards of its own stage.
+It blocks only when nothing is ready. Each stage runs F, B and W in the order of the micro-batches, so gradients are
+accumulated in a fixed order and the results are bit-identical whatever the timing. It cannot deadlock: the last stage can always
+process its inputs, a backward has no cap, and a forward waits only for backwards of its own stage.
 
-Caps come from the program: the most micro-batches of a stage it ever has in flight, plus `slack`: without it
-there is nothing to choose from, and jitter and latency are felt as in an ordered run (docs/pipelines.md has figures).
+The cap of a stage is the most micro-batches the program has in flight there, plus `slack`. Without slack there is nothing to
+choose from, and jitter costs as much as in an ordered run (docs/pipelines.md has figures).
 
-Where several ranks are one stage (they meet in collectives inside an op), they must do ops in one order: the first of them
-chooses and tells the others.
+Ranks of one grid communicate inside an op, so they must run ops in the same order: the first of them chooses and broadcasts its
+choice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Drive", "drive", "run_driven"]
 
 @dataclass(frozen=True)
 class Drive:
-    """What a rank needs to know to act by itself: taken from its program, without the order of ops."""
+    """What a rank needs to choose ops by itself: derived from its program, without the order of ops."""
 
     stages: tuple[int, ...]
     micro_batches: int
@@ -48,13 +48,13 @@ class Drive:
     caps: dict[int, int]
     before: tuple[Gather, ...]
     after: tuple[tuple[Reduce | Release, tuple[int, ...]], ...]
-    """In order; each with the stages that must be done before it."""
+    """In order; each with the stages that must be complete before it."""
     streams: tuple[tuple[Stream, tuple[str, ...]], ...]
-    """Each with the units whose reduction must be started before it."""
+    """Each with the units whose reduction must have started before it."""
     incoming: dict[int, int]
-    """Messages that come from each rank."""
+    """Number of messages from each rank."""
     outgoing: dict[tuple[int, str], int]
-    """To which rank the activation or gradient of a stage goes."""
+    """Target rank of the activation or gradient of a stage."""
 
 
 def drive(
@@ -63,9 +63,9 @@ def drive(
     slack: int = 0,
     buckets: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Drive:
-    """The freedom a program leaves: `units_of[unit]` are the stages on this rank that use a unit, `buckets` the units in each.
+    """Derive a `Drive` from a program. `units_of[unit]`: stages on this rank that use a unit; `buckets`: units in each bucket.
 
-    Units must be gathered once (`replicate`, `keep`); others would meet in collectives whose order depended on time.
+    Units must be gathered once a step (`replicate`, `keep`): the order of further gathers would depend on timing.
     """
     ops = [Op(i.stage, i.kind, i.micro_batch) for i in program.instructions if isinstance(i, Op | UnitOp)]
     ops = list(dict.fromkeys(ops))
@@ -111,9 +111,9 @@ def drive(
 def run_driven(
     executor: Executor, plan: Drive, feed: Feed, *, together: dist.ProcessGroup | None = None
 ) -> dict[int, Any]:
-    """Do a step; returns what the last stage made of each micro-batch, where it is on this rank.
+    """Run a step; returns the output of the last stage by micro-batch, if that stage is on this rank.
 
-    `together`: the ranks that are one stage with this one; the first of them chooses for all.
+    `together`: the ranks of this rank's grid; the first of them chooses for all.
     """
     return _Driver(executor, plan, together).run(feed)
 
@@ -147,7 +147,7 @@ class _Driver:
     # ---- choosing ----
 
     def _choose(self) -> Op:
-        """The next op, waiting until there is one that can be done."""
+        """The next op; waits until one is ready."""
         while True:
             ready = self._ready()
             if ready:
@@ -165,7 +165,7 @@ class _Driver:
             RECORD.done(ticket)
 
     def _stream(self) -> bool:
-        """Start one update that can be started; False: there is none."""
+        """Start one optimizer update that is ready; False: none is."""
         for each in self.streams:
             if self.reduced.issuperset(each[1]):
                 self.streams.remove(each)
@@ -207,7 +207,7 @@ class _Driver:
         return self.executor.messages.arrived(name)
 
     def _awaited(self) -> Sequence[Name]:
-        """Messages that would give this rank something to do."""
+        """Messages any of which would make an op ready."""
         names = []
         for stage in self.plan.stages:
             if self._may_forward(stage) and stage > 0:
@@ -218,7 +218,7 @@ class _Driver:
         return [n for n in names if place[n.stage] != self.executor.rank]
 
     def _agree(self, op: Op | None) -> Op:
-        """What the leader chose."""
+        """The op that the leader chose."""
         if self.together is None:
             assert op is not None
             return op

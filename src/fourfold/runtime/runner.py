@@ -1,4 +1,4 @@
-"""One rank's step and evaluation, whichever executor runs them."""
+"""A training step and an evaluation of one rank, with either executor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Runner"]
 
 
 class Runner:
-    """Runs the program of a step, in its order or message-driven (`drive`), and that of an evaluation."""
+    """Runs the program of a training step, ordered or message-driven (`drive`), and the program of an evaluation."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Runner:
         self.drive, self.together = drive, together
 
     def step(self, index: int, feed: Feed) -> dict[int, Any]:
-        """Forward and backward of all micro-batches; returns the losses, where the last stage is on this rank."""
+        """Forward and backward of all micro-batches; returns the losses, if the last stage is on this rank."""
         for stage in self.executor.stages.values():
             stage.step = index
         if self.drive is not None:

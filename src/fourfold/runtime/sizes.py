@@ -1,7 +1,7 @@
-"""How much memory messages take on a host. Pure arithmetic, shared by engine and planner; no torch.
+"""Sizes of message buffers on a host. Pure arithmetic, shared by the runtime and the planner; no torch.
 
-A message has a header. Up to INLINE bytes of host memory follow it in the same transfer, in a buffer of their own on either side;
-more are a transfer of their own, from where they lie into a buffer of a generation's length (`wire.py`).
+A message with a header sends up to INLINE bytes of data in the same transfer, from a buffer of its own; longer data are a second
+transfer, received into a buffer of the generation's length (`wire.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ INLINE = 128 << 10
 
 
 def room_for(size: int) -> int:
-    """Length of the buffers of a generation whose first message has `size` bytes: the next of 8 steps per doubling."""
+    """Buffer length of a generation whose first message has `size` bytes: rounded up to one of 8 steps per power of two."""
     step = max(64, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
 
 def light_sends(size: int) -> int:
-    """Copies of short messages of `size` bytes that a sender holds before it has them looked after: half a MiB, 4 to 32."""
+    """Short messages of `size` bytes that a sender keeps in flight itself before a thread takes over: 4 to 32, about 512 KiB."""
     return max(4, min(32, (1 << 19) // max(1, size)))

@@ -1,34 +1,34 @@
-"""A stage: a contiguous run of a model's layers on one rank, run as a chain of links, one link per unit.
+"""A stage: a contiguous run of a model's layers on one rank, executed as a chain of links, one link per unit.
 
-Each link's graph is cut from the next (its input is a detached leaf), so the forward and the backward of a stage are
-loops over links: where parameters are needed and gradients handed over, the code shows it; there are no hooks, and a program
-may do other things between two links. Recomputation hangs on the same boundary: a link that recomputes keeps its input
-alone.
+The autograd graph of each link is cut from the next (its input is a detached leaf): forward and backward of a stage are loops
+over links. There are no hooks: the code shows where parameters are needed and gradients are accumulated, and a program
+may do other things between two links. Recomputation uses the same boundaries: a link that recomputes saves only its input.
 
-    forward(m, x)                F   runs the links on micro-batch m and keeps what the backward needs
-    backward(m, g)               B   runs them in reverse, adds weight gradients to the units, returns the gradient of x
-    backward(m, g, split=True)   I   the same, but products for weight gradients are put off
-    weight_grad(m)               W   what I put off
+    forward(m, x)                F   runs the links on micro-batch m and saves what the backward needs
+    backward(m, g)               B   runs them in reverse, accumulates weight gradients in the units, returns the gradient of x
+    backward(m, g, split=True)   I   the same, but defers the matmuls of weight gradients
+    weight_grad(m)               W   runs what I deferred
 
 [Note: whole ops]
-Where nothing happens between the links of a micro-batch, in its forward or in its backward, cutting its graph is of no use. Links
-whose accumulators are such that autograd can add to them then have one graph: a seventh less of the host's time where units are
-small. The accumulators must all be there when its backward begins; made link by link, they would come as activations go. So who
-asks for it sees to it that they are there already, or will be beside as many activations later in the step.
+Where nothing happens between the links of a micro-batch, neither in its forward nor in its backward, cutting its graph is of no
+use. Links whose accumulators autograd can add to then share one graph, which saves a seventh of the host's time for small units.
+All their accumulators must exist when the backward begins; created link by link, they would be allocated as activations are
+freed. So the caller must ensure that the accumulators exist already, or that later in the step they will exist beside as many
+activations.
 
-Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept: its place in the graph is, so
-its memory is free as soon as nobody else needs it (the next link, or the message that carries it).
+Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept, only its place in the graph: its
+memory is free as soon as nothing else needs it (the next link, or the message that carries it).
 
 [Note: links that add]
-The slices of a layer pass a tuple on: what feeds all of them, and a sum that they add to. A link that is fed one value, and
-keeps only that for its backward, says how its output joins the rest:
+The slices of a layer pass on a tuple: the input of all slices, and a sum that each of them adds to. Such a link is given one
+value, saves only that for its backward, and joins its output to the rest in one of three ways:
 
     beside   (h, acc)      → (h, acc, module(h))
     more     (h, acc)      → (h, acc + module(h))          (h, acc, a) → (h, acc + module(a))
     last     (h, acc)      → acc + module(h)               (h, acc, a) → acc + module(a)
 
-Random numbers (dropout) are a function of (seed, step, micro-batch, link): the order in which micro-batches run, and
-whether a link runs twice, change nothing.
+Random numbers (dropout) are a function of (seed, step, micro-batch, link): they depend neither on the order of micro-batches
+nor on recomputation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = ["Keeper", "Link", "Stage", "UnitVerbs", "Watch", "keep_products"]
 
 
 class UnitVerbs(Protocol):
-    """What a stage asks of a unit."""
+    """The operations of a unit that a stage calls."""
 
     def ready(self) -> bool: ...
     def need(self) -> None: ...
@@ -67,14 +67,14 @@ class UnitVerbs(Protocol):
 
 
 class Watch(Protocol):
-    """Is told when an op of a stage begins and ends: F, B, I, W, or E (a forward without a backward)."""
+    """Notified when an op of a stage begins and ends: F, B, I, W, or E (a forward without a backward)."""
 
     def begin(self, op: str, /) -> None: ...
     def end(self) -> None: ...
 
 
 class Keeper(Protocol):
-    """Keeps what a forward saves for its backward somewhere else (offload/activations.py)."""
+    """Stores what a forward saves for its backward elsewhere (offload/activations.py)."""
 
     def saving(self, keep: Iterable[Tensor], key: Any) -> AbstractContextManager[None]: ...
     def put(self, t: Tensor, key: Any) -> Any: ...
@@ -137,12 +137,12 @@ class Stage:
         self._whole: dict[int, list[_Kept]] = {}  # of micro-batches that run as a whole
         self._uncut = [] if self.queue is not None or keeper is not None else _uncut(self.links)
 
-    # ---- what a program asks for: ops, or the parts of ops that use one link ----
+    # ---- ops, and the parts of ops that use one link ----
 
     def forward(self, micro_batch: int, value: Any, extra: tuple[Any, ...] = (), *, whole: bool = False) -> Any:
-        """Run the links on `value`; `extra` (the targets) is handed to the last link, and to those that take it.
+        """Run the links on `value`; `extra` (the targets) goes to the last link, and to those that take it.
 
-        `whole`: its backward, too, is going to be asked for as a whole: [Note: whole ops].
+        `whole`: its backward will be a whole op as well: [Note: whole ops].
         """
         if whole and self._uncut:
             return self._forward_whole(micro_batch, value, extra)
@@ -242,19 +242,19 @@ class Stage:
         return grad
 
     def weight_grad(self, micro_batch: int) -> None:
-        """What I left; called in the order of the micro-batches."""
+        """Run what I deferred; called in the order of the micro-batches."""
         for index in reversed(range(len(self.links))):
             self.weight_grad_part(index, micro_batch)
 
     def weight_grad_part(self, index: int, micro_batch: int) -> None:
-        """What I left of one link."""
+        """Run what I deferred of one link."""
         assert self.queue is not None, "a stage that was not built to be split"
         self._begins("W", index == len(self.links) - 1)
         self.queue.run(micro_batch, index)
         self._ends(index == 0)
 
     def evaluate(self, value: Any, extra: tuple[Any, ...] = ()) -> Any:
-        """Forward only, nothing kept, dropout off."""
+        """Forward only: nothing is saved, dropout is off."""
         for index in range(len(self.links)):
             value = self.evaluate_part(index, value, extra)
         return value
@@ -274,7 +274,7 @@ class Stage:
 
     @property
     def accumulates(self) -> bool:
-        """Whether the accumulators of all links are there."""
+        """Whether the accumulators of all links exist."""
         return all(link.unit.accumulates() for link in self.links)
 
     @property
@@ -283,7 +283,7 @@ class Stage:
         return len(self._kept) + len(self._whole)
 
     def reset(self) -> None:
-        """Drop what is in flight (after a failed step)."""
+        """Drop the micro-batches in flight (after a failed step)."""
         self._kept.clear()
         self._whole.clear()
         if self.queue is not None:
@@ -348,7 +348,7 @@ class Stage:
 
 
 def _uncut(links: Sequence[Link]) -> list[list[int]]:
-    """Runs of links that may have one graph; none where any link needs what is done at a cut, or no two have one."""
+    """Runs of links that may share one graph; empty if a link needs the cut, or no two links can share one."""
     if any(link.adds != "no" or link.recompute != "none" or link.compile for link in links):
         return []
     lends = [link.unit.lends_grads() for link in links]
@@ -362,7 +362,7 @@ def _uncut(links: Sequence[Link]) -> list[list[int]]:
 
 
 def _added_in_place(units: Sequence[UnitVerbs], kept: _Kept, grad: Any) -> Any:
-    """The backward of links whose graph is one: autograd adds to the units' accumulators; returns the input's gradient."""
+    """The backward of links that share a graph: autograd adds to the units' accumulators; returns the input gradient."""
     assert kept.edges is not None
     wanted = [a for a in kept.args if _differentiable(a)]
     inputs = list(wanted)
@@ -383,7 +383,7 @@ def _differentiable(a: Any) -> bool:
 
 
 class _Anchor(torch.autograd.Function):
-    """Its output is its input, differentiable, and held by nobody: a leaf would be held by the graph until the backward."""
+    """Identity whose output is differentiable and referenced by nothing: the graph would hold a leaf until the backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
@@ -411,7 +411,7 @@ def _make_run(link: Link, split: bool) -> Callable[..., Any]:
 
 
 def _make_again(link: Link, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What recomputes a link: the values of its output are of no use then, and a module may know how to save them."""
+    """The function that recomputes a link; a module may have a cheaper one, since the values of its output are not needed."""
     return run if link.compile else getattr(link.module, "again", run)
 
 
@@ -422,7 +422,7 @@ def _edges(value: Any) -> list[GradientEdge]:
 
 
 def _fed(link: Link, value: Any) -> int:
-    """Which of the input's values a link that adds is fed: h, or a where there is one."""
+    """Index of the value that a link that adds is given: h, or a if there is one."""
     return len(value) - 1 if link.adds in ("more", "last") and len(value) == 3 else 0
 
 
@@ -448,7 +448,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
 
 def keep_products() -> Any:
-    """Selective recomputation: outputs of matrix products and attention are kept, all else is computed again."""
+    """Selective recomputation: outputs of matmuls and attention are saved, everything else is recomputed."""
 
     def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name = op.overloadpacket.__name__

@@ -1,26 +1,24 @@
 """Messages between the stages of a pipeline: one channel per directed edge, named messages, bounded memory.
 
-A message is named by who made it: (stage, kind, micro-batch), kind activation or gradient. Each directed edge (source rank,
-target rank) has a process group of its own, so nothing on it waits for anything on another. Messages of an edge are
-received in the order in which they are sent; what is received before it is wanted waits in an inbox.
+A message is named by what produced it: (stage, kind, micro-batch), where kind is activation or gradient. Each directed edge
+(source rank, target rank) has its own process group, so traffic on one edge never waits for another. Messages of an edge are
+received in the order in which they are sent; a message that arrives before it is needed waits in an inbox.
 
-Sending starts at once and never blocks the caller; a thread per outgoing edge waits for the bytes to have left, and lets the
-tensors go as soon as they have. Receiving is done in one of two ways:
+Sending starts at once and never blocks the caller. Receiving works in one of two ways:
 
-- *ordered*: `post(source)` posts one more receive, as a program's RECV says, and `receive(name, source)` waits for it in the
-  caller's own thread: one wake-up between a message's arrival and its use.
-- *message-driven*: `listen(source, n)` lets a thread per incoming edge receive the n messages of a step, ahead of use and at most
-  `depth` per (stage, kind) before they are used (gloo cannot be asked whether something has arrived, only waited
-  for). A thread goes on regardless while the caller is blocked: what it wants may be behind what it does not want yet, and
-  holding back would wait for ever.
+- *ordered*: `post(source, name)` posts one receive, as a program's RECV says, and `receive(name, source)` waits for it in the
+  calling thread. Where the form of messages is known there are no headers (`direct.py`).
+- *message-driven*: `listen(source, n)` starts a thread per incoming edge that receives the n messages of a step, at most `depth`
+  per (stage, kind) ahead of their use (gloo cannot be polled for arrival, only waited for). While the caller is blocked the
+  thread keeps receiving: the message it needs may be queued behind others, and stopping at `depth` would deadlock.
 
-No device-wide synchronisation; every wait of the caller has a timeout, and its error says what did not come.
+There is no device-wide synchronisation. Every wait of the caller has a timeout, and its error names the missing message.
 
-| device | how (`wire.py`) |
-|---|---|
-| CPU | gloo, receives posted ahead into pooled buffers |
-| CUDA, ranks share a GPU | the same through pinned host memory, on side streams |
-| CUDA, a GPU for each rank | header over gloo, tensors over NCCL; waits order streams. Untested on several GPUs |
+| device | ordered | message-driven (`wire.py`) |
+|---|---|---|
+| CPU | gloo, no header | gloo; the header and up to 128 KiB of data in one transfer |
+| CUDA, ranks share a GPU | gloo through pinned host memory, with a header | the same |
+| CUDA, one GPU per rank | NCCL, no header; waits order streams | header over gloo, data over NCCL |
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ __all__ = ["Name", "Transport"]
 
 @dataclass
 class _Message:
-    """A message that has arrived; `ready` makes its tensors usable by the current stream."""
+    """A received message; call `ready` before its tensors are used on the current stream."""
 
     name: Name
     value: Any
@@ -71,22 +69,22 @@ class _Message:
 
 @dataclass
 class _Inbox:
-    """What has arrived and is not used yet; shared by listeners and caller under one lock."""
+    """Received messages that have not been used yet; listeners and caller share it under one lock."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     messages: dict[Name, _Message] = field(default_factory=dict)
-    held: Counter[tuple[int, Kind]] = field(default_factory=Counter)  # of them, per (stage, kind)
-    wanted: Sequence[Name] = ()  # the caller is blocked on one of these, none of which is here
+    held: Counter[tuple[int, Kind]] = field(default_factory=Counter)  # messages per (stage, kind)
+    wanted: Sequence[Name] = ()  # the caller is blocked until one of these arrives
     error: CommunicationError | None = None
 
 
 class Transport:
-    """The messages of one rank over the directed `edges` (source, target) of the job; all ranks of an edge build it together.
+    """Sends and receives messages over the directed `edges` (source, target); all ranks of an edge construct it together.
 
-    `new_group(ranks)` makes a process group; it must not time out by itself: a receive may be posted long before its message.
-    `address(rank)` is a rank's number in the job, where that is another. `usual` is the length of most messages in bytes, known
-    to all ranks alike: room for as much is kept behind every header, if it is short enough to travel with it. `form`: that of all
-    messages, where it is known: ordered steps then have no headers (`direct.py`), message-driven ones short headers.
+    `new_group(ranks)` makes a process group, which must have a long timeout: a receive may be posted long before its message.
+    `address(rank)` translates a pipeline rank to a rank of the job. `usual`: length of most messages in bytes, the same on all
+    ranks; if it is small enough, that many bytes of data travel with the header. `form`: structure, dtypes and shapes of every
+    message, if they are all the same: ordered steps then have no headers, message-driven steps short ones.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class Transport:
                     )
 
     def begin(self, *, ordered: bool) -> None:
-        """A step begins, on all ranks alike: by the order of a program, or as messages come."""
+        """Start a step. `ordered`: messages come in the order of a program, on all ranks; else as they are sent."""
         self.direct = ordered and bool(self._direct_out or self._direct_in)
 
     def send(self, target: int, name: Name, value: Any) -> None:
@@ -150,7 +148,7 @@ class Transport:
         self._out[target].put(name, structure, tensors)
 
     def post(self, source: int, name: Name | None = None) -> None:
-        """Post the receive of the next message from a rank, which is `name` where the program is ordered."""
+        """Post the receive of the next message from a rank; an ordered program knows its name."""
         if self.direct:
             assert name is not None
             self._direct_in[source].post(name)
@@ -158,16 +156,16 @@ class Transport:
             self._in[source].post()
 
     def listen(self, source: int, count: int) -> None:
-        """Receive the next `count` messages from a rank as they come."""
+        """Receive the next `count` messages from a rank in a thread, as they arrive."""
         self._in[source].listen(count)
 
     def receive(self, name: Name, source: int) -> Any:
-        """The tensors of a message, waited for if they have not arrived."""
+        """Return the tensors of a message; wait if it has not arrived."""
         if self.direct:
             return self._direct_in[source].take(name, self.timeout)
         receiver, box = self._in[source], self.inbox
         while True:
-            listening = receiver.listening  # read first: once it is 0, all that was listened for is in the inbox
+            listening = receiver.listening  # read first: once it is 0, all messages are in the inbox
             if name in box.messages:
                 break
             if listening:
@@ -184,42 +182,44 @@ class Transport:
         return message.value
 
     def arrived(self, name: Name) -> bool:
-        """Whether a message that is listened for is here."""
+        """Whether a message has arrived (message-driven)."""
         return name in self.inbox.messages
 
     def wait_any(self, names: Sequence[Name]) -> None:
-        """Block until one of the messages listened for has arrived."""
+        """Block until one of these messages has arrived (message-driven)."""
         box, deadline = self.inbox, time.monotonic() + self.timeout
         with box.changed:
             while not any(name in box.messages for name in names):
                 if box.error is not None:
-                    raise CommunicationError(f"waited in vain for {_list(names)}: {box.error}") from box.error
+                    raise CommunicationError(f"failed waiting for {_list(names)}: {box.error}") from box.error
                 if time.monotonic() >= deadline:
-                    raise CommunicationError(f"waited {self.timeout:.0f} s in vain for {_list(names)}")
+                    raise CommunicationError(f"timed out after {self.timeout:.0f} s waiting for {_list(names)}")
                 box.wanted = names
                 box.changed.notify_all()
                 box.changed.wait(deadline - time.monotonic())
 
     def release(self, value: Any) -> None:
-        """A received value is no longer needed: its buffer may be used again, once what is being sent from it has left."""
+        """Return the buffer of a received value; it is reused once no send reads from it."""
         if self.direct:
             self._values.give_back([value])
         else:
             self.port.pool.give_back(flatten(value)[1])
 
     def finish(self) -> None:
-        """The step is over: wait until everything has been sent."""
+        """End a step: wait until everything has been sent."""
         senders: dict[int, DirectSender] | dict[int, _Sender] = self._direct_out if self.direct else self._out
         for target, sender in senders.items():
             if not sender.wait_idle(self.timeout):
-                raise CommunicationError(f"waited {self.timeout:.0f} s in vain for rank {target} to take its messages")
+                raise CommunicationError(
+                    f"timed out after {self.timeout:.0f} s waiting for rank {target} to receive messages"
+                )
         if self.inbox.error is not None:
             raise self.inbox.error
         unused = [*self.inbox.messages, *(name for each in self._direct_in.values() for name in each.left)]
         assert not unused, f"never used: {_list(unused)}"
 
     def close(self) -> None:
-        """Let the threads end; call it between steps."""
+        """End the threads; call it between steps."""
         for sender in self._out.values():
             sender.jobs.put(None)
         for direct in self._direct_out.values():
@@ -230,13 +230,13 @@ class Transport:
     # ---- what the threads call ----
 
     def fail(self, error: CommunicationError) -> None:
-        """A thread met an error: wake the caller, which raises it."""
+        """Record an error of a thread and wake the caller, which raises it."""
         with self.inbox.changed:
             self.inbox.error = self.inbox.error or error
             self.inbox.changed.notify_all()
 
     def deliver(self, message: _Message, receiver: _Receiver) -> None:
-        """Put a message into the inbox; returns when the next one may be received."""
+        """Put a message into the inbox; return when the next one may be received."""
         key, box = (message.name.stage, message.name.kind), self.inbox
         with box.changed:
             box.messages[message.name] = message
@@ -244,7 +244,7 @@ class Transport:
             box.held[key] += 1
             if (
                 message.name in box.wanted
-            ):  # said here, not by the caller: until it runs again all the others could come
+            ):  # cleared here: before the caller runs again, all other messages could arrive
                 box.wanted = ()
             box.changed.notify_all()
             while box.held[key] >= self.depth and not box.wanted and box.error is None:
@@ -255,14 +255,14 @@ def _list(names: Sequence[Name]) -> str:
     return " or ".join(map(str, names[:4])) + (" …" if len(names) > 4 else "")
 
 
-INLINED = -1  # in place of a generation: the data follow in the header's transfer
+INLINED = -1  # instead of a generation: the data are in the same transfer as the header
 
 
 class _Sender:
     """Sends to one rank, in order.
 
-    A short message is copied and sent by the caller, who looks after the last few of them. A thread waits for the others to
-    have left (and sends them, where that may block), and lets go of their tensors.
+    A short message is copied and sent by the caller, which also waits for the last few of them. A thread waits until the
+    others have been sent (and sends them itself where sending may block), then drops their tensors.
     """
 
     def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup, peer: int):
@@ -307,7 +307,7 @@ class _Sender:
         self.jobs.put(job)
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until nothing is left to send (or nothing can be sent any more)."""
+        """Wait until everything has been sent, or sending has failed; False: timed out."""
         deadline = time.monotonic() + timeout
         while self._light:
             buffer, work = self._light.popleft()
@@ -350,7 +350,7 @@ class _Sender:
 
 
 class _Receiver:
-    """Receives from one rank, in the order of sending: by the caller, or by a thread that listens."""
+    """Receives from one rank, in the order of sending: in the caller, or in a listening thread."""
 
     def __init__(self, transport: Transport, source: int, group: dist.ProcessGroup, peer: int):
         self.transport, self.source, self.group, self.peer = transport, source, group, peer
@@ -371,7 +371,7 @@ class _Receiver:
             raise self._gone(e) from e
 
     def _post_data(self) -> None:
-        """Post receives of data for all messages that are posted; one whose data came inline leaves its own to the next."""
+        """Post one receive of data per posted header; a message whose data came inline leaves its receive to the next one."""
         if self._capacity and self.transport.port.posts_ahead:
             while len(self._data) < len(self._headers):
                 self._data.append(self._posted(self._capacity))
@@ -380,8 +380,8 @@ class _Receiver:
         return self.transport.port.post(size, self.peer, self.group, self._generation)
 
     def take(self, timeout: float, wanted: Name | None = None) -> _Message:
-        """The oldest message posted for, waited for."""
-        assert self._headers, f"nothing is posted that could bring {wanted}"
+        """Wait for the oldest posted message and return it."""
+        assert self._headers, f"no receive is posted for {wanted}"
         start = time.monotonic()
         port = self.transport.port
         try:
@@ -402,7 +402,7 @@ class _Receiver:
         except RuntimeError as e:
             what = str(wanted or self._next)
             if time.monotonic() - start >= timeout:
-                raise CommunicationError(f"waited {timeout:.0f} s in vain for {what}") from e
+                raise CommunicationError(f"timed out after {timeout:.0f} s waiting for {what}") from e
             raise self._gone(e, what) from e
         return _Message(name, form.tree(found), ready)
 
@@ -412,11 +412,11 @@ class _Receiver:
 
     def _gone(self, error: RuntimeError, what: str | None = None) -> CommunicationError:
         return CommunicationError(
-            f"waited in vain for {what or self._next}: rank {self.source} no longer sends ({plain(error)})"
+            f"failed waiting for {what or self._next}: rank {self.source} no longer sends ({plain(error)})"
         )
 
     def listen(self, count: int) -> None:
-        """Receive by a thread from now on."""
+        """Receive the next `count` messages in a thread."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, name=f"receive from {self.source}", daemon=True)
             self.thread.start()
@@ -425,12 +425,12 @@ class _Receiver:
         self.jobs.put(count)
 
     def _run(self) -> None:
-        for_ever = 30 * 86400.0
+        no_limit = 30 * 86400.0
         try:
             while (count := self.jobs.get()) > 0:
                 for _ in range(count):
                     self.post()
-                    self.transport.deliver(self.take(for_ever), self)
+                    self.transport.deliver(self.take(no_limit), self)
         except CommunicationError as e:
             self.transport.fail(e)
 
@@ -442,4 +442,4 @@ def _maker(form: Form, device: torch.device) -> Callable[[int], Tensor]:
 
 
 def _nothing() -> None:
-    """It is usable as it is."""
+    """Host memory needs no preparation."""

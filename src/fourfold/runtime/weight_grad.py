@@ -1,11 +1,11 @@
-"""Weight gradients on their own: linears hand (input, output gradient) to a queue, and the product is computed later.
+"""Deferred weight gradients: linears queue (input, output gradient), and the matmul runs later.
 
 In a split backward, I computes the gradient of a stage's input and W the gradients of its weights. `defer` makes every
-`nn.Linear` of a module do so: its backward computes dX at once and queues (X, dY); W runs the queue. A linear of another kind can
-do so too (`DefersWeightGrad`): it queues what it likes and computes the product itself. Gradients of biases, norms
-and embeddings are cheap and stay in I. The product is the one autograd computes, added to the accumulator in the same
-order (that of the micro-batches), so the bits are those of a whole backward. (autograd's generic way of splitting, two walks
-over the graph, costs two to three backwards on small layers.)
+`nn.Linear` of a module do so: its backward computes dX at once and queues (X, dY); W runs the queue. Other linear modules can
+take part too (`DefersWeightGrad`): they queue two tensors of their choice and compute the gradient themselves. Gradients of
+biases, norms and embeddings are cheap and stay in I. The matmul is the one autograd would run, accumulated in the same order (of
+micro-batches), so the result is bit-identical to a whole backward. (Splitting with two passes of autograd over the graph
+costs two to three backwards on small layers.)
 
 [Note: compiled graphs]
 torch.compile would drop a Python side effect, or refuse it. The queue is therefore filled by a custom op that claims to change a
@@ -32,7 +32,7 @@ COMPILE_OPTIONS: Mapping[str, bool] = {"allow_buffer_reuse": False, "inplace_buf
 
 
 class WeightGradQueue:
-    """Work left for W, by (micro-batch, link): what I of a micro-batch put off, W of it does."""
+    """Work that I has deferred to W, by (micro-batch, link)."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -42,21 +42,21 @@ class WeightGradQueue:
         self._open: list[Callable[[], None]] | None = None
 
     def open(self, micro_batch: int, link: int) -> None:
-        """What is put off from now on belongs to this micro-batch and link."""
+        """Work deferred from now on belongs to this micro-batch and link."""
         self._open = self._left.setdefault((micro_batch, link), [])
 
     def close(self) -> None:
         self._open = None
 
     def put(self, work: Callable[[], None]) -> None:
-        """Put work off until W; outside of a split backward it is done at once."""
+        """Defer work to W; outside of a split backward it runs at once."""
         if self._open is None:
             work()
         else:
             self._open.append(work)
 
     def run(self, micro_batch: int, link: int) -> None:
-        """W: do what was put off, in the order in which it was."""
+        """W: run the deferred work, in order."""
         for work in self._left.pop((micro_batch, link)):
             work()
 
@@ -73,7 +73,7 @@ _queues: weakref.WeakValueDictionary[int, WeightGradQueue] = weakref.WeakValueDi
 
 
 class DefersWeightGrad(Protocol):
-    """A module whose `weight` has a gradient that can be computed later, from two tensors its backward has."""
+    """A module whose weight gradient can be computed later, from two tensors of its backward."""
 
     weight: nn.Parameter
 
@@ -83,20 +83,20 @@ class DefersWeightGrad(Protocol):
         """From now on the backward calls put_off(a, b, token, queue, place)."""
 
     def weight_grad(self, a: Tensor, b: Tensor, add: Callable[[Tensor], None], /) -> None:
-        """Compute the gradient and see to it that it is added, by `add` or on its own account."""
+        """Compute the gradient and accumulate it, with `add` or otherwise."""
 
 
 class Accumulates(Protocol):
-    """What takes the gradients: adds dYᵀX, or a gradient, to those of a weight."""
+    """Accumulates gradients: dYᵀX, or a given gradient, of a weight."""
 
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor, /) -> None: ...
     def add_grad(self, name: str, grad: Tensor, /) -> None: ...
 
 
 def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates, device: torch.device | None = None) -> None:
-    """Make the linears of `module` queue their weight gradients; W hands them to `unit`, by the name of the weight.
+    """Make the linears of `module` queue their weight gradients, which W accumulates in `unit` by the name of the weight.
 
-    `device`: where it computes, if not where its weights are now (a released weight is nowhere).
+    `device`: the device of the computation, if the weights are not there now (a released weight has no storage).
     """
     for name, child in module.named_modules():
         weight, place = f"{name}.weight" if name else "weight", len(queue._sinks)
@@ -117,7 +117,7 @@ def _computed(linear: DefersWeightGrad, add: Callable[[Tensor], None]) -> Callab
 
 
 def _sink(queue: WeightGradQueue, work: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """Queue the product of two tensors, and nothing else: with its history, one would keep the input of the stage alive."""
+    """Queue the two tensors detached: their autograd graph would keep the stage's input alive."""
 
     def put(a: Tensor, b: Tensor) -> None:
         a, b = a.detach(), b.detach()

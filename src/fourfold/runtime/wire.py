@@ -1,16 +1,15 @@
-"""What goes over a wire: a header with name and shapes, the bytes of a tree of tensors, and how they leave and reach a device.
+"""The wire format of messages with headers, and how bytes move between a device and the network.
 
-A message starts with a header: name and generation as four numbers (NAME_BYTES), then, where the form of messages is not known
-beforehand, JSON of structure, dtypes and shapes (HEADER_BYTES in all). Ordered programs over a known form have no header at all
-(`direct.py`). The data are the tensors' bytes one after another, each on a
-multiple of 64. Up to INLINE bytes of host memory follow the header in the same transfer (copied: cheaper than a second
-wake-up); more are a transfer of their own.
+A message starts with a header: name and generation as four integers (NAME_BYTES) and, unless the form of all messages is known,
+JSON of structure, dtypes and shapes (HEADER_BYTES in all). The data are the bytes of the tensors, each aligned to 64 bytes. Up to
+INLINE bytes of host memory are sent in the same transfer as the header (a copy is cheaper than a second wake-up); more data are a
+second transfer. Ordered programs with messages of a known form have no headers (`direct.py`).
 
 [Note: generations]
-A receive can be posted before its message is there because gloo takes a shorter message into a longer buffer. The buffer must
-be long enough: both sides know the length of the generation. When a longer message comes, the sender starts a new one, whose
-number is the tag of the transfer; receives that were posted for the old one never match, and are left behind. Receives of a
-generation match in the order in which they were posted, so they are posted for all messages or for none.
+A receive can be posted before its message exists because gloo accepts a shorter message in a longer buffer. The buffer must be
+long enough, so both sides track a buffer length, the generation. When a longer message comes, the sender starts a new generation,
+whose number is the tag of the transfer; receives posted for the old one never match and are abandoned. Receives of a
+generation match in the order of posting, so they are posted for every message or for none.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ __all__ = [
     "write_light",
 ]
 
-FREE = 16  # buffers kept for use again; older ones, of lengths gone by, are dropped
+FREE = 16  # free buffers kept for reuse; older ones, of lengths no longer used, are dropped
 Kind = Literal["activation", "gradient"]
 
 
 class Name(NamedTuple):
-    """Which message: the output (activation) or the input's gradient that a stage made of one micro-batch."""
+    """Identifies a message: the output (activation) or the input gradient of a stage for one micro-batch."""
 
     stage: int
     kind: Kind
@@ -97,12 +96,12 @@ def _unflatten(structure: Any, tensors: deque[Tensor]) -> Any:
 
 
 def joined_size(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the tensors one after another."""
+    """Size in bytes of the tensors, concatenated with alignment."""
     return tensors[0].nbytes if len(tensors) == 1 else sum(_padded(t.nbytes) for t in tensors)
 
 
 def write_bytes(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Copy the tensors into a run of bytes."""
+    """Copy the tensors into one byte buffer."""
     at = 0
     for t in tensors:
         out[at : at + t.nbytes].copy_(_bytes(t))
@@ -110,7 +109,7 @@ def write_bytes(tensors: Sequence[Tensor], out: Tensor) -> None:
 
 
 def write_light(header: bytes, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """A header, then the tensors (in host memory); by plain copies, which cost a fraction of torch's for little data."""
+    """Write a header, then the tensors (host memory), with memmove: for small tensors much cheaper than `Tensor.copy_`."""
     start = out.data_ptr()
     ctypes.memmove(start, header, len(header))
     start += len(header)
@@ -121,7 +120,7 @@ def write_light(header: bytes, tensors: Sequence[Tensor], out: Tensor) -> None:
 
 
 def join_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors as one run of bytes; a single contiguous tensor is not copied."""
+    """The tensors as one byte tensor; a single contiguous tensor is not copied."""
     if len(tensors) == 1:
         return _bytes(tensors[0])
     out = torch.empty(joined_size(tensors), dtype=torch.uint8, device=tensors[0].device)
@@ -149,7 +148,7 @@ class Form(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the data that follow."""
+        """Size of the data in bytes."""
         sizes = [shape.numel() * dtype.itemsize for dtype, shape in self.tensors]
         return sizes[0] if len(sizes) == 1 else sum(map(_padded, sizes))
 
@@ -165,9 +164,9 @@ class Form(NamedTuple):
 
 
 class Headers:
-    """Writes and reads headers. Forms recur, so their text is made and read once each.
+    """Encodes and decodes headers. The JSON text of each form is cached.
 
-    `form`: that of all messages, where it is known; headers then name the message and nothing else.
+    `form`: the form of all messages, if known; headers then hold only the name.
     """
 
     def __init__(self, form: Form | None = None) -> None:
@@ -193,7 +192,7 @@ class Headers:
         return fixed + text
 
     def decode(self, message: Tensor) -> tuple[Name, int, Form]:
-        """Name, generation and form of the message that begins with its header."""
+        """Name, generation and form from the header at the start of a message."""
         data = ctypes.string_at(message.data_ptr(), self.size)
         stage, kind, micro_batch, generation = _FIXED.unpack_from(data)
         if self.form is not None:
@@ -208,7 +207,7 @@ class Headers:
 
 
 class Pool:
-    """Buffers for received bytes, used again when their last user is done."""
+    """Reference-counted receive buffers, reused when their last user is done."""
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         self._make = make
@@ -226,15 +225,15 @@ class Pool:
 
     @property
     def buffers(self) -> int:
-        """Buffers there are, lent or free."""
+        """Number of buffers, in use or free."""
         return len(self._free) + len(self._loans)
 
     def borrow(self, tensors: Sequence[Tensor]) -> None:
-        """One more user of those that lie in a buffer of ours (a stage may hand on what it was given)."""
+        """Add a user to the buffers these tensors lie in, if any (a stage may forward what it received)."""
         self._count(tensors, 1)
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """One user less."""
+        """Remove a user."""
         self._count(tensors, -1)
 
     def _count(self, tensors: Sequence[Tensor], change: int) -> None:
@@ -255,7 +254,7 @@ class Pool:
 class HostPort:
     """CPU tensors over gloo. Receives are posted ahead: [Note: generations].
 
-    `sends_at_once`: `send` does not block, so the thread that computes may call it. `inline`: bytes that may follow the header.
+    `sends_at_once`: `send` does not block, so the computing thread may call it. `inline`: most bytes sent with the header.
     """
 
     posts_ahead = True
@@ -271,11 +270,11 @@ class HostPort:
         self.pool = Pool(lambda size: torch.empty(size, dtype=torch.uint8))
 
     def computed(self) -> Any:
-        """A mark of everything computed so far, for `send` to wait for."""
+        """An event after everything computed so far, which `send` waits for."""
         return None
 
     def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> dist.Work | None:
-        """Start sending to a rank of the group; what is returned is waited for before `data` is let go. None: it has left."""
+        """Start sending to a rank of the group. Wait for the returned work before `data` is freed; None: already sent."""
         return group.send([data], target, tag)
 
     def post(self, size: int, source: int, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
@@ -284,7 +283,7 @@ class HostPort:
         return buffer, group.recv([buffer], source, tag)
 
     def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
-        """The received bytes, and what the consumer calls before it uses them."""
+        """The received bytes, and a function to call before they are used."""
         data, work = posted
         work.wait()
         return data, _nothing
@@ -372,5 +371,5 @@ def _nothing() -> None:
 
 
 def plain(error: Exception) -> str:
-    """The first line of an error of gloo, without its advice."""
+    """The first line of a gloo error, without its advice."""
     return str(error).split(". This is typically")[0].splitlines()[0] if str(error) else type(error).__name__

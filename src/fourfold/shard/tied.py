@@ -45,7 +45,7 @@ class _Verbs:
         try:
             dist.recv(into, group=self.group, group_src=self.peer)
         except RuntimeError as e:
-            raise CommunicationError(f"waited in vain for {what} of {self.name}: {e}") from e
+            raise CommunicationError(f"failed waiting for {what} of {self.name}: {e}") from e
         return tensor if into is tensor else tensor.copy_(into)
 
     def flush(self) -> None:

@@ -79,10 +79,10 @@ class MailBox:
         with self.changed:
             while not any(name in self.messages for name in names):
                 if self.mail.broken:
-                    raise CommunicationError(f"waited in vain for {', '.join(map(str, names))}: another rank is gone")
+                    raise CommunicationError(f"failed waiting for {', '.join(map(str, names))}: another rank is gone")
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise CommunicationError(
-                        f"waited {self.mail.timeout:.0f} s in vain for {', '.join(map(str, names))}"
+                        f"timed out after {self.mail.timeout:.0f} s waiting for {', '.join(map(str, names))}"
                     )
 
     def release(self, value: Any) -> None:
