@@ -1,18 +1,18 @@
-"""The collectives the project uses: one name on every supported torch, and errors that say who waited for what.
+"""The collectives of the project: one interface for every supported torch, and errors that say what was being waited for.
 
-Every call names what it is for. A peer that died or hangs ends the wait with `CommunicationError` (within the group's timeout
-at the latest), whose message has that name; torch's own would only say that some connection closed. `now`: the caller
-waits at once, which saves waking another thread.
+Every call takes a description (`what`). If a peer died or hangs, the wait ends with `CommunicationError` (within the group's
+timeout at the latest), and its message contains that description; torch's own would only say that a connection was closed.
+`now=True`: the caller waits at once, which saves waking another thread.
 
-NCCL serves GPUs. On CPUs gloo serves small tensors, and larger ones go by rings over gloo's messages (ring.py): ranks decide
-by the size, so all alike. A ring is an op, `fourfold::collective`: those who watch ops see it, and not the messages within.
-Sums over three ranks or more that nobody waits for at once stay with gloo, whatever their size: its all-reduce moves as much
-as a ring, two of them run at a time, and the interpreter is left to the caller.
+GPU tensors use NCCL. On CPUs, small tensors use gloo's collectives and larger ones ring algorithms over gloo messages (ring.py);
+the choice depends on the size alone, so all ranks agree. A ring is dispatched as one op, `fourfold::collective`, so that tools
+which trace ops see it instead of its messages. Asynchronous sums over three or more ranks always use gloo: its all-reduce
+moves as many bytes as a ring, two of them run at a time, and they do not need the interpreter.
 
-Gathers and scatters are asked of the group itself: a layer on a grid has some twenty, and torch's functions around them take
-as long as the start of one (and are named differently in 2.13).
+All-gather and reduce-scatter are called on the group directly: a layer on the grid issues about twenty, and torch's wrappers take
+as long as starting one (and have other names in 2.13).
 
-The second half waits for its results, and can be captured by torch.compile: it then is torch's functional collectives.
+The functions in the second half return results that are complete. torch.compile can capture them, as functional collectives.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> _Wo
     return group._reduce_scatter_base(out, whole, _scatters)
 
 
-_here = threading.local()  # `start`: what the op below does in this thread; `job`: what came of it
+_here = threading.local()  # `start`: what the op below calls in this thread; `job`: its result
 
 
 def _collective(kind: str, whole: Tensor, mine: Tensor, group_name: str, root_rank: int) -> None:
@@ -75,7 +75,7 @@ _op = torch.ops.fourfold.collective.default
 
 
 class Pending:
-    """A collective under way. `wait` makes its result usable by what follows (CPU: blocks; CUDA: orders streams)."""
+    """A collective in progress. After `wait` its result may be used (CPU: blocks; CUDA: orders streams)."""
 
     def __init__(self, work: _Work | None, what: str, ticket: Ticket | None = None, on_device: bool = False):
         self._work, self._ticket, self._on_device = work, ticket or Ticket(what), on_device
@@ -120,7 +120,7 @@ def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str, *, no
 
 
 def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
-    """Start: x = the sum over ranks of x, on the rank `target` of the group; elsewhere of no use. Receives |x| elements."""
+    """Start: x = the sum over ranks of x, on the rank `target` of the group; undefined elsewhere. Receives |x| elements."""
     if (lane := lane_for(group, x)) is None:
         return _start(dist.reduce, x, group=group, what=what, group_dst=target, async_op=True)
     return _by_ring(lane, lambda: lane.reduce(x, target, what, now), group, what, "reduce", x, x, target)
@@ -157,7 +157,7 @@ def _by_ring(
     return Pending(job, what, ticket)
 
 
-# ---- waited for; may be captured ----
+# ---- complete results; may be captured by torch.compile ----
 
 _functional = torch.ops._c10d_functional
 
@@ -209,14 +209,14 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
 
 
 def broadcasted(x: Tensor, source: int, group: dist.ProcessGroup, what: str) -> Tensor:
-    """x of the rank `source` of the group; other ranks' x only tells the shape. They receive |x| elements."""
+    """x of the rank `source` of the group; other ranks' x only gives the shape. They receive |x| elements."""
     out = x.contiguous() if group.rank() == source else torch.empty_like(x, memory_format=torch.contiguous_format)
     broadcast(out, source, group, what, now=True).wait()
     return out
 
 
 def reduced(x: Tensor, target: int, group: dist.ProcessGroup, what: str) -> Tensor:
-    """The sum over ranks of x, on rank `target`; elsewhere what is left is of no use. Receives |x| elements (a chain)."""
+    """The sum over ranks of x, on rank `target`; undefined elsewhere. Receives |x| elements (a chain)."""
     out = x.clone(memory_format=torch.contiguous_format)
     reduce(out, target, group, what, now=True).wait()
     return out

@@ -1,23 +1,23 @@
-"""Collectives for CPU tensors over gloo's send and receive: rings, chains and pairwise exchanges that move no byte twice.
+"""Collectives for CPU tensors over gloo's send and receive: rings, chains and pairwise exchanges of minimal traffic.
 
-gloo's own reduce-scatter moves what an all-reduce does, its broadcast sends log2 n copies from the root, and two ranks
-that gather from each other do so one after the other. Here each link carries, of S bytes on n ranks (s = S / n one rank's part):
+gloo's own reduce-scatter moves as many bytes as an all-reduce, its broadcast sends log2 n copies from the root, and between two
+ranks its all-gather uses one direction at a time. Here, for S bytes on n ranks (s = S / n is a rank's part), each link carries
 
     all_gather, reduce_scatter   n - 1 steps of s to the next rank of the ring
-    all_reduce                   the one, then the other: 2 (n - 1) s; two ranks swap their S
-    broadcast, reduce            S down a chain that starts or ends at the root, CHUNK bytes at a time
-    exchange (all-to-all)        n - 1 steps of s, in each with another rank
+    all_reduce                   both, one after the other: 2 (n - 1) s; two ranks exchange their S
+    broadcast, reduce            S along a chain that starts or ends at the root, CHUNK bytes at a time
+    exchange (all-to-all)        n - 1 steps of s, each with another rank
 
-Every receive is posted before the send that follows: a receive tells its sender that there is room, and that notice would
-otherwise queue behind bulk data. A reduce-scatter holds a few parts (three at least, up to ROOM bytes) beside its input.
+Every receive is posted before the send that follows it: posting notifies the sender that a buffer is ready, and the notification
+would otherwise queue behind bulk data. A reduce-scatter needs buffers for a few parts (at least three, up to ROOM bytes).
 
-The collectives of a group run in the order in which they were started, in a thread of the group's own (a `Lane`), or in the
-caller's where it waits anyway and nothing is before them; those of different groups run at the same time. A sum is taken in
-an order that depends on ranks and sizes alone: the same bits in every run, and for an all-reduce on every rank. A failure
-names the rank that was waited for, and fails what follows on the lane.
+The collectives of a group run in the order in which they were started, in a thread of that group (a `Lane`), or in the caller's
+thread if it waits at once and nothing is queued; those of different groups run concurrently. The order of summation depends only
+on ranks and sizes: results are bit-identical in every run, and for an all-reduce on every rank. An error names the rank that
+was being waited for, and fails every later collective of the lane.
 
-FOURFOLD_COLLECTIVES in the environment says who serves: `auto` (rings from SMALLEST bytes up; of sums beside computing, those
-of two ranks alone), `ring` or `gloo`.
+The environment variable FOURFOLD_COLLECTIVES selects the implementation: `auto` (rings from SMALLEST bytes up; asynchronous sums
+only between two ranks), `ring` or `gloo`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = ["Job", "Lane", "lane_for", "plain"]
 SMALLEST = 32 << 10
 CHUNK = 64 << 10
 ROOM = 4 << 20
-TAGS = 1 << 30  # and up: far from those of anyone who sends messages on the same group
+TAGS = 1 << 30  # first tag of rings; other messages on the same group have smaller ones
 
 
 def lane_for(group: dist.ProcessGroup, x: Tensor, *, beside: bool = False) -> Lane | None:
-    """The lane that serves a collective on `x` (its whole payload) in a group; None: the backend's own collectives do.
+    """The lane for a collective on `x` (the whole payload) in a group; None: use the backend's own collectives.
 
-    `beside`: it is a sum that the caller does not wait for at once.
+    `beside`: an asynchronous sum.
     """
     if not x.is_cpu:
         return None
@@ -63,18 +63,18 @@ def lane_for(group: dist.ProcessGroup, x: Tensor, *, beside: bool = False) -> La
         return lane
 
 
-# A group's lane lives as long as the group, and torch's groups take no attributes.
+# A lane lives as long as its group; torch's groups take no attributes.
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane | None] = weakref.WeakKeyDictionary()
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """What serves a group's CPU tensors."""
+    """The backend of a group for CPU tensors."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return next((part.partition(":")[2] for part in config.split(",") if part.startswith("cpu:")), "")
 
 
 class Job:
-    """A collective under way."""
+    """A collective in progress."""
 
     def __init__(self, work: Callable[[_Ring], None], ring: _Ring, what: str):
         self._work, self._ring, self._what, self._under_way = work, ring, what, threading.Lock()
@@ -82,11 +82,11 @@ class Job:
         self._error: CommunicationError | None = None
 
     def run(self, error: CommunicationError | None) -> CommunicationError | None:
-        """Do it, unless the lane failed before; what is returned is why the lane fails from now on."""
+        """Run it, unless the lane has failed; returns the error that fails the lane from now on."""
         try:
             if error is None:
                 self._work(self._ring)
-        except Exception as e:  # a thread that ended here would be waited for for ever
+        except Exception as e:  # if the thread ended here, its callers would wait forever
             error = CommunicationError(f"failed waiting for {self._what}: {self._ring.failed}{plain(e)}")
             error.__cause__ = e
         self._error = error
@@ -95,7 +95,7 @@ class Job:
         return error
 
     def wait(self) -> None:
-        """Block until the result is there."""
+        """Block until the result is complete."""
         with self._under_way:
             pass
         if self._error is not None:
@@ -103,20 +103,20 @@ class Job:
 
 
 def plain(error: Exception) -> str:
-    """gloo's message without the place in its source and its advice."""
+    """A gloo error without its source location and advice."""
     return re.sub(r"\[\S+\.cc:\d+\] ", "", str(error)).split(". This is typically")[0].splitlines()[0]
 
 
 class Lane:
-    """The collectives of one group: started by any thread, in one order on all ranks; run one after another.
+    """The collectives of one group: started by any thread, in the same order on all ranks, and run one after another.
 
-    `now`: the caller waits for it at once.
+    `now`: the caller waits at once.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self._jobs = _Jobs()
         self._started = 0
-        self._group = weakref.ref(group)  # the lane is the group's, not the group the lane's
+        self._group = weakref.ref(group)  # the lane must not keep its group alive
         self.name, self.size, self.index = group.group_name, group.size(), group.rank()
         title = f"collectives of {self.name}"
         threading.Thread(target=_serve, args=(self._jobs,), name=title, daemon=True).start()
@@ -157,7 +157,7 @@ class Lane:
         return self._start(lambda ring: ring.pass_on(x.view(-1), source), what, now)
 
     def reduce(self, x: Tensor, target: int, what: str, now: bool = False) -> Job:
-        """x = the sum of x, on rank `target` of the group; elsewhere x is spoilt."""
+        """x = the sum of x, on rank `target` of the group; elsewhere x is overwritten."""
         return self._start(lambda ring: ring.sum_up(x.view(-1), target), what, now)
 
     def exchange(self, out: Tensor, x: Tensor, what: str, now: bool = False) -> Job:
@@ -169,7 +169,7 @@ class Lane:
     def _start(self, work: Callable[[_Ring], None], what: str, now: bool) -> Job:
         group, jobs = self._group(), self._jobs
         assert group is not None
-        with jobs.lock:  # the number is the place in the line
+        with jobs.lock:  # the number is the position in the queue
             job = Job(work, _Ring(group, TAGS + self._started % TAGS, self.size, self.index), what)
             self._started += 1
             if now and not jobs.waiting:
@@ -181,7 +181,7 @@ class Lane:
 
 
 class _Jobs:
-    """What a lane and its thread share."""
+    """State shared by a lane and its thread."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -190,7 +190,7 @@ class _Jobs:
         self.error: CommunicationError | None = None
 
     def run(self, job: Job) -> None:
-        with torch.inference_mode():  # writes into anything, records nothing
+        with torch.inference_mode():  # may write to any tensor, records nothing
             self.error = job.run(self.error)
 
 
@@ -203,7 +203,7 @@ def _serve(jobs: _Jobs) -> None:
 
 
 class _Ring:
-    """One collective's messages: tags of its own, this rank's neighbours."""
+    """The messages of one collective, under a tag of its own."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, size: int, index: int):
         self.group, self.tag, self.size, self.index = group, tag, size, index
@@ -220,7 +220,7 @@ class _Ring:
         self._leave()
 
     def scatter(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Step t: the sum so far of part (index - t - 1) goes on, that of part (index - t - 2) comes; the last is ours."""
+        """Step t: send the partial sum of part (index - t - 1), receive that of part (index - t - 2); the last is ours."""
         steps, longest = self.size - 1, parts[0]
         ahead = min(steps, max(3, ROOM // max(1, longest.nbytes)))
         buffers = longest.new_empty(ahead, longest.numel()).unbind()
@@ -232,7 +232,7 @@ class _Ring:
         coming = [post(t) for t in range(ahead)]
         going = parts[self.index - 1]
         for t in range(steps):
-            if ahead <= t + ahead - 2 < steps:  # its buffer left in the step before
+            if ahead <= t + ahead - 2 < steps:  # its buffer was sent in the previous step
                 self._leave()
                 coming.append(post(t + ahead - 2))
             self._send(going, 1)
@@ -276,7 +276,7 @@ class _Ring:
         self._leave()
 
     def exchange(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> None:
-        """A step starts when its part of the step before has come; small parts, when CHUNK bytes of them are under way."""
+        """A step starts when the part of the step before has arrived; small parts: when less than CHUNK bytes are in flight."""
         steps, ahead = _meetings(self.size, self.index), max(1, CHUNK // max(1, x[0].nbytes))
         coming = [(self._receive(out[source], source - self.index), source - self.index) for _, source in steps]
         out[self.index].copy_(x[self.index])
@@ -289,27 +289,27 @@ class _Ring:
         self._leave()
 
     def _chunks(self, x: Tensor) -> Sequence[Tensor]:
-        """Two ranks have nothing to gain from them."""
+        """Chunks of a chain; between two ranks there is nothing to pipeline."""
         return [x] if self.size == 2 else x.split(max(1, CHUNK // x.element_size()))
 
-    # ---- messages to and from the rank `offset` further ----
+    # ---- messages to and from the rank at `offset` from this one ----
 
     def _receive(self, x: Tensor, offset: int) -> Any:
-        self._doing, self._offset = "nothing comes from", offset
+        self._doing, self._offset = "cannot receive from", offset
         return self.group.recv([x], (self.index + offset) % self.size, self.tag)
 
     def _arrive(self, work: Any, offset: int) -> None:
-        self._doing, self._offset = "nothing came from", offset
+        self._doing, self._offset = "no data from", offset
         work.wait()
         self._doing = ""
 
     def _send(self, x: Tensor, offset: int) -> None:
-        self._doing, self._offset = "nothing goes to", offset
+        self._doing, self._offset = "cannot send to", offset
         self._sent.append((self.group.send([x], (self.index + offset) % self.size, self.tag), offset))
 
     def _leave(self) -> None:
-        """What was sent may be overwritten."""
-        self._doing = "nothing went to"
+        """Wait until all sends are complete: their buffers may then be overwritten."""
+        self._doing = "data not taken by"
         for work, offset in self._sent:
             self._offset = offset
             work.wait()
@@ -317,7 +317,7 @@ class _Ring:
 
     @property
     def failed(self) -> str:
-        """What did not happen, where a message failed."""
+        """Which message failed, if one did."""
         if not self._doing:
             return ""
         rank = dist.get_process_group_ranks(self.group)[(self.index + self._offset) % self.size]
@@ -325,13 +325,13 @@ class _Ring:
 
 
 def _meetings(size: int, index: int) -> list[tuple[int, int]]:
-    """By step of an exchange, the ranks to send to and to receive from.
+    """For each step of an exchange, the ranks to send to and to receive from.
 
-    Of an even number of ranks two send to each other: no rank gets two parts at a time because others are ahead (which makes
-    steps of 8 ranks with 72 KiB 1.7 times as long). Of an odd number one goes to the t-th after, one comes from the t-th before.
+    With an even number of ranks, pairs exchange: then no rank receives two parts at once because another is ahead (which makes
+    steps of 8 ranks with 72 KiB 1.7 times as long). With an odd number, step t sends t ranks ahead and receives from t behind.
     """
     if size % 2:
         return [((index + t) % size, (index - t) % size) for t in range(1, size)]
-    last = size - 1  # the others sit in a circle; whom the turn leaves alone meets the last
+    last = size - 1  # round-robin of the others; the one without a partner is paired with the last
     with_me = [(t - index) % last if index < last else t * size // 2 % last for t in range(last)]
     return [(other, other) for other in (last if rank == index else rank for rank in with_me)]
