@@ -51,6 +51,10 @@ class MailBox:
         self.mail, self.changed = mail, threading.Condition()
         self.messages: dict[Name, Any] = {}
 
+    def address(self, rank: int) -> int:
+        """A rank of the pipeline is a rank of the job."""
+        return rank
+
     def begin(self, *, ordered: bool) -> None:
         """Nothing to prepare."""
 

@@ -67,6 +67,7 @@ class _Nowhere(Transport):
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self._make = lambda: torch.randn(shape, dtype=dtype, device=device)
+        self.address = lambda rank: rank
 
     def begin(self, *, ordered: bool) -> None:
         """Nothing to prepare."""
