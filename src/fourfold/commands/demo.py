@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from fourfold.commands.look import SampleArgs, sample
+from fourfold.commands.look import SampleArgs, ViewArgs, sample, view_run
 from fourfold.commands.train import TrainArgs, train
 from fourfold.config import Config
 from fourfold.errors import ConfigError
@@ -56,10 +56,13 @@ def demo(args: DemoArgs) -> int:
     console.print(f"\ngenerated from the prompt [bold]{prompt}[/]:\n")
     sample(SampleArgs(run_dir=run_dir, prompt=prompt, tokens=160))
     console.print()
+    from fourfold.train.rundir import RunDir
     from fourfold.view.console import facts
 
+    page = view_run(ViewArgs(run_dir=run_dir, html=True), RunDir.find(run_dir))[0]
     facts(
         [
+            ("timeline", f"{page} (opens in a browser)"),
             ("metrics", f"{run_dir}/metrics.jsonl"),
             ("checkpoints", f"{run_dir}/checkpoints/"),
             ("weights", f"{run_dir}/final/model.safetensors"),

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -17,6 +17,11 @@ from rich.text import Text
 from fourfold import schema
 from fourfold.errors import ConfigError, RunDirError
 from fourfold.view.text import markup, printable
+
+if TYPE_CHECKING:
+    from fourfold.train.rundir import RunDir
+    from fourfold.view.page import Panel
+    from fourfold.view.run import StepComparison
 
 __all__ = [
     "CompareArgs",
@@ -29,6 +34,7 @@ __all__ = [
     "sample",
     "tokenize",
     "view",
+    "view_run",
 ]
 
 
@@ -56,14 +62,20 @@ class SampleArgs:
 
 @dataclass(frozen=True)
 class ViewArgs:
-    """Show the timeline of a traced step of a run, next to its simulation: makespan, bubble, memory."""
+    """Show the timeline of a traced step of a run next to its simulation, or of a plan: makespan, bubble, memory."""
 
     run_dir: Annotated[str, tyro.conf.Positional]
-    """Run directory with traces (config: log.trace)."""
+    """Run directory with traces (config: log.trace), or a plan file."""
     step: int | None = None
     """Traced step to show; default: the last."""
     save_schedule: str | None = None
     """Write the measured order of ops to this file (.json, .csv), as a schedule that a plan can use."""
+    html: bool = False
+    """Write the timeline as a page that opens offline: timeline.html in the run directory, or beside the plan."""
+    perfetto: bool = False
+    """Write the timeline as a Chrome trace for ui.perfetto.dev: timeline.trace.json in the run directory, or beside the plan."""
+    open: bool = False
+    """With --html: open the page in a browser."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -145,9 +157,15 @@ def view(args: ViewArgs) -> int:
     from fourfold.train.rundir import RunDir
     from fourfold.view.run import compare_step
 
-    traced = compare_step(RunDir.find(args.run_dir), args.step)
+    if Path(args.run_dir).is_file():
+        return _view_plan(args, Path(args.run_dir))
+    run = RunDir.find(args.run_dir)
+    traced = compare_step(run, args.step)
     if args.save_schedule:
         traced.schedule.save(args.save_schedule)
+    if args.html or args.perfetto or args.open:
+        print(*view_run(args, run, traced), sep="\n")
+        return 0
     both = {"measured": traced.measured, "simulated": traced.simulated}
     if args.json:
         figures = {name: t.to_dict(path=False) for name, t in both.items()}
@@ -173,6 +191,60 @@ def view(args: ViewArgs) -> int:
     if args.save_schedule:
         console.print(f"schedule written to {markup(args.save_schedule)}")
     return 0
+
+
+def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) -> list[Path]:
+    """Write the views of a run's traced step that `args` ask for; returns the files."""
+    from fourfold.view.page import panel_of
+    from fourfold.view.run import compare_step, measured_panel
+
+    traced = traced or compare_step(run, args.step)
+    panels = [measured_panel(run, traced.step), panel_of("simulated with the measured times of ops", traced.simulated)]
+    return _write_views(args, run.path / "timeline", f"{run.path.name}, step {traced.step}", traced.summary, panels)
+
+
+def _view_plan(args: ViewArgs, path: Path) -> int:
+    """The timeline of a plan: as the planner predicted it, or in forwards of a rank's share."""
+    from fourfold.plan import Plan
+    from fourfold.view.page import panel_of
+    from fourfold.view.timeline import show_timeline
+
+    if args.step is not None or args.save_schedule:
+        raise RunDirError(f"{path} is a plan: --step and --save-schedule are for runs")
+    plan = Plan.load(path)
+    timeline, unit = plan.simulate(), "s" if plan.predicted else ""
+    if args.json:
+        print(json.dumps({"plan": str(path), **timeline.to_dict()}))
+        return 0
+    if not (args.html or args.perfetto or args.open):
+        show_timeline(str(path), timeline)
+        return 0
+    what = f"{float(timeline.makespan):.4g} s" if unit else f"{float(timeline.makespan):.4g} forwards of a rank's share"
+    summary = f"One step of the pipeline takes {what}, with a bubble of {float(timeline.bubble):.1%}."
+    panel = panel_of(f"planned: {plan.mesh.product()} ranks", timeline)
+    print(*_write_views(args, path.with_suffix(""), path.name, summary, [panel], unit), sep="\n")
+    return 0
+
+
+def _write_views(
+    args: ViewArgs, base: Path, title: str, summary: str, panels: list[Panel], unit: str = "s"
+) -> list[Path]:
+    from fourfold.view.page import write_page, write_perfetto
+
+    written = []
+    if args.html or args.open:
+        page = base.with_name(f"{base.name}.html")
+        write_page(page, title, summary, panels, unit=unit)
+        written.append(page)
+        if args.open:
+            import webbrowser
+
+            webbrowser.open(page.resolve().as_uri())
+    if args.perfetto:
+        trace = base.with_name(f"{base.name}.trace.json")
+        write_perfetto(trace, panels)
+        written.append(trace)
+    return written
 
 
 def compare(args: CompareArgs) -> int:

@@ -55,6 +55,8 @@ class SimulateArgs:
     """Limit on the micro-batches whose activations a rank holds, for `synthesized` and --compare."""
     compare: bool = False
     """Compare all schedules."""
+    html: str | None = None
+    """Write the timeline to this HTML page, which opens offline."""
     json: bool = False
     """Print JSON."""
     debug: bool = False
@@ -83,6 +85,16 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
         if args.compare:
             raise ScheduleError(f"{args.target}: --compare needs a schedule or a plan, not programs")
         rows.append((args.target, simulate(target, costs)))
+    if args.html:
+        from fourfold.view.page import panel_of, write_page
+
+        unit = "s" if costs != args.costs else ""  # a plan with predicted seconds
+        panels = [panel_of(name, timeline) for name, timeline in rows]
+        best = rows[0][1]
+        summary = f"Makespan {float(best.makespan):.4g}, bubble {float(best.bubble):.1%} ({rows[0][0]})."
+        write_page(Path(args.html), f"simulated: {rows[0][0]}", summary, panels, unit=unit)
+        print(args.html, file=file)
+        return 0
     if args.json:
         whole = not args.compare
         data = [{"schedule": name, **timeline.to_dict(spans=whole, path=whole)} for name, timeline in rows]

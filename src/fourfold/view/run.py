@@ -16,10 +16,12 @@ from typing import Any
 
 from fourfold.errors import RunDirError, ScheduleError
 from fourfold.program import Costs, Op, Schedule, Timeline, simulate
+from fourfold.program.groups import coordinates_of
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_trace
+from fourfold.view.page import PageSpan, Panel, Row
 
-__all__ = ["StepComparison", "compare_step"]
+__all__ = ["StepComparison", "compare_step", "measured_panel"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,16 @@ class StepComparison:
     schedule: Schedule
     measured: Timeline
     simulated: Timeline
+
+    @property
+    def summary(self) -> str:
+        """How long the step took, and how long its simulation takes."""
+        measured, simulated = self.measured, self.simulated
+        return (
+            f"Step {self.step} took {float(measured.makespan):.4g} s on the first replica, with a bubble of "
+            f"{float(measured.bubble):.1%}. Simulated with the median times of its ops it takes "
+            f"{float(simulated.makespan):.4g} s: the difference is messages, waiting and overhead."
+        )
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,33 @@ def compare_step(run: RunDir, step: int | None = None) -> StepComparison:
         lower_bound=simulated.lower_bound,
     )
     return StepComparison(chosen, Schedule.of((row.ops for row in rows), "measured"), measured, simulated)
+
+
+def measured_panel(run: RunDir, step: int) -> Panel:
+    """What every rank of the mesh did in a traced step: its ops and unit ops, and the waits before them."""
+    _, plan = run.read()
+    found: dict[int, dict[str, Any]] = {}
+    for rank in range(plan.mesh.ranks):
+        path = run.path / "trace" / f"rank{rank}.jsonl"
+        lines = read_trace(path) if path.is_file() else ()
+        line = next((line for line in lines if line is not None and line["step"] == step), None)
+        if line is not None and line["spans"]:
+            found[rank] = line
+    if not found:
+        raise RunDirError(f"{run.path}: no rank has a trace of step {step}")
+    first = min(found.values(), key=lambda line: line["origin"])["origin"]
+    rows = []
+    for rank, line in found.items():
+        at, spans = line["origin"] - first, []
+        for what, start, end, waited in line["spans"]:
+            if waited > 0:
+                spans.append(PageSpan(at + start - waited, at + start, "_", f"before {what}"))
+            spans.append(PageSpan(at + start, at + end, Op.parse(what.partition(" ")[0]).kind, what))
+        place = " ".join(
+            f"{axis} {c}" for axis, c in coordinates_of(plan.mesh.degrees, rank).items() if plan.mesh.degrees[axis] > 1
+        )
+        rows.append(Row(f"rank {rank}" + (f" · {place}" if place else ""), tuple(spans)))
+    return Panel(f"measured, step {step}", tuple(rows))
 
 
 def _times(rows: list[_TracedStep]) -> list[list[tuple[float, float]]]:
