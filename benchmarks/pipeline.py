@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
-from fourfold.program import Costs, Op, Programs, Schedule, UnitSpec, build, lower, search, simulate
+from fourfold.program import Costs, Op, Programs, ProgramUnit, Schedule, build, lower, search, simulate
 from fourfold.runtime.direct import form_of
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
@@ -292,7 +292,7 @@ def our_executor(
     rank: int, schedule: Schedule, times: Callable[[int], Any] | None, offset: int = 0
 ) -> tuple[Executor, Programs]:
     """An executor whose stage s takes times(s); None: no time."""
-    programs = lower(schedule, [[UnitSpec(f"s{s}")] for s in range(schedule.stages)])
+    programs = lower(schedule, [[ProgramUnit(f"s{s}")] for s in range(schedule.stages)])
 
     def new_group(members: list[int]) -> dist.ProcessGroup:
         ranks = [offset + m for m in members]

@@ -27,7 +27,7 @@ from fourfold.model.build import serial_model
 from fourfold.model.layers import MLP
 from fourfold.piece import whole
 from fourfold.plan import Plan
-from fourfold.program import UnitSpec as ProgramUnit
+from fourfold.program import ProgramUnit as ProgramUnit
 from fourfold.program import build, lower
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.stage import Link, Stage

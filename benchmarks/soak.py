@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fourfold.piece import whole
-from fourfold.program import Schedule, UnitSpec, build, fused, lower, split
+from fourfold.program import ProgramUnit, Schedule, build, fused, lower, split
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
@@ -158,7 +158,7 @@ def _soak(rank: int, ranks: int, steps: int, seed: int, show: bool) -> Report:
 
 def _step(rank: int, transport: Transport, draw: Draw, mine: random.Random) -> int:
     schedule = draw.schedule
-    programs = lower(schedule, [[UnitSpec(str(s))] for s in range(schedule.stages)])
+    programs = lower(schedule, [[ProgramUnit(str(s))] for s in range(schedule.stages)])
     layers = [Layer(s, s == schedule.stages - 1) for s in range(schedule.stages)]
     losses, grads = _serial(layers, draw.data)
     units, stages = {}, {}

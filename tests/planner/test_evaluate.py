@@ -17,7 +17,7 @@ from fourfold.planner.layouts import layout_of_plan
 from fourfold.planner.op_times import units_of_stages
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import UnitChoice, UnitTimes, unit_cost, unit_times_on_grid
-from fourfold.program import Costs, UnitSpec, lower, simulate
+from fourfold.program import Costs, ProgramUnit, lower, simulate
 from fourfold.program.from_plan import schedule_of_plan
 
 
@@ -36,7 +36,7 @@ def simulated(plan: Plan, problem: PlanProblem) -> float:
     choice = UnitChoice(rule.mode, rule.reduce, rule.within, rule.split, rule.recompute)
     cost = {u.name: unit_cost(problem, layout, u.kind, choice) for u in problem.spec.units}
     units = [
-        [UnitSpec(u.name, rule.mode, rule.reduce, cost[u.name].times.input_grad or 1e-9) for u in of] for of in stages
+        [ProgramUnit(u.name, rule.mode, rule.reduce, cost[u.name].times.input_grad or 1e-9) for u in of] for of in stages
     ]
 
     def total(name: str) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from fourfold.program import BucketSpec, Costs, Programs, Schedule, UnitSpec, build, lower, split
+from fourfold.program import Costs, ProgramBucket, Programs, ProgramUnit, Schedule, build, lower, split
 
 few = settings(deadline=None, max_examples=40)
 """For properties whose examples take milliseconds."""
@@ -39,13 +39,13 @@ def programs(draw: st.DrawFn, least_ranks: int = 1, replicas: int = 1) -> Progra
     for stage in range(schedule.stages):
         count = draw(st.integers(0 if replicas == 1 else 2, 3))
         reduces = st.sampled_from(["step", "micro-batch"])
-        row = [UnitSpec(f"s{stage}.u{k}", mode=draw(MODES), reduce=draw(reduces)) for k in range(count)]
+        row = [ProgramUnit(f"s{stage}.u{k}", mode=draw(MODES), reduce=draw(reduces)) for k in range(count)]
         if tied and stage in (0, schedule.stages - 1):
-            row.append(UnitSpec("tied"))
+            row.append(ProgramUnit("tied"))
         units.append(row)
     names = list(dict.fromkeys(unit.name for row in units for unit in row))
     half = len(names) // 2
-    buckets = [BucketSpec(f"b{i}", tuple(part)) for i, part in enumerate((names[:half], names[half:])) if part]
+    buckets = [ProgramBucket(f"b{i}", tuple(part)) for i, part in enumerate((names[:half], names[half:])) if part]
     return lower(
         schedule,
         units,

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from program_strategies import few, programs, schedules
 
 from fourfold.program import (
-    BucketSpec,
     Gather,
     Op,
+    ProgramBucket,
     Programs,
+    ProgramUnit,
     Recv,
     Reduce,
     Release,
@@ -21,7 +22,6 @@ from fourfold.program import (
     Send,
     Stream,
     UnitOp,
-    UnitSpec,
     build,
     forward_only,
     lower,
@@ -37,9 +37,9 @@ def text(program):
 
 def alone(mode, micro_batches=2, reduce="step", **options):
     """One rank, one stage, two units: the smallest program with everything in it."""
-    units = [[UnitSpec("a", mode=mode, reduce=reduce), UnitSpec("b", mode=mode, reduce=reduce)]]
+    units = [[ProgramUnit("a", mode=mode, reduce=reduce), ProgramUnit("b", mode=mode, reduce=reduce)]]
     schedule = Schedule.of([[Op(0, k, m) for m in range(micro_batches) for k in "FB"]])
-    return text(lower(schedule, units, [BucketSpec("all", ("a", "b"))], **options).of(0))
+    return text(lower(schedule, units, [ProgramBucket("all", ("a", "b"))], **options).of(0))
 
 
 def test_replicate_only_reduces():
@@ -95,7 +95,7 @@ def test_reduce_every_micro_batch_and_stream_early():
 
 def test_w_needs_no_parameters():
     schedule = Schedule.of([[Op(0, k, 0) for k in "FIW"]])
-    assert text(lower(schedule, [[UnitSpec("a", mode="zero3")]]).of(0)) == [
+    assert text(lower(schedule, [[ProgramUnit("a", mode="zero3")]]).of(0)) == [
         "GATHER a",
         "0F0",
         "0I0",
@@ -112,7 +112,7 @@ def test_gathers_of_1f1b(mode, rank, gathers):
     """zero2 on a rank that always has a micro-batch in flight is keep; on the last rank of 1F1B it never has."""
     schedule = build("1f1b", 4, 16)
     # Three units a stage, so that the next use of one is further away than the prefetch.
-    units = [[UnitSpec(f"{s}.{k}", mode=mode) for k in "abc"] for s in range(4)]
+    units = [[ProgramUnit(f"{s}.{k}", mode=mode) for k in "abc"] for s in range(4)]
     count = Counter(i for i in lower(schedule, units, prefetch=0).of(rank).instructions if isinstance(i, Gather))
     assert count[Gather(f"{rank}.a")] == gathers
 
@@ -163,20 +163,22 @@ def test_few_receives_are_outstanding(name):
 
 def test_tied_units_are_reduced_once_and_last():
     schedule = build("1f1b", 2, 2)
-    units = [[UnitSpec("embed"), UnitSpec("a")], [UnitSpec("b"), UnitSpec("embed")]]
-    lowered = lower(schedule, units, [BucketSpec("all", ("embed", "a", "b"))], stream="early")
+    units = [[ProgramUnit("embed"), ProgramUnit("a")], [ProgramUnit("b"), ProgramUnit("embed")]]
+    lowered = lower(schedule, units, [ProgramBucket("all", ("embed", "a", "b"))], stream="early")
     for rank in (0, 1):
         assert text(lowered.of(rank))[-2:] == ["REDUCE embed", "STREAM all"]
     assert lowered.ranks_with("embed") == (0, 1)
-    wave = lower(build("wave", 2, 2), [[UnitSpec("embed")], [UnitSpec("a")], [UnitSpec("b")], [UnitSpec("embed")]])
+    wave = lower(
+        build("wave", 2, 2), [[ProgramUnit("embed")], [ProgramUnit("a")], [ProgramUnit("b")], [ProgramUnit("embed")]]
+    )
     assert text(wave.of(0)).count("REDUCE embed") == 1  # both stages are here: no other rank takes part
     assert text(wave.of(0))[-1] == "REDUCE embed"
 
 
 def test_evaluation_programs():
     schedule = forward_only(zigzag(2, 2), 3)
-    units = [[UnitSpec(f"u{s}", mode=mode)] for s, mode in enumerate(("zero3", "zero2", "keep", "replicate"))]
-    lowered = lower(schedule, units, [BucketSpec("all", ("u0",))], prefetch=0)
+    units = [[ProgramUnit(f"u{s}", mode=mode)] for s, mode in enumerate(("zero3", "zero2", "keep", "replicate"))]
+    lowered = lower(schedule, units, [ProgramBucket("all", ("u0",))], prefetch=0)
     validate(lowered)
     instructions = [i for program in lowered.programs for i in program.instructions]
     assert not any(isinstance(i, Reduce | Stream) for i in instructions)
@@ -200,7 +202,7 @@ def test_text_and_json_round_trips(lowered, as_text):
 
 @pytest.mark.parametrize("ending", ["txt", "json"])
 def test_save_and_load(tmp_path, ending):
-    lowered = lower(build("zb-v", 2, 3), [[UnitSpec(f"u{s}", mode="zero3")] for s in range(4)], replicas=2)
+    lowered = lower(build("zb-v", 2, 3), [[ProgramUnit(f"u{s}", mode="zero3")] for s in range(4)], replicas=2)
     lowered.save(tmp_path / f"p.{ending}")
     assert Programs.load(tmp_path / f"p.{ending}") == lowered
     with pytest.raises(ScheduleError, match=r"\.json or \.txt"):
@@ -215,11 +217,15 @@ def test_parts_and_whole_ops_print_apart():
 @pytest.mark.parametrize(
     ("units", "options", "says"),
     [
-        ([[UnitSpec("a")]], {}, "units for 1 stages; the schedule has 2"),
-        ([[UnitSpec("a"), UnitSpec("a")], []], {}, "names a unit twice"),
-        ([[UnitSpec("a")], [UnitSpec("a", mode="keep")]], {}, "has two different definitions"),
-        ([[UnitSpec("a", reduce="micro-batch")], [UnitSpec("a", reduce="micro-batch")]], {}, "use reduce = 'step'"),
-        ([[UnitSpec("a")], []], {"buckets": [BucketSpec("x", ("b",))]}, "no unit 'b'"),
+        ([[ProgramUnit("a")]], {}, "units for 1 stages; the schedule has 2"),
+        ([[ProgramUnit("a"), ProgramUnit("a")], []], {}, "names a unit twice"),
+        ([[ProgramUnit("a")], [ProgramUnit("a", mode="keep")]], {}, "has two different definitions"),
+        (
+            [[ProgramUnit("a", reduce="micro-batch")], [ProgramUnit("a", reduce="micro-batch")]],
+            {},
+            "use reduce = 'step'",
+        ),
+        ([[ProgramUnit("a")], []], {"buckets": [ProgramBucket("x", ("b",))]}, "no unit 'b'"),
         ([[], []], {"prefetch": -1}, "prefetch = -1"),
         ([[], []], {"replicas": 0}, "replicas = 0"),
         ([[], []], {"stream": "now"}, "choose 'early' or 'last'"),
@@ -233,7 +239,7 @@ def test_bad_units(units, options, says):
 @pytest.mark.parametrize(("name", "options"), [("a b", {}), ("", {}), ("a", {"mode": "zero1"}), ("a", {"weight": -1})])
 def test_bad_unit_names_and_modes(name, options):
     with pytest.raises(ScheduleError):
-        UnitSpec(name, **options)
+        ProgramUnit(name, **options)
 
 
 def test_there_is_no_such_program():

@@ -9,14 +9,14 @@ from hypothesis import given
 from program_strategies import costs, few, programs, schedules
 
 from fourfold.program import (
-    BucketSpec,
     Costs,
     Op,
+    ProgramBucket,
+    ProgramUnit,
     Recv,
     Schedule,
     ScheduleError,
     Send,
-    UnitSpec,
     build,
     lower,
     simulate,
@@ -173,8 +173,8 @@ def test_timelines_of_programs(lowered, prices):
 def test_collectives_and_updates_take_time():
     """One rank, two units: gathers, reductions and the update overlap with compute, in order."""
     schedule = Schedule.of([[Op(0, "F", 0), Op(0, "B", 0)]])
-    units = [[UnitSpec("a", mode="zero3", weight=1), UnitSpec("b", mode="zero3", weight=3)]]
-    lowered = lower(schedule, units, [BucketSpec("all", ("a", "b"))])
+    units = [[ProgramUnit("a", mode="zero3", weight=1), ProgramUnit("b", mode="zero3", weight=3)]]
+    lowered = lower(schedule, units, [ProgramBucket("all", ("a", "b"))])
     prices = Costs(forward=4, input_grad=4, weight_grad=4, gather=2, reduce={"a": 3, "b": 5}, stream=7, gathered=10)
     timeline = simulate(lowered, prices)
     compute = spans(timeline)
@@ -195,14 +195,14 @@ def test_collectives_and_updates_take_time():
 
 def test_a_collective_waits_for_all_who_share_it():
     schedule = build("1f1b", 2, 1)
-    tied = lower(schedule, [[UnitSpec("t")], [UnitSpec("t")]], replicas=2)
+    tied = lower(schedule, [[ProgramUnit("t")], [ProgramUnit("t")]], replicas=2)
     timeline = simulate(tied, Costs(reduce=5))
     reductions = [s for s in timeline.spans() if s.lane == "collective"]
     assert len(reductions) == 1  # one, of two ranks and two replicas
     assert reductions[0].start == 6
     assert timeline.makespan == 11
     late = Schedule.of([[Op(s, k, 0) for k in "FIW"] for s in range(2)])  # here rank 1 is the last to come
-    timeline = simulate(lower(late, [[UnitSpec("t")], [UnitSpec("t")]]), Costs(weight_grad=(1, 9), reduce=5))
+    timeline = simulate(lower(late, [[ProgramUnit("t")], [ProgramUnit("t")]]), Costs(weight_grad=(1, 9), reduce=5))
     assert [s.start for s in timeline.spans() if s.lane == "collective"] == [12]
 
 

@@ -13,6 +13,7 @@ from fourfold.program import (
     Op,
     Program,
     Programs,
+    ProgramUnit,
     Recv,
     Reduce,
     Release,
@@ -21,7 +22,6 @@ from fourfold.program import (
     Send,
     Stream,
     UnitOp,
-    UnitSpec,
     build,
     lower,
     parse_instruction,
@@ -334,7 +334,7 @@ def test_blocking_sends_that_lock_up_are_found():
 
 def test_ranks_that_share_units_reduce_them_in_one_order():
     schedule = build("1f1b", 2, 2)
-    tied = [UnitSpec("a"), UnitSpec("b")]
+    tied = [ProgramUnit("a"), ProgramUnit("b")]
     lowered = lower(schedule, [tied, tied])
     validate(lowered)
     last = [i for i, x in enumerate(lowered.programs[1].instructions) if isinstance(x, Reduce)]
@@ -343,7 +343,7 @@ def test_ranks_that_share_units_reduce_them_in_one_order():
 
 
 def test_replicas_start_their_collectives_in_one_order():
-    units = [[UnitSpec("a", mode="zero3"), UnitSpec("b", mode="keep")]]
+    units = [[ProgramUnit("a", mode="zero3"), ProgramUnit("b", mode="keep")]]
     lowered = lower(build("gpipe", 1, 1), units, replicas=2)
     assert [str(i) for i in lowered.programs[1].instructions[:2]] == ["GATHER a", "GATHER b"]
     with pytest.raises(ScheduleError) as error:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.piece import whole
-from fourfold.program import Programs, Schedule, UnitSpec, lower
+from fourfold.program import Programs, ProgramUnit, Schedule, lower
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.stage import Link, Stage
@@ -117,7 +117,7 @@ def make_executor(
 
 
 def lowered(schedule: Schedule) -> Programs:
-    return lower(schedule, [[UnitSpec(str(s))] for s in range(schedule.stages)])
+    return lower(schedule, [[ProgramUnit(str(s))] for s in range(schedule.stages)])
 
 
 def run_rank(

@@ -10,18 +10,18 @@ lower(schedule, units, buckets)                       -> Programs: one list of i
 from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs
 from fourfold.program.instructions import (
-    BucketSpec,
     Gather,
     Instruction,
     Program,
+    ProgramBucket,
     Programs,
+    ProgramUnit,
     Recv,
     Reduce,
     Release,
     Send,
     Stream,
     UnitOp,
-    UnitSpec,
     parse_instruction,
 )
 from fourfold.program.lowering import lower
@@ -35,7 +35,6 @@ from fourfold.program.validator import validate
 from fourfold.program.waves import choose_waves
 
 __all__ = [
-    "BucketSpec",
     "Costs",
     "Gather",
     "Instruction",
@@ -43,6 +42,8 @@ __all__ = [
     "MemoryPeak",
     "Op",
     "Program",
+    "ProgramBucket",
+    "ProgramUnit",
     "Programs",
     "Recv",
     "Reduce",
@@ -55,7 +56,6 @@ __all__ = [
     "Timeline",
     "TimelineSpan",
     "UnitOp",
-    "UnitSpec",
     "build",
     "choose_waves",
     "forward_only",

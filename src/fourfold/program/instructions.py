@@ -40,10 +40,11 @@ from fourfold.errors import ScheduleError
 from fourfold.program.ops import Kind, Op, number, numbers
 
 __all__ = [
-    "BucketSpec",
     "Gather",
     "Instruction",
     "Program",
+    "ProgramBucket",
+    "ProgramUnit",
     "Programs",
     "Recv",
     "Reduce",
@@ -51,7 +52,6 @@ __all__ = [
     "Send",
     "Stream",
     "UnitOp",
-    "UnitSpec",
     "parse_instruction",
 ]
 
@@ -179,7 +179,7 @@ def parse_instruction(text: str) -> Instruction:
 
 
 @dataclass(frozen=True)
-class UnitSpec:
+class ProgramUnit:
     """Parameters gathered and reduced together. A unit listed in several stages is shared by them (tied weights)."""
 
     name: str
@@ -203,7 +203,7 @@ class UnitSpec:
 
 
 @dataclass(frozen=True)
-class BucketSpec:
+class ProgramBucket:
     """Units whose parameters are updated together."""
 
     name: str
@@ -234,9 +234,9 @@ class Programs:
     programs: tuple[Program, ...]
     placement: tuple[int, ...]
     micro_batches: int
-    units: tuple[tuple[UnitSpec, ...], ...]
+    units: tuple[tuple[ProgramUnit, ...], ...]
     """The units of every stage, in forward order."""
-    buckets: tuple[BucketSpec, ...] = ()
+    buckets: tuple[ProgramBucket, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -250,7 +250,7 @@ class Programs:
         raise ScheduleError(f"there is no program of rank {rank}, replica {replica}; ranks are 0 to {self.ranks - 1}")
 
     @cached_property
-    def unit(self) -> dict[str, UnitSpec]:
+    def unit(self) -> dict[str, ProgramUnit]:
         """The units by name."""
         return {unit.name: unit for units in self.units for unit in units}
 
@@ -327,10 +327,12 @@ class Programs:
                 placement=numbers(data["placement"], "placement"),
                 micro_batches=number(data["micro_batches"], "micro_batches"),
                 units=tuple(
-                    tuple(schema.build(UnitSpec, unit, "unit", ScheduleError) for unit in units)
+                    tuple(schema.build(ProgramUnit, unit, "unit", ScheduleError) for unit in units)
                     for units in data["units"]
                 ),
-                buckets=tuple(schema.build(BucketSpec, bucket, "bucket", ScheduleError) for bucket in data["buckets"]),
+                buckets=tuple(
+                    schema.build(ProgramBucket, bucket, "bucket", ScheduleError) for bucket in data["buckets"]
+                ),
             )
         except KeyError as e:
             raise ScheduleError(f"not a set of programs: {e} is missing") from None
@@ -365,8 +367,8 @@ class _ProgramParser:
     def __init__(self) -> None:
         self.micro_batches = 0
         self.placement: tuple[int, ...] = ()
-        self.units: list[tuple[int, UnitSpec]] = []
-        self.buckets: list[BucketSpec] = []
+        self.units: list[tuple[int, ProgramUnit]] = []
+        self.buckets: list[ProgramBucket] = []
         self.rows: list[tuple[int, int, list[Instruction]]] = []
 
     def read(self, line: str) -> None:
@@ -377,10 +379,10 @@ class _ProgramParser:
                 self.placement = numbers(ranks, "placement")
             case ["unit", stage, name, mode, reduce, weight]:
                 self.units.append(
-                    (number(stage, "stage"), UnitSpec(name, cast(Mode, mode), cast(Any, reduce), float(weight)))
+                    (number(stage, "stage"), ProgramUnit(name, cast(Mode, mode), cast(Any, reduce), float(weight)))
                 )
             case ["bucket", name, *units]:
-                self.buckets.append(BucketSpec(name, tuple(units)))
+                self.buckets.append(ProgramBucket(name, tuple(units)))
             case ["rank", rank, "replica", replica]:
                 self.rows.append((number(rank, "rank"), number(replica, "replica"), []))
             case _ if self.rows:
@@ -397,5 +399,5 @@ class _ProgramParser:
         programs = tuple(Program(rank, tuple(instructions), replica) for rank, replica, instructions in self.rows)
         return Programs(programs, self.placement, self.micro_batches, units, tuple(self.buckets))
 
-    def _of_stage(self, stage: int) -> tuple[UnitSpec, ...]:
+    def _of_stage(self, stage: int) -> tuple[ProgramUnit, ...]:
         return tuple(unit for at, unit in self.units if at == stage)

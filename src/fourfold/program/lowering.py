@@ -35,19 +35,19 @@ from fourfold.errors import ScheduleError
 from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, run
 from fourfold.program.instructions import (
-    BucketSpec,
     Carried,
     Gather,
     Instruction,
     Program,
+    ProgramBucket,
     Programs,
+    ProgramUnit,
     Recv,
     Reduce,
     Release,
     Send,
     Stream,
     UnitOp,
-    UnitSpec,
 )
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.schedules import at_least
@@ -58,8 +58,8 @@ __all__ = ["lower", "receives_of"]
 
 def lower(
     schedule: Schedule,
-    units: Sequence[Sequence[UnitSpec]] = (),
-    buckets: Sequence[BucketSpec] = (),
+    units: Sequence[Sequence[ProgramUnit]] = (),
+    buckets: Sequence[ProgramBucket] = (),
     *,
     replicas: int = 1,
     prefetch: int = 1,
@@ -90,12 +90,12 @@ def lower(
 
 
 def _check_units(
-    schedule: Schedule, of_stage: Sequence[Sequence[UnitSpec]], buckets: Iterable[BucketSpec]
+    schedule: Schedule, of_stage: Sequence[Sequence[ProgramUnit]], buckets: Iterable[ProgramBucket]
 ) -> dict[str, set[int]]:
     """Check units and buckets; returns the ranks that hold each unit."""
     if len(of_stage) != schedule.stages:
         raise ScheduleError(f"units for {len(of_stage)} stages; the schedule has {schedule.stages}")
-    seen: dict[str, UnitSpec] = {}
+    seen: dict[str, ProgramUnit] = {}
     homes: dict[str, set[int]] = {}
     for stage, units in enumerate(of_stage):
         if len({unit.name for unit in units}) < len(units):
@@ -186,7 +186,7 @@ class _RankLowering:
         self,
         schedule: Schedule,
         rank: int,
-        of_stage: Sequence[Sequence[UnitSpec]],
+        of_stage: Sequence[Sequence[ProgramUnit]],
         shared: Sequence[str],
         prefetch: int,
     ):
@@ -201,7 +201,9 @@ class _RankLowering:
         self.after: dict[int, list[Instruction]] = {}
         self.reduced: dict[str, int] = {}  # by unit: index of the unit op before its last REDUCE
 
-    def lowered(self, receives: dict[int, list[Recv]], buckets: Sequence[BucketSpec], stream: str) -> list[Instruction]:
+    def lowered(
+        self, receives: dict[int, list[Recv]], buckets: Sequence[ProgramBucket], stream: str
+    ) -> list[Instruction]:
         uses: dict[str, list[int]] = {name: [] for name in self.units}
         for i, (_, _, name) in enumerate(self.unit_ops):
             if name:
@@ -214,7 +216,7 @@ class _RankLowering:
         tail += self._mark_streams(buckets, stream)
         return [*self._written(receives), *tail]
 
-    def _mark_reduces(self, unit: UnitSpec, uses: list[int]) -> None:
+    def _mark_reduces(self, unit: ProgramUnit, uses: list[int]) -> None:
         """REDUCE after the last contribution, or after each; a unit shared with other ranks is reduced at the end."""
         contributions = [i for i in uses if self.unit_ops[i][1].kind in "BW"]
         if not contributions or unit.name in self.shared:
@@ -223,7 +225,7 @@ class _RankLowering:
             self.after.setdefault(i, []).append(Reduce(unit.name))
         self.reduced[unit.name] = contributions[-1]
 
-    def _mark_gathers(self, unit: UnitSpec, uses: list[int]) -> None:
+    def _mark_gathers(self, unit: ProgramUnit, uses: list[int]) -> None:
         """GATHER before the first unit op of each run of uses between which the unit stays gathered; RELEASE after the last."""
         if unit.mode == "replicate":
             return
@@ -237,13 +239,13 @@ class _RankLowering:
             if first:
                 self.after.setdefault(i, []).append(Release(unit.name))
 
-    def _released(self, unit: UnitSpec, waiting: int, distance: int) -> bool:
+    def _released(self, unit: ProgramUnit, waiting: int, distance: int) -> bool:
         """Whether a unit is released after a use, if its next use is `distance` unit ops later."""
         if unit.mode == "keep" or distance <= self.prefetch:
             return False
         return unit.mode == "zero3" or waiting <= 0 or self.schedule.forward_only
 
-    def _mark_streams(self, buckets: Sequence[BucketSpec], stream: str) -> list[Instruction]:
+    def _mark_streams(self, buckets: Sequence[ProgramBucket], stream: str) -> list[Instruction]:
         """STREAM for the buckets with units on this rank; returns those that come at the end."""
         if self.schedule.forward_only:
             return []

@@ -16,7 +16,7 @@ from fourfold.model.spec import unit_flops
 from fourfold.plan import Plan
 from fourfold.program.choices import UnitChoice, unit_choices
 from fourfold.program.from_plan import schedule_of_plan
-from fourfold.program.instructions import BucketSpec, Programs, UnitSpec
+from fourfold.program.instructions import ProgramBucket, Programs, ProgramUnit
 from fourfold.program.lowering import lower
 from fourfold.program.ops import Schedule
 from fourfold.program.partition import partition
@@ -74,7 +74,7 @@ def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early
     ]
     evaluation = forward_only(schedule.placement, micro_batches)
     streamed = plan.memory.optimizer != "device"
-    buckets = [BucketSpec(unit.name, (unit.name,)) for units in described for unit in units] if streamed else []
+    buckets = [ProgramBucket(unit.name, (unit.name,)) for units in described for unit in units] if streamed else []
     ahead = plan.memory.prefetch
     layout = PipelineLayout(
         schedule,
@@ -121,5 +121,5 @@ def _counts(model: ModelConfig, plan: Plan, layers: list[list[str]], schedule: S
     return list(partition([sum(flops[unit] for unit in layer) for layer in layers], schedule.placement))
 
 
-def _describe(choice: UnitChoice, flops: float) -> list[UnitSpec]:
-    return [UnitSpec(name, choice.mode, choice.reduce, weight=flops / len(choice.names)) for name in choice.names]
+def _describe(choice: UnitChoice, flops: float) -> list[ProgramUnit]:
+    return [ProgramUnit(name, choice.mode, choice.reduce, weight=flops / len(choice.names)) for name in choice.names]
