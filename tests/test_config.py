@@ -37,7 +37,7 @@ def config(**sections: Any) -> Config:
     [
         ({"modle": {}}, "unknown field 'modle'; did you mean 'model'?"),
         ({"model": {"layer": 2}}, "unknown field 'model.layer'; did you mean 'layers'?"),
-        ({"model": {"family": "gptt"}}, "model.family = 'gptt' is not one of its values; did you mean 'gpt'?"),
+        ({"model": {"family": "gptt"}}, "model.family = 'gptt' is invalid; did you mean 'gpt'?"),
         ({"model": {"layers": "two"}}, "model.layers must be a whole number; found a string 'two'"),
         ({"model": {"layers": True}}, "model.layers must be a whole number; found a boolean True"),
         ({"model": {"layers": 0}}, "model.layers is missing"),
@@ -61,7 +61,7 @@ def config(**sections: Any) -> Config:
         ({"optim": {"warmup": 1000}}, "optim.warmup = 1000 is longer than train.steps = 100; use 100 or less"),
         ({"optim": {"lr": -1}}, "optim.lr = -1.0 must not be negative"),
         ({"optim": {"beta2": 1.0}}, "optim.beta2 = 1.0"),
-        ({"optim": {"decay": "cos"}}, "optim.decay = 'cos' is not one of its values; did you mean 'cosine'?"),
+        ({"optim": {"decay": "cos"}}, "optim.decay = 'cos' is invalid; did you mean 'cosine'?"),
         ({"checkpoint": {"keep": 1}}, "checkpoint.keep = 1 must be at least 2"),
         ({"train": {"run_dir": ""}}, "train.run_dir is missing"),
         ({"data": {"eval_fraction": 1.5}}, "data.eval_fraction = 1.5"),

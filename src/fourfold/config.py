@@ -53,7 +53,7 @@ LONGEST_WAIT = 30 * 24 * 3600
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts; the names follow Hugging Face's `rope_scaling`."""
+    """Scaling of the rotary embedding for long contexts; the names follow Hugging Face's `rope_scaling`."""
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
     """linear: all frequencies / factor. llama3: low ones only, blended. yarn: ramp between dimensions, scaled tables.
@@ -133,7 +133,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model. `hf` takes architecture and weights from a Hugging Face folder; fields given beside it win."""
+    """The model. `hf` takes architecture and weights from a Hugging Face folder; fields given here override it."""
 
     family: Literal["gpt", "bert", "llama"] = "gpt"
     """gpt: learned positions, LayerNorm, GELU. llama: RMSNorm, RoPE, SwiGLU (also Qwen, Mistral). bert: bidirectional."""
@@ -161,13 +161,13 @@ class ModelConfig:
     seq_len: int = 0
     """Tokens in a training sequence."""
     positions: int = 0
-    """gpt, bert: rows of the position table, the longest sequence; 0: seq_len."""
+    """gpt, bert: rows of the position embedding, the maximum sequence length; 0: seq_len."""
     token_types: int = 0
     """bert: rows of the token type table, of which the first is added to every token; 0: no table."""
     rope_theta: float = 0.0
     """llama: base of the rotary frequencies; 0: 10000."""
     rope_scaling: RopeScaling | None = None
-    """llama: stretching of the rotary frequencies."""
+    """llama: scaling of the rotary embedding."""
     rope_local_theta: float = 0.0
     """llama: base of the rotary frequencies, without scaling, on layers with a window (Gemma 3); 0: as on other layers."""
     rope_dim: int = 0
@@ -216,7 +216,7 @@ class ModelConfig:
     norm_eps: float = 0.0
     """Added to the variance in norms; 0: 1e-5 (gpt, llama) or 1e-12 (bert)."""
     dropout: float | None = None
-    """Dropout after the embedding and each part, and on attention weights; default 0, or what `hf` says."""
+    """Dropout after the embedding, attention and MLP, and on attention weights; default 0, or the value of `hf`."""
     init_std: float = 0.02
     """Standard deviation of initial matrices (projections back to the residual stream: divided by sqrt(2 layers))."""
 
@@ -261,7 +261,7 @@ class ModelConfig:
         return bool(self.rope_local_theta and self.windows and self.windows[layer % len(self.windows)])
 
     def resolve(self) -> ModelConfig:
-        """Defaults of the family filled in; raises ConfigError where a rule is broken."""
+        """A copy with the family's defaults filled in; raises ConfigError if a value is invalid."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
         if self.hf is not None:
             from fourfold.model.hf import hf_folder, read_config
@@ -378,7 +378,7 @@ def _check_layer_pattern(name: str, pattern: tuple[Any, ...], layers: int) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The corpus, and how it is read."""
+    """The corpus and how it is read."""
 
     source: str = "stdlib"
     """stdlib (the running Python's own source), or the path of a text file, JSONL file, token file or folder of text."""
@@ -386,7 +386,7 @@ class DataConfig:
     """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files carry their own. Default: the one
     in the folder of `model.hf`, bytes without one."""
     eval_fraction: float = 0.01
-    """Share of the corpus, at its end, kept for evaluation."""
+    """Fraction of the corpus, at its end, held out for evaluation."""
     template: str = "auto"
     """How chats become text: auto (the template beside the tokenizer), plain ("role: content"), or the path of a jinja file."""
     template_date: str = "2024-07-26"
@@ -399,7 +399,7 @@ class DataConfig:
     overlong: Literal["cut", "drop", "error"] = "cut"
     """Examples longer than seq_len, where packing is none: cut at the end, left out, or refused."""
     mask_rate: float = 0.15
-    """bert: share of tokens to predict (80 % masked, 10 % random, 10 % kept)."""
+    """bert: fraction of tokens to predict (80 % masked, 10 % random, 10 % unchanged)."""
 
     def __post_init__(self) -> None:
         _require(self, "data")
@@ -422,21 +422,21 @@ class OptimConfig:
     lr: float = 3e-4
     """Learning rate after warm-up."""
     warmup: int = 0
-    """Steps over which the learning rate rises from 0."""
+    """Warm-up steps, in which the learning rate rises from 0."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after warm-up."""
+    """Decay of the learning rate after warm-up."""
     final_lr: float = 0.1
-    """Learning rate at the last step, as a share of `lr`."""
+    """Learning rate at the last step, as a fraction of `lr`."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; norms and biases have none."""
+    """Decoupled weight decay of matrices; norms and biases have none."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     clip: float = 1.0
-    """Longest gradient (2-norm over the whole model); 0: no clipping."""
+    """Maximum gradient norm, over the whole model; 0: no clipping."""
 
     def __post_init__(self) -> None:
         _require(self, "optim")
@@ -448,7 +448,7 @@ class OptimConfig:
                 raise ConfigError(f"optim.{name} = {getattr(self, name)} must be at least 0 and below 1")
 
     def lr_at(self, step: int, steps: int) -> float:
-        """Learning rate of `step` (counted from 0) in a run of `steps`."""
+        """Learning rate at `step` (counted from 0) of a run of `steps` steps."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.decay == "constant":
@@ -465,29 +465,29 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps."""
     global_batch: int = 8
-    """Sequences in a step, whatever the plan."""
+    """Sequences per step, independent of the plan."""
     seed: int = 0
     """Seed of initial weights, data order, masks and dropout."""
     run_dir: str = ""
-    """Where the run is written; empty: runs/<name of the config file>."""
+    """Run directory; empty: runs/<name of the config file>."""
     eval_every: int = 0
-    """Evaluate every so many steps, and at the end; 0: never."""
+    """Evaluate every N steps and at the end; 0: never."""
     eval_batches: int = 4
-    """Global batches in an evaluation."""
+    """Global batches per evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA when there is a GPU."""
+    """auto: CUDA if there is a GPU."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: NCCL where every rank has a GPU of its own, else gloo; nccl: also where ranks share a GPU, for tests."""
+    """auto: NCCL if every rank has its own GPU, otherwise gloo; nccl: also if ranks share a GPU, for tests."""
     timeout: float = 0.0
     """Seconds without progress of any rank after which a run ends as hanging; 0: 60 on CPU, 600 on CUDA."""
     start_timeout: float = 0.0
     """The same until the first step is done; 0: `timeout`, at least 300."""
     max_skipped: int = 10
-    """Steps in a row whose loss or gradient may be non-finite; each is skipped on all ranks."""
+    """Maximum number of consecutive steps with a non-finite loss or gradient; each is skipped on all ranks."""
     guard: bool = True
-    """Skip steps that are not finite; false: do not wait for the norm of all gradients (streamed updates start earlier)."""
+    """Skip steps with a non-finite loss or gradient; false: streamed updates do not wait for the gradient norm."""
     deterministic: bool = True
-    """Ask torch for deterministic kernels, so that the same plan twice gives the same bits."""
+    """Use torch's deterministic kernels, so that the same plan twice is bit-identical."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "start_timeout"):
@@ -501,12 +501,12 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state of training is saved."""
+    """When and how checkpoints are saved."""
 
     every: int = 0
-    """Save every so many steps, and at the end; 0: at the end only."""
+    """Save every N steps and at the end; 0: at the end only."""
     keep: int = 2
-    """How many complete checkpoints are kept, at least 2 (the newest may be half written when a machine dies)."""
+    """Number of complete checkpoints to keep, at least 2 (a machine may fail while the newest is written)."""
     keep_every: int = 0
     """Besides those, keep the checkpoints of every N-th step; 0: none."""
     mode: Literal["async", "sync"] = "async"
@@ -520,12 +520,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is shown, and where metrics go besides metrics.jsonl."""
+    """Console output, traces, and other destinations of the metrics."""
 
     every: int = 10
-    """Print a lasting line every so many steps."""
+    """Print a log line every N steps."""
     trace: int = 10
-    """Write what every rank did and when for every so many steps, under run_dir/trace; 0: never."""
+    """Trace the timeline of all ranks every N steps, under run_dir/trace; 0: never."""
     tensorboard: bool = False
     """Write TensorBoard events under run_dir/tensorboard (extra `tensorboard`)."""
     wandb: str = ""
@@ -537,7 +537,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything about what to train."""
+    """What to train: all sections of the config."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -571,12 +571,12 @@ class Config:
         return schema.dump(self)
 
     def with_short_warmup(self) -> Config:
-        """Its warm-up no longer than its steps: for a run that is given fewer of them than its file was written for."""
+        """A copy whose warm-up is not longer than its steps, for runs with fewer steps than the file has."""
         warmup = min(self.optim.warmup, self.train.steps)
         return dataclasses.replace(self, optim=dataclasses.replace(self.optim, warmup=warmup))
 
     def resolve(self) -> Config:
-        """Every default filled in and every rule checked."""
+        """A copy with all defaults filled in and all values checked."""
         if not self.train.run_dir:
             raise ConfigError("train.run_dir is missing: say where the run is to be written")
         if self.optim.warmup > self.train.steps:
@@ -601,7 +601,7 @@ def nearest_divisor(total: int, wish: int) -> int:
 
 
 def _require(section: Any, name: str, **least: int) -> None:
-    """Every number of a section is finite, and those named are not below what they must at least be."""
+    """Check that all numbers of a section are finite, and that the named ones are not below their minimum."""
     defaults = {f.name: f.default for f in dataclasses.fields(section)}
     for key, default in defaults.items():
         value = getattr(section, key)

@@ -1,4 +1,4 @@
-"""How to train it: the Plan, a small readable file that says exactly how one model is folded over one cluster.
+"""The Plan: a small readable file that defines how one model is trained on one cluster.
 
 A plan is written by hand in TOML, or by the planner in JSON (which adds `predicted`, `certificate`, `alternatives`).
 Everything but `[mesh]` has a default. `Plan.check` proves a plan against a config before any process starts, with the
@@ -74,21 +74,21 @@ class Mesh:
 
     @property
     def batch_ways(self) -> int:
-        """Over how many ranks the sequences of a step are split."""
+        """Number of ranks over which the sequences of a step are divided."""
         return self.data * self.depth * self.row
 
     def product(self) -> str:
-        """The degrees written out, for messages: `pipe 2 · data 2 = 4`."""
+        """The degrees as text: `pipe 2 · data 2 = 4`."""
         factors = [f"{axis} {n}" for axis, n in self.degrees.items() if n > 1] or ["data 1"]
         return f"{' · '.join(factors)} = {self.ranks}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """How a rank's sequences of a step are cut."""
+    """How a rank's sequences of a step are divided into micro-batches."""
 
     micro_batches: int = 0
-    """Micro-batches in a step; 0: 1 without a pipeline, else 2 pipe where it divides, else the nearest that does."""
+    """Micro-batches per step; 0: 1 without a pipeline, otherwise 2 · pipe or the nearest number that divides the batch."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 0:
@@ -99,22 +99,22 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Order of work over the stages."""
+    """The pipeline schedule and its execution."""
 
     schedule: str = "1f1b"
     """gpipe | 1f1b | interleaved | wave | zb-h1 | zb-v | synthesized | path of a schedule file."""
     waves: int = 1
     """wave: number of waves."""
     stages_per_rank: int = 2
-    """interleaved: stages on every rank."""
+    """interleaved: stages per rank."""
     split_backward: Literal["auto"] | bool = "auto"
-    """Whether weight gradients run on their own (W)."""
+    """Whether backwards are split into I and W."""
     executor: Literal["ordered", "message-driven"] = "ordered"
-    """Follow the schedule, or act on what has arrived."""
+    """ordered: follow the schedule's order; message-driven: run what has arrived."""
     slack: int = 0
     """Extra micro-batches in flight per stage."""
     layers: Literal["auto"] | tuple[int, ...] = "auto"
-    """Layers of every stage, or auto."""
+    """Number of layers of every stage, or auto."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES and Path(self.schedule).suffix not in (".json", ".csv"):
@@ -140,55 +140,55 @@ FlowName = Literal["auto", "summa", "os", "ls", "ws", "ws-in", "ws-out"]
 
 @dataclass(frozen=True, kw_only=True)
 class Flows:
-    """The flow of every product of a model, as the planner chose it for its cluster; auto: what `tensor.flow` says."""
+    """The flow of every matmul of a model, as the planner chose it for its cluster; auto: `tensor.flow`."""
 
     qkv: FlowName = "auto"
-    """Queries, keys and values."""
+    """Projection of queries, keys and values."""
     out: FlowName = "auto"
-    """Out of attention."""
+    """Output projection of attention."""
     up: FlowName = "auto"
-    """Into the MLP, gate and up."""
+    """Gate and up projection of the MLP."""
     down: FlowName = "auto"
-    """Out of the MLP."""
+    """Down projection of the MLP."""
     dense: FlowName = "auto"
-    """Before the head (bert)."""
+    """Dense layer before the head (bert)."""
     proj: FlowName = "auto"
-    """The head; a tied one is always os."""
+    """The head's projection; always os if tied."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Matrix products on the grid."""
+    """Matmuls on the tensor grid."""
 
     flow: Literal["auto", "summa", "os", "ls", "ws"] = "auto"
-    """How a product moves; auto: what costs least for each shape, by bytes and calls."""
+    """Algorithm of a distributed matmul; auto: the cheapest for each shape, by bytes and calls."""
     flows: Flows = field(default_factory=Flows)
-    """Product by product; the planner, which knows the links, fills it in."""
+    """Per matmul; filled in by the planner, which knows the links."""
     residual: Literal["sequence", "hidden"] = "sequence"
-    """What the residual stream is split by."""
+    """How the residual stream is split."""
     overlap: bool = True
-    """Whether the grid's collectives run beside computing: weights gathered one linear ahead, gradients summed late."""
+    """Overlap the grid's collectives with compute: weights gathered one linear layer ahead, gradients reduced late."""
     keep: tuple[Kept, ...] = ()
-    """What is kept rather than moved again: gathered weights, a step; gathered inputs, until the backward; gradients of all
-    rows, which are then summed over row once a step."""
+    """What is kept instead of being communicated again: gathered weights for a step, gathered inputs until the backward,
+    unreduced gradients, which are then reduced over `row` once per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRule:
-    """Choices for the units whose name matches; the first rule that matches a unit wins."""
+    """Options of the units whose name matches; the first rule that matches a unit applies."""
 
     match: str
     """Pattern of unit names: `embed`, `blocks.3.attn`, `blocks.*.mlp`, `*`."""
     mode: Literal["replicate", "zero2", "zero3", "keep"] = "replicate"
-    """What is sharded over the replica group, and when parameters are gathered."""
+    """Sharding over the replica group: replicate, zero2, zero3 or keep."""
     reduce: Literal["step", "micro-batch"] = "step"
-    """When gradients are reduced."""
+    """When gradients are reduced: once per step or after every micro-batch."""
     within: int = 0
-    """Shard within groups of this many ranks, replicate across them; 0: all."""
+    """Hybrid sharding: shard within groups of this many ranks, replicate across them; 0: all."""
     split: int = 1
-    """Slices of operator splitting."""
+    """Number of slices of operator splitting."""
     recompute: Recompute = "none"
-    """none, selective (keep matrix products), full, per-slice."""
+    """Activation recomputation: none, selective (keep the outputs of matmuls), full, per-slice."""
 
     def __post_init__(self) -> None:
         for name, least, most in (("within", 0, MOST_RANKS), ("split", 1, MOST_SPLIT)):
@@ -199,24 +199,24 @@ class UnitRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Where optimizer state and activations live."""
+    """Where optimizer state and activations are stored."""
 
     optimizer: Literal["device", "host", "auto"] = "device"
     """auto: as much on the device as fits."""
     device_state: str = ""
-    """auto: bytes of optimizer state that stay on each device, as the planner reckons; empty: what a first step leaves free."""
+    """auto: bytes of optimizer state kept on each device, from the planner; empty: what the first step leaves free."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Type of AdamW's moments."""
+    """Dtype of AdamW's moments."""
     staging: str = "0GiB"
     """Device bytes for prefetched optimizer state."""
     activations: Literal["device", "host"] = "device"
-    """Where saved activations wait for the backward."""
+    """Where saved activations are kept until the backward."""
     prefetch: int = 1
-    """Units gathered ahead of the one that is computed with; 0: no overlap, not of reductions either, and least memory."""
+    """Number of units gathered ahead; 0: neither gathers nor reductions overlap with compute, least memory."""
 
     @property
     def host_share(self) -> float:
-        """Of the host's memory, what activations may take; what exceeds it stays on the device."""
+        """Limit on host memory for activations; further activations stay on the device."""
         return 0.9 if self.optimizer == "device" else 0.5  # optimizer state is made after them, and needs room, too
 
     def __post_init__(self) -> None:
@@ -237,16 +237,16 @@ class Precision:
     """Number formats."""
 
     compute: Literal["fp64", "fp32", "bf16"] = "fp32"
-    """Weights and activations; bf16 keeps an fp32 master of the weights with the optimizer."""
+    """Dtype of weights and activations; with bf16 the optimizer keeps fp32 master weights."""
     reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
-    """Gradients, while they accumulate and are reduced; never narrower than fp32 compute needs (fp64 for fp64)."""
+    """Dtype in which gradients accumulate and are reduced; fp64 compute always uses fp64."""
     compile: bool = False
     """torch.compile every unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one model is folded over one cluster."""
+    """How one model is trained on one cluster: mesh, schedule, sharding, memory, precision."""
 
     mesh: Mesh = field(default_factory=Mesh)
     batch: Batch = field(default_factory=Batch)
@@ -256,9 +256,9 @@ class Plan:
     memory: Memory = field(default_factory=Memory)
     precision: Precision = field(default_factory=Precision)
     predicted: dict[str, Any] | None = None
-    """Written by the planner: time and memory it expects."""
+    """Written by the planner: predicted time and memory."""
     certificate: dict[str, Any] | None = None
-    """Written by the planner: how far from the best possible."""
+    """Written by the planner: lower bound on the step time of any plan."""
     alternatives: tuple[dict[str, Any], ...] | None = None
     """Written by the planner: the runners-up."""
 
@@ -277,7 +277,7 @@ class Plan:
         return schema.dump(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan; TOML or JSON by the file's ending."""
+        """Write the plan as .toml or .json."""
         path = Path(path)
         schema.check_writable(path, "a plan", PlanError)
         if path.suffix == ".json":
@@ -286,13 +286,13 @@ class Plan:
             schema.write_text(path, schema.dump_toml(self.to_dict()))
 
     def explain(self) -> str:
-        """Why the planner chose this plan: what binds it, what more memory would buy, what the ranks hold."""
+        """The planner's report: what limits this plan, what more memory would gain, and the memory of the ranks."""
         from fourfold.planner.report import explain  # it needs this module
 
         return explain(self)
 
     def simulate(self) -> Timeline:
-        """A step's timeline: of the seconds that the planner predicted, or, of a plan by hand, in forwards of a rank's share."""
+        """Simulate a step: in seconds if the planner predicted them, otherwise in forwards of one rank."""
         from fourfold.program.from_plan import costs_of_plan, schedule_of_plan  # they need this module
         from fourfold.program.simulator import simulate
 
@@ -306,11 +306,11 @@ class Plan:
         return next((r for r in self.unit if fnmatch.fnmatchcase(unit, r.match)), UnitRule(match=unit))
 
     def micro_batches(self, global_batch: int) -> int:
-        """Micro-batches in a step, with the default filled in."""
+        """Micro-batches per step, with the default filled in."""
         if self.batch.micro_batches:
             return self.batch.micro_batches
-        wish = 2 * self.mesh.pipe if self.mesh.pipe > 1 else 1
-        return nearest_divisor(max(1, global_batch // self.mesh.batch_ways), wish)
+        target = 2 * self.mesh.pipe if self.mesh.pipe > 1 else 1
+        return nearest_divisor(max(1, global_batch // self.mesh.batch_ways), target)
 
     def micro_batch_size(self, global_batch: int) -> int:
         """Sequences of one micro-batch on one rank."""
@@ -328,16 +328,16 @@ class Plan:
         return lay_out_pipeline(config.model, self, config.train.global_batch, early=early)
 
     def updates_early(self, config: Config) -> bool:
-        """Whether a unit's update starts in the backward, when its own gradient is reduced: nothing else has to be known."""
+        """Whether a unit's update may start in the backward, as soon as its own gradient is reduced."""
         return self.memory.optimizer != "device" and not config.optim.clip and not config.train.guard
 
     def check_units(self, units: list[str]) -> None:
-        """Raise PlanError unless all rules match some unit, and can be obeyed."""
+        """Raise PlanError unless every rule matches a unit and can be applied."""
         self._check_rules(units)
         self.check_sharding(units)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise PlanError unless this pipeline and this grid can hold such a model."""
+        """Raise PlanError unless the pipeline and the grid suit the model."""
         self._check_pipeline()
         self._check_grid(model)
 
@@ -373,7 +373,7 @@ class Plan:
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
     def check_sharding(self, units: Iterable[str]) -> None:
-        """Groups that the replicas can form, and modes whose collectives have one order on all of them."""
+        """Check `within`, and that the modes' collectives have the same order on all replicas."""
         replicas = self.mesh.data * self.mesh.depth
         for rule in self.unit:
             if rule.within and replicas % rule.within:

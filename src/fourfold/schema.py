@@ -61,7 +61,7 @@ def nearest(name: str, options: Iterable[str]) -> str:
     """`; did you mean 'x'?` or, when nothing is near, the list of what is allowed."""
     options = list(options)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(options)}"
+    return f"; did you mean '{close[0]}'?" if close else f"; choose one of {', '.join(options)}"
 
 
 def read(
@@ -139,8 +139,10 @@ def _convert(kind: Any, value: Any, where: str, error: type[FourfoldError]) -> A
     if origin is typing.Literal:
         if value in args and not (isinstance(value, bool) and True not in args and False not in args):
             return value
-        hint = nearest(value, map(str, args)) if isinstance(value, str) else f"; known: {', '.join(map(str, args))}"
-        raise error(f"{where} = {_brief(value)} is not one of its values{hint}")
+        hint = (
+            nearest(value, map(str, args)) if isinstance(value, str) else f"; choose one of {', '.join(map(str, args))}"
+        )
+        raise error(f"{where} = {_brief(value)} is invalid{hint}")
     if origin in (types.UnionType, typing.Union):
         return _convert_union(args, value, where, error)
     if origin is tuple:

@@ -66,7 +66,7 @@ def test_faster_devices_have_the_same_share_of_their_peak() -> None:
         ("overlap = 2.0\n[[level]]\nbandwidth = 1.0", "overlap = 2 must be a fraction"),
         ("nodes = -1", "c.toml: nodes = -1 must be a whole number of at least 1"),
         ("nods = 2", "c.toml: unknown field 'nods'; did you mean 'nodes'?"),
-        ("zzz = 2", "unknown field 'zzz'; known: preset, name, nodes"),
+        ("zzz = 2", "unknown field 'zzz'; choose one of preset, name, nodes"),
         ("[[level]]\n[level.measured]\n'all_gather 4' = [[1, inf]]", "measured.'all_gather 4': ratio = inf must be"),
         ("[[level]]\n[level.measured]\n'all_gather 4' = [[9, 1], [1, 1]]", "must increase"),
         ("[[level]]\n[level.measured]\n'all_gather 4' = [1, 2]", "must be pairs [bytes, ratio]"),

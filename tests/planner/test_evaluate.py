@@ -36,7 +36,8 @@ def simulated(plan: Plan, problem: PlanProblem) -> float:
     choice = UnitChoice(rule.mode, rule.reduce, rule.within, rule.split, rule.recompute)
     cost = {u.name: unit_cost(problem, layout, u.kind, choice) for u in problem.spec.units}
     units = [
-        [ProgramUnit(u.name, rule.mode, rule.reduce, cost[u.name].times.input_grad or 1e-9) for u in of] for of in stages
+        [ProgramUnit(u.name, rule.mode, rule.reduce, cost[u.name].times.input_grad or 1e-9) for u in of]
+        for of in stages
     ]
 
     def total(name: str) -> tuple[float, ...]:

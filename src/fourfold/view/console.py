@@ -1,4 +1,4 @@
-"""What a run prints: a header, a line that lives, and lasting lines every so often; plain lines when not a terminal."""
+"""Console output of a run: a header, a live status line, and a log line every N steps; only log lines if not a terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
 
 
 class Progress:
-    """One status line that is rewritten at every step on a terminal, and a lasting line every `every` steps.
+    """One status line that is rewritten at every step on a terminal, and a log line every `every` steps.
 
     `memory` says what a step's peak_bytes count: a device's tensors, or a whole process.
     """
@@ -73,7 +73,7 @@ class Progress:
             self.file.flush()
 
     def note(self, text: str) -> None:
-        """A lasting line of its own."""
+        """Print a line above the status line."""
         if self.live:
             self.file.write("\r\x1b[2K")
         self.console.print(text)
