@@ -92,11 +92,11 @@ class HangError(FourfoldError):
 
 
 class TrainingError(FourfoldError):
-    """Training stopped because it could not go on (for instance, too many non-finite steps in a row)."""
+    """Training stopped because it could not continue (for example, too many consecutive non-finite steps)."""
 
 
 class ReleasedError(FourfoldError, RuntimeError):
-    """A sharded parameter was used while its memory was given back."""
+    """A sharded parameter was used while released."""
 
 
 class Interrupted(FourfoldError):
@@ -121,4 +121,4 @@ class HostMemoryError(FourfoldError, MemoryError):
 
 
 class NetworkError(FourfoldError):
-    """An emulated network cannot be made here, or was asked for something it has not."""
+    """A shaped network cannot be created here, or its arguments are invalid."""

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""AdamW on an fp32 master of bf16 weights, and what the streamed update is made of (offload/split.py). Bits as there.
+"""AdamW on an fp32 master of bf16 weights, and the operations of offload/split.py, bit-identical to the torch versions.
 
-`update` is torch's fused AdamW with what comes before and after it: the gradient is read as it is, scaled, and the weight
-rounded, so that nothing passes through memory twice. The arithmetic is torch's, fp32, with the same fused multiply-adds.
+`update` is torch's fused AdamW including scaling of the gradient and rounding of the weight, so that every value is read and
+written once. The arithmetic is torch's: fp32, with the same fused multiply-adds.
 """
 
 import torch
@@ -38,7 +38,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def bias_corrections(step: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """1 - beta1^t and sqrt(1 - beta2^t) of steps counted from 1. (Triton's power has other bits than torch's.)"""
+    """1 - beta1^t and sqrt(1 - beta2^t) for step counts t from 1. (Triton's pow differs from torch's in the last bits.)"""
     return 1 - torch.pow(betas[0], step), (1 - torch.pow(betas[1], step)).sqrt()
 
 
@@ -58,7 +58,7 @@ def update(
     weight_decay: float,
     maximize: bool = False,
 ) -> None:
-    """An update of bf16 weights by `grad · factor`; nothing changes where `skip` is 1.
+    """Update bf16 weights by `grad · factor`; nothing changes if `skip` is 1.
 
     `master` is fp32, or int16: the low bits that restore it from the weight. Moments are fp32 or bf16. `corrections` are those
     of this step, by `bias_corrections`.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The gated SiLU, `silu(gate) · up` with [gate | up] in the last dim, and its gradient: computed in fp32, rounded once.
+"""Gated SiLU, `silu(gate) · up` with [gate | up] in the last dim, and its gradient; computed in fp32, rounded once.
 
 Operators of torch's library, so that torch.compile takes them as they are (what it generates for the gradient itself, two
 halves written under masks, runs at half the rate of memory).

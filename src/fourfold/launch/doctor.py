@@ -1,4 +1,4 @@
-"""Is this machine ready? Versions, devices, backends, memory, disk, each with advice where something is amiss."""
+"""Checks whether this machine is ready: versions, devices, backends, memory, disk, with advice on problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Finding", "examine"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: what was found, whether it is good, and what to do if it is not."""
+    """Result of one check: what was found, whether it is good, and what to do if it is not."""
 
     what: str
     found: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; takes a few seconds, most of it the import of torch."""
+    """Run all checks; takes a few seconds, most of it for importing torch."""
     return [*_versions(), *_devices(), *_backends(), *_memory()]
 
 

@@ -1,12 +1,12 @@
-"""Measure this machine or job, and write it down as a cluster file.
+"""Measures this machine or job as a cluster for the planner.
 
-All ranks work at once, since they share what there is to share. Measured: matrix products by size and type, memory, the time an
-operator takes at least (on a CPU: in a small model's step), attention; all-gathers, reduce-scatters and all-reduces of several
-sizes over all ranks of a level and over pairs of them; messages between neighbours; the host's link; and how much of a gather
-hides behind a product. Bandwidth and latency are those of the two largest all-gathers; everything else is kept as its time over
-what a ring of that bandwidth and latency takes. Where the larger took hardly longer than the smaller, the machine did something
-else beside: no link is faster than memory. They are measured again, and what stays in doubt is said. With several nodes, the
-network inside one and the network between them are two levels.
+All ranks work at the same time, since they share the machine. Measured: matmuls by size and dtype, memory bandwidth, launch
+overhead per operator (on a CPU: in a step of a small model), attention; all-gathers, reduce-scatters and all-reduces of several
+sizes over all ranks of a level and over pairs; messages between neighbours; the host link; and how much of a gather overlaps
+with a matmul. Bandwidth and latency are fitted to the two largest all-gathers; all other collectives are stored relative to an
+ideal ring with them. If the larger all-gather took hardly longer than the smaller one (no link is faster than memory), other
+load disturbed the measurement: it is repeated, and a remaining doubt is reported. With several nodes, the network inside a node
+and the network between nodes are two levels.
 
 Every figure is the median of a few tries, and the mean over ranks.
 """
@@ -51,16 +51,16 @@ COLLECTIVES: dict[str, Start] = {
     "all_reduce": lambda whole, part, group: all_reduce(whole, group, "a calibration").wait(),
 }
 ENOUGH, REPEATS, LONG = 0.03, 16, 0.3
-"""Seconds that a try of a collective should take; how often it is repeated for that at most; and seconds of all tries."""
+"""Target seconds of one try of a collective; maximum repetitions within a try; target seconds of all tries."""
 TURNS = 4
-"""Small gathers while a large one is on its way."""
+"""Number of small gathers during a large one."""
 AGAIN = 2
-"""How often all-gathers are measured again whose times no link has."""
+"""How often implausible all-gathers are measured again."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How large the tries are: seconds on a CPU, a fraction of one on a GPU."""
+    """Problem sizes: they take seconds on a CPU, a fraction of a second on a GPU."""
 
     products: tuple[int, ...]
     elements: int
@@ -69,7 +69,7 @@ class _Sizes:
 
 
 RING = SMALLEST // 4
-"""Elements from which on rings serve."""
+"""Elements from which ring collectives are used."""
 CPU = _Sizes(
     (128, 256, 384), 1 << 21, tuple(sorted({1 << 8, 1 << 10, RING - 64, RING, 1 << 14, 1 << 16, 1 << 17, 1 << 20})), 5
 )
@@ -79,15 +79,15 @@ GPU = _Sizes((2048, 4096, 8192), 1 << 28, (1 << 12, 1 << 16, 1 << 20, 1 << 26), 
 def calibrate(
     place: Place, device: torch.device, name: str = "", tell: Callable[[str], object] = lambda what: None
 ) -> Cluster:
-    """The cluster that this job's ranks are; every rank calls it, and gets the same. `tell`: what is measured next.
+    """Measure the cluster of this job's ranks; all ranks call it and get the same. `tell` is called with what is measured next.
 
-    What is in doubt is said at the end of the cluster's `source`, after a semicolon.
+    Doubts are reported at the end of the cluster's `source`, after a semicolon.
     """
     return _Calibration(place, device, tell).cluster(name)
 
 
 def fitted(n: int, sizes: Sequence[int], times: Sequence[float], fastest: float) -> tuple[float, float] | None:
-    """Bandwidth and latency of a ring of n from its two largest all-gathers; None where it were faster than `fastest`."""
+    """Bandwidth and latency of a ring of n from its two largest all-gathers; None if that exceeds `fastest` bytes/s."""
     (small, large), (short, long) = sizes[-2:], times[-2:]
     moved = (n - 1) / n * (large - small)
     if moved > fastest * (long - short):
@@ -148,7 +148,7 @@ class _Calibration:
         )
 
     def _best_rate(self, dtype: torch.dtype) -> list[float]:
-        """FLOP/s of square products, by size."""
+        """FLOP/s of square matmuls, by size."""
         out = []
         for n in self.sizes.products:
             a = torch.ones(n, n, dtype=dtype, device=self.device)
@@ -176,9 +176,9 @@ class _Calibration:
         return self._time(many) / 100
 
     def _operator_of_a_step(self, made: Cluster) -> float:
-        """What is left of a small model's step beside products and memory, for each operator: Python, autograd, waking up.
+        """Overhead per operator: the time of a small model's step without matmuls and memory traffic, divided by its operators.
 
-        A GPU's host does this ahead of the device; a CPU does one after the other.
+        A GPU's host spends it ahead of the device; a CPU adds it to the computation.
         """
         fields = {"family": "gpt", "layers": 2, "hidden": 96, "heads": 4, "seq_len": 32, "vocab": 64}
         config = Config.from_dict({"model": fields, "train": {"global_batch": 2, "run_dir": "unused"}}).resolve()
@@ -199,10 +199,10 @@ class _Calibration:
         return max(made.device.operator, (took - free) / (computing(1.0) - free))
 
     def _eager_share(self, made: Cluster) -> float:
-        """Of the memory's rate, what is left for the operators of a step beside products and attention.
+        """Fraction of the memory bandwidth that a step's unfused operators (without matmuls and attention) reach.
 
-        They are many, and some go over memory in strides. Two models: norms, activations and positions differ. They are
-        large enough that the device, not the host, takes the time.
+        Some access memory with strides. Two models are measured, since norms, activations and positions differ. They are
+        large enough for the device, not the host, to determine the time.
         """
         moved = left = 0.0
         for family in ("gpt", "llama"):
@@ -241,7 +241,7 @@ class _Calibration:
         far, gone = torch.empty(2, self.sizes.elements, device=self.device).unbind()
         out, home = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
-        def both_ways() -> None:  # as the streamed update does, on all devices of a node at once
+        def both_ways() -> None:  # as in a streamed update, on all devices of a node at once
             for stream, into, source in ((out, far, here), (home, back, gone)):
                 with torch.cuda.stream(stream):
                     into.copy_(source, non_blocking=True)
@@ -265,7 +265,7 @@ class _Calibration:
         return tuple(out)
 
     def _level(self, name: str, groups: list[list[int]], ranks: int, fastest: float) -> Level:
-        """A level by the rings of its groups: bandwidth and latency from all-gathers, all else as it compares with rings."""
+        """Measure a level: bandwidth and latency from all-gathers, all other times relative to an ideal ring."""
         n = len(groups[0])
         halves = [g[i : i + 2] for g in groups for i in range(0, n - n % 2, 2)] if n > 2 else []
         sizes = [4 * size for size in self.sizes.buffers]
@@ -280,7 +280,9 @@ class _Calibration:
             if fitted(n, sizes, times["all_gather", n], fastest) is not None:
                 break
             again = self._collectives(COLLECTIVES["all_gather"], groups)
-            times["all_gather", n] = list(map(min, times["all_gather", n], again))  # other work only adds to a time
+            times["all_gather", n] = list(
+                map(min, times["all_gather", n], again)
+            )  # other load can only increase a time
         bandwidth, latency = self._ring(name, n, sizes, times["all_gather", n], fastest)
         level = Level(name=name, ranks=ranks, bandwidth=bandwidth, latency=latency)
         ring = Cluster(nodes=1, devices=n, level=(replace(level, ranks=0),))
@@ -291,7 +293,7 @@ class _Calibration:
         return replace(level, measured=measured)
 
     def _ring(self, name: str, n: int, sizes: list[int], times: list[float], fastest: float) -> tuple[float, float]:
-        """Bandwidth and latency; where the times allow of none, those of the largest all-gather and of the smallest alone."""
+        """Bandwidth and latency; if they cannot be fitted, from the largest all-gather alone and the smallest alone."""
         found = fitted(n, sizes, times, fastest)
         if found is not None:
             return found
@@ -299,18 +301,18 @@ class _Calibration:
         bandwidth = min(fastest, (n - 1) / n * large / long)
         self.doubts.append(
             f"{name} in doubt: all-gathers of {format_bytes(small)} and {format_bytes(large)} took {short * 1e3:.3g} and "
-            f"{long * 1e3:.3g} ms, measured {AGAIN + 1} times, as over no link there is; its bandwidth is taken to be the "
-            f"{bandwidth:.3g} bytes a second that the larger one reached in all"
+            f"{long * 1e3:.3g} ms, measured {AGAIN + 1} times, faster than any link; its bandwidth is set to the "
+            f"{bandwidth:.3g} bytes/s of the larger one"
         )
         return bandwidth, max(1e-7, times[0] / (n - 1))
 
     def _collectives(self, start: Start, groups: list[list[int]]) -> list[float]:
-        """Seconds of a collective over buffers of all sizes, in all groups at once."""
+        """Seconds of a collective for every buffer size, with all groups active."""
         made = [(members, dist.new_group(members)) for members in groups]
         mine = next(((m, g) for m, g in made if self.place.rank in m), None)
         out = []
         for elements in self.sizes.buffers:
-            if mine is None:  # a rank that is left over
+            if mine is None:  # a rank without a group
                 out.append(self._time(lambda: None, collective=True))
                 continue
             n, group = len(mine[0]), mine[1]
@@ -320,9 +322,9 @@ class _Calibration:
         return out
 
     def _messages(self, groups: list[list[int]]) -> list[float]:
-        """Seconds of a message of all sizes to the next rank of a group: half of the way there and back.
+        """Seconds of a message of every size to the next rank of a group: half of a round trip.
 
-        As the rank sees it that gets its own message back: the other one is done when its last is on the way.
+        Timed on the rank that gets its own message back; the other one is done when its reply is sent.
         """
         pairs = [(g[i], g[i + 1]) for g in groups for i in range(0, len(g) - 1, 2)]
         edges = [edge for a, b in pairs for edge in ((a, b), (b, a))]
@@ -359,7 +361,7 @@ class _Calibration:
         return out
 
     def _overlap(self) -> float:
-        """The share of a gather that hides behind a product of about the same time."""
+        """The fraction of a gather that overlaps with matmuls of about the same duration."""
         group = dist.group.WORLD
         assert group is not None
         n = self.place.ranks
@@ -383,8 +385,8 @@ class _Calibration:
         return round(min(1.0, max(0.0, hidden)), 3)
 
     def _call(self) -> float:
-        """What a gather that hides takes all the same: the host's time to start it and to take its result."""
-        if self.device.type == "cuda":  # its host is ahead
+        """Cost of an overlapped gather: the host's time to start it and to complete it."""
+        if self.device.type == "cuda":  # the host runs ahead of the device
             return 0.0
         group = dist.group.WORLD
         assert group is not None
@@ -400,7 +402,7 @@ class _Calibration:
         return max(0.0, self._time(both) - self._time(lambda: a @ a))
 
     def _queue(self) -> float:
-        """How much later a small gather of two ranks ends while a large one of all is on its way. Not of GPUs."""
+        """How much longer a small gather of two ranks takes while a large one of all ranks is in flight. CPU only."""
         ranks, stride = self.place.ranks, max(1, self.place.local_ranks) if self.nodes > 1 else 1
         if self.device.type == "cuda":
             return 0.0
@@ -436,10 +438,10 @@ class _Calibration:
     # ---- the clock ----
 
     def _time(self, work: Callable[[], Any], *, collective: bool = False, longest: bool = False) -> float:
-        """Median seconds of a few tries, all ranks starting together; the mean over them, or the longest.
+        """Median seconds of a few tries that all ranks start together; the mean over ranks, or the longest.
 
-        A collective that is over soon is repeated within a try: ranks leave a barrier at different times. On a CPU it comes
-        after a product, as in a step: threads sleep then, and ranks are not quite together.
+        A short collective is repeated within a try, since ranks leave a barrier at different times. On a CPU each follows a
+        matmul, as in a step, where threads sleep and ranks are not synchronised.
         """
         found: list[float] = []
         times, tries, warm = 1, self.sizes.tries, False
@@ -467,7 +469,7 @@ class _Calibration:
         return max(1e-9, self._mean(median(found), longest))
 
     def _mean(self, value: float, longest: bool = False) -> float:
-        """Over all ranks."""
+        """The mean, or the maximum, over all ranks."""
         if self.place.ranks == 1:
             return value
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)

@@ -26,7 +26,7 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a callback may know about the run."""
+    """Information about the run, passed to callbacks."""
 
     config: Config
     plan: Plan
@@ -37,10 +37,10 @@ class RunInfo:
 
 
 class Callback:
-    """Does nothing; override what you need."""
+    """Base class of callbacks; every method does nothing by default."""
 
     def on_start(self, run: RunInfo, step: int) -> None:
-        """Before the first step; `step` is how many were done before (0 for a fresh run)."""
+        """Before the first step; `step` is the number of steps already done (0 for a new run)."""
 
     def on_step(self, run: RunInfo, metrics: Metrics) -> None:
         """After every step, with the line that went to metrics.jsonl."""
@@ -49,7 +49,7 @@ class Callback:
         """After an evaluation: `step`, `eval_loss`, `eval_tokens`, `eval_seconds`."""
 
     def on_saving(self, run: RunInfo, metrics: Metrics) -> None:
-        """When training goes on after a save (an asynchronous one may still be writing): `step`, `save_seconds` it waited."""
+        """When training continues after a save was started: `step`, and `save_seconds`, the time that training waited."""
 
     def on_save(self, run: RunInfo, step: int, path: Path) -> None:
         """After a checkpoint is complete."""
@@ -102,7 +102,7 @@ class WeightsAndBiases(Callback):
 
 
 def extra_callbacks(config: Config) -> list[Callback]:
-    """The callbacks that `[log]` asks for; raises ConfigError when their package is not installed."""
+    """The callbacks enabled in `[log]`; raises ConfigError if their package is not installed."""
     from importlib.util import find_spec
 
     chosen: list[Callback] = []

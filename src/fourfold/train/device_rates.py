@@ -1,7 +1,7 @@
-"""What one GPU computes at: matrix products, attention there and back, memory; in the state it is in while it trains.
+"""Rates of one GPU as reached in training: matmuls, attention forward and backward, memory bandwidth.
 
-A GPU that is idle, or that multiplies ones, draws little power and runs faster than in training: operands are random, and
-every figure is taken after the device has worked for a while.
+A GPU that was idle, or that multiplies ones, draws little power and runs faster than in training. So operands are random, and
+every figure is taken after the device was busy for a while.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["gpu_device", "steady"]
 SHAPES = (
     (8192, 8192, 8192), (4096, 3072, 9216), (8192, 3072, 3072), (12288, 6144, 3072), (6144, 8192, 6144), (3072, 12288, 3072),
 )  # fmt: skip
-"""[m, k] · [k, n]: forwards, gradients of inputs and of weights."""
+"""Shapes (m, k, n) of matmuls: forwards, gradients of inputs and of weights."""
 WARM, ENOUGH = 1.0, 0.05
-"""Seconds that the device works before anything is timed, and that a figure is taken over."""
+"""Seconds of warm-up before anything is timed, and of each measurement."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def gpu_device(device: torch.device, memory: int, operator: float) -> Device:
-    """The device as the planner sees it."""
+    """Measure a GPU as a Device of the cluster model."""
     properties = torch.cuda.get_device_properties(device)
     bare = Device(processors=properties.multi_processor_count, memory=str(memory))
     one = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
@@ -60,7 +60,7 @@ def gpu_device(device: torch.device, memory: int, operator: float) -> Device:
 def _product_rates(
     dtype: torch.dtype, device: torch.device, bare: Device, shapes: tuple[tuple[int, int, int], ...]
 ) -> list[float]:
-    """FLOP/s that products would reach were no processor idle in their last round."""
+    """FLOP/s of matmuls, corrected for idle multiprocessors in the last wave of tiles."""
     out = []
     for m, k, n in shapes:
         x, w = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
@@ -70,7 +70,7 @@ def _product_rates(
 
 
 def _attention(device: torch.device) -> tuple[float, float]:
-    """FLOP/s of the forward, and the backward's time over the forward's."""
+    """FLOP/s of the attention forward, and the time of its backward relative to the forward."""
     tokens, heads, width = 3072, 24, 128
     q, k, v = torch.randn(3, 2, heads, tokens, width, dtype=torch.bfloat16, device=device).requires_grad_().unbind()
     grad = torch.randn(2, heads, tokens, width, dtype=torch.bfloat16, device=device)
@@ -91,13 +91,13 @@ def _memory_rate(device: torch.device) -> float:
 
 
 def steady(work: Callable[[], Any]) -> float:
-    """Seconds of one call, once the device has worked for a while."""
+    """Seconds of one call, after a warm-up."""
     _took(work, WARM)
     return _took(work, 5 * ENOUGH)
 
 
 def _took(work: Callable[[], Any], enough: float = ENOUGH) -> float:
-    """Seconds of one call, over as many as take `enough` seconds."""
+    """Seconds of one call, averaged over `enough` seconds."""
     work()
     times = 1
     while True:

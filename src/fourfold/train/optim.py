@@ -1,13 +1,13 @@
-"""AdamW over units: torch's fused kernel on slices of flat buffers; for bf16 weights on CUDA, our own with the same bits.
+"""AdamW over units: torch's fused kernel on slices of flat buffers; for bf16 weights on CUDA a bit-identical Triton kernel.
 
-Per unit, all of the length of the unit's shard (its whole buffer, where it is not sharded):
+Per unit, each of the length of the unit's shard (of its full buffer, if it is not sharded):
 
-    master       what is updated: the weights themselves (fp32, fp64), or an fp32 copy of bf16 weights
-    exp_avg, exp_avg_sq     the moments, of the master's type
+    master       the weights that are updated: the weights themselves (fp32, fp64), or an fp32 copy of bf16 weights
+    exp_avg, exp_avg_sq     the moments, of the master's dtype
 
-bf16 weights are the master rounded half up (not half to even): then a weight and 16 more bits restore the master.
-Matrices decay, vectors (norms, biases) do not. A step whose `skip` flag is set changes nothing, and asks the host
-nothing: the flag stays on the device.
+bf16 weights are the master rounded half up (not half to even): then a weight and 16 low bits restore the master.
+Matrices have weight decay, vectors (norms, biases) do not. A step whose `skip` flag is set changes nothing; the flag stays on
+the device, so that the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch._dynamo  # torch.optim imports it at its first step, a second of work: do it once, before ranks are forked
+import torch._dynamo  # torch.optim imports it at its first step, which takes a second: done once, before ranks are forked
 from torch import Tensor
 
 from fourfold.config import OptimConfig
@@ -48,27 +48,27 @@ class AdamW:
             self._updates.append(_Torch(self, [u for u in self.units if u not in narrow]))
 
     def begin(self, lr: float) -> None:
-        """A step begins that will use learning rate `lr`."""
+        """Begin a step with learning rate `lr`."""
 
     def wait(self, unit: Unit) -> None:
-        """What the caller does next may use a unit's weights."""
+        """Make the caller's next operations wait for a unit's update."""
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor, skip: Tensor | None) -> None:
-        """One update from the units' reduced gradients, clipped by their global `norm`; nothing where `skip` is 1."""
+        """Update the weights from the reduced gradients, clipped by their global `norm`; no change if `skip` is 1."""
         factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) if self.config.clip else None
         for updates in self._updates:
             updates.step(lr, factor, skip)
 
     @torch.no_grad()
     def publish(self, unit: Unit) -> None:
-        """Give a unit the weights of its master."""
+        """Set a unit's weights from its master."""
         master = self.master[unit.name]
         if master.data_ptr() != unit.shard.data_ptr():
             round_half_up(master, unit.shard)
 
     def flats(self, unit: Unit) -> dict[str, Tensor]:
-        """What a checkpoint holds of a unit, by the prefix of its names; all laid out as the unit is."""
+        """The tensors of a unit that a checkpoint stores, by name prefix; each has the layout of the unit's shard."""
         return {
             "": self.master[unit.name],
             "optim.exp_avg.": self.exp_avg[unit.name],
@@ -77,7 +77,7 @@ class AdamW:
 
     @property
     def updates(self) -> int:
-        """Steps that changed the weights (skipped ones are not among them); 0 on a rank that holds nothing but padding."""
+        """Number of steps that changed the weights (skipped ones do not count); 0 on a rank that holds only padding."""
         return max((int(c.item()) for u in self._updates for c in u.counts), default=0)
 
     @updates.setter
@@ -88,7 +88,7 @@ class AdamW:
 
 
 class _Updates(Protocol):
-    """Some units' updates. `counts` are numbers of steps that changed weights, on the device."""
+    """Updates of some units. `counts` are the numbers of applied steps, on the device."""
 
     counts: list[Tensor]
 
@@ -96,7 +96,7 @@ class _Updates(Protocol):
 
 
 class _OnePass:
-    """Updates of bf16 weights by one kernel, for every run of elements that decay alike."""
+    """Updates of bf16 weights by one kernel per range of elements with equal weight decay."""
 
     def __init__(self, all_: AdamW, units: Sequence[Unit]):
         self._all = all_
@@ -133,7 +133,7 @@ class _OnePass:
 
 
 class _Torch:
-    """Updates by torch's fused AdamW, its gradients scaled before and its narrow weights rounded after."""
+    """Updates by torch's fused AdamW; gradients are scaled before, bf16 weights rounded after."""
 
     def __init__(self, all_: AdamW, units: Sequence[Unit]):
         self._all, self._units, config = all_, units, all_.config

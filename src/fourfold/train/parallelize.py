@@ -1,6 +1,6 @@
-"""Any nn.Module, sharded unit by unit in your own loop.
+"""Shards any nn.Module, unit by unit, for your own training loop.
 
-    model = ff.parallelize(module, plan)                    # in every rank, with the same weights on all
+    model = ff.parallelize(module, plan)                    # on every rank, with the same weights
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for inputs, targets in batches:                         # this rank's part of the batch
         loss = model.step((inputs, targets))                # the mean over all ranks
@@ -8,11 +8,10 @@
         optimizer.step()
         model.zero_grad()
 
-The module takes a batch's tensors and returns its mean loss. Its units are the modules that a rule names, outermost first; of
-what is left, the elements of every nn.ModuleList; and `rest`, all other parameters. A rule with `split` that names an nn.Linear
-cuts it by its inputs; `recompute` holds for every unit but `rest`, which is no module of its own; `precision.compile` compiles
-every one of them. `parameters()` are flat parts of this rank's shards, one for each parameter that it holds a part of: give
-them to any optimizer that works element by element.
+The module takes a batch's tensors and returns its mean loss. Its units are the modules that a rule names, outermost first; then
+the elements of every nn.ModuleList among the remaining modules; and `rest`, all other parameters. A rule with `split` that names
+an nn.Linear splits it along its inputs. `recompute` and `precision.compile` apply to every unit except `rest`, which is not a
+module. `parameters()` are flat ranges of this rank's shards, one per parameter that overlaps them, for any elementwise optimizer.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ REST = "rest"
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: RankMesh | None = None) -> Parallel:
-    """Shard `module` (with its weights, equal on all ranks) as the plan's rules say; its parameters are replaced."""
+    """Shard `module` by the plan's rules. Its weights must be equal on all ranks; its parameters are replaced."""
     if mesh is None:
         mesh = RankMesh(plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
     return Parallel(module, plan, mesh)
@@ -70,7 +69,7 @@ class Parallel:
         parts: list[Hooked] = []
         for name in split:
             parts += self._split(name, sharings[shards[name]], reductions)
-        # the largest last: of the others, shards are left by then
+        # largest unit last: the others have only their shards by then
         order = sorted(names, key=lambda n: sum(p.numel() for p in module.get_submodule(_path(n)).parameters()))
         made = {n: _make_unit(n, module, names, sharings[shards[n]], reductions, plan) for n in order}
         for name in names:
@@ -98,7 +97,7 @@ class Parallel:
         }
 
     def _split(self, name: str, sharing: Sharing, reductions: Reductions) -> list[Hooked]:
-        """Put a split linear in the place of one; its slices are units that no module hook drives."""
+        """Replace an nn.Linear by a SplitLinear, whose slices are units without module hooks."""
         linear, rule = self.module.get_submodule(name), self.plan.rule_for(name)
         mode = rule.mode if sharing.shards > 1 else "replicate"
         values = {f"{name}.{n}": p.detach() for n, p in linear.named_parameters()}
@@ -141,7 +140,7 @@ class Parallel:
             self.driver.open(last=last)
             loss = self.module(*part) / (self.micro_batches * self.replicas)
             total = loss.detach().clone() if total is None else total + loss.detach()
-            if last:  # beside the backward
+            if last:  # overlaps with the backward
                 summed = self._start_sum(total, "the loss")
             loss.backward()
             self.driver.close()
@@ -155,7 +154,7 @@ class Parallel:
 
     @torch.no_grad()
     def eval_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """The mean loss over all ranks; no gradients."""
+        """The mean loss over all ranks, without gradients."""
         training = self.module.training
         self.module.eval()
         try:
@@ -167,7 +166,7 @@ class Parallel:
         return self._sum(loss, "the loss")
 
     def zero_grad(self) -> None:
-        """Forget the gradients and free their memory."""
+        """Discard the gradients and free their memory."""
         for parameter, *_ in self._flat.values():
             parameter.grad = None
         for unit in self.units:
@@ -244,7 +243,7 @@ def _check(plan: Plan) -> None:
 
 
 def _wrap(module: nn.Module, rule: UnitRule, *, compiled: bool) -> None:
-    """Make a unit's forward compute again what its backward needs, or compile it; hooks stay outside."""
+    """Wrap a unit's forward for recomputation or compilation; its hooks stay outside."""
     run = module.forward
     if rule.recompute != "none":
         context = keep_products if rule.recompute == "selective" else noop_context_fn
@@ -256,7 +255,7 @@ def _wrap(module: nn.Module, rule: UnitRule, *, compiled: bool) -> None:
 
 
 def _unit_names(module: nn.Module, plan: Plan, split: list[str]) -> list[str]:
-    """The units but for those that are split, in the order of the module; `rest` last, where there is one."""
+    """The unsplit units in the order of the module, then `rest` if there is one."""
     everything = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters())]
     for rule in plan.unit:
         if rule.match not in ("*", REST) and not fnmatch.filter(everything, rule.match):
@@ -282,7 +281,7 @@ def _unit_names(module: nn.Module, plan: Plan, split: list[str]) -> list[str]:
 
 
 def _split_names(module: nn.Module, plan: Plan) -> list[str]:
-    """The linears that rules split."""
+    """The linear layers that rules split."""
     out = []
     for name, child in module.named_modules():
         rule = next((r for r in plan.unit if r.match != "*" and fnmatch.fnmatchcase(name, r.match)), None)
@@ -307,7 +306,7 @@ def _shards(plan: Plan, name: str, replicas: int) -> int:
 
 
 def _path(name: str) -> str:
-    """A unit's module; the rest is the root's."""
+    """A unit's module; for `rest`, the root module."""
     return "" if name == REST else name
 
 
@@ -315,7 +314,7 @@ def _path(name: str) -> str:
 def _make_unit(
     name: str, root: nn.Module, names: list[str], sharing: Sharing, reductions: Reductions, plan: Plan
 ) -> Unit:
-    """A unit of a module that has its weights."""
+    """Make a unit of a module, with the module's weights."""
     module = root.get_submodule(_path(name))
     others = tuple(f"{n}." for n in names if n != REST) if name == REST else ()
     values = {n: p.detach() for n, p in module.named_parameters() if not n.startswith(others)}
@@ -343,7 +342,7 @@ def _make_unit(
 
 
 def _aliases(root: nn.Module, prefix: str, values: dict[str, Tensor]) -> dict[str, str]:
-    """Second names of a unit's parameters, in the unit; raises where one lies in another unit."""
+    """Further names of a unit's shared parameters inside the unit; raises if a parameter is shared with another unit."""
     every = dict(root.named_parameters(remove_duplicate=False))
     out = {}
     for name in values:

@@ -1,11 +1,10 @@
-"""The optimizer of a rank whose plan keeps optimizer state on the host: units as blocks of the streamed engine.
+"""The optimizer of a rank with optimizer state on the host: each unit is a weight block of the streamer (offload/streamer.py).
 
-Each rank streams the state of its own shards. Same bits as train/optim.py, other memory: bf16 weights keep 16 low bits of
-their master (2 bytes) and two moments (8, or 4 as bf16) on the host, fp32 weights their moments alone. A unit's weights may still
-be on their way when the next step begins: what computes with them, or gathers them, waits for that unit first
-(`Unit.before_use`).
+Each rank streams the state of its own shards. The results are bit-identical to train/optim.py: bf16 weights keep 16 low bits of
+their master (2 bytes) and two moments (8 bytes, or 4 as bf16) on the host, fp32 weights only their moments. A unit's update may
+still run when the next step begins; code that uses or gathers its weights waits for the unit first.
 
-With clipping or the guard, updates start when the norm of all gradients is known. Without, a unit's update starts in the
+With clipping or the guard, updates start when the norm of all gradients is known. Otherwise a unit's update starts in the
 program, at STREAM, as soon as its gradients are reduced.
 """
 
@@ -32,20 +31,20 @@ from fourfold.train.optim import AdamW
 __all__ = ["StreamedUnits", "make_keeper", "make_optimizer"]
 
 BUCKET = 1 << 24
-"""Elements updated at once."""
+"""Elements per bucket."""
 LEAST = 1 << 20
 """Bytes: activations smaller than this stay on the device."""
 
 
 def make_optimizer(config: Config, plan: Plan, units: Sequence[Unit], ranks_here: int = 1) -> AdamW | StreamedUnits:
-    """The optimizer that a plan asks for; `ranks_here` ranks share this host's memory."""
+    """The optimizer of a plan; `ranks_here` ranks share this host's memory."""
     if plan.memory.optimizer == "device" and plan.memory.moments == "fp32":
         return AdamW(units, config.optim)
     return StreamedUnits(units, config.optim, plan.memory, early=plan.updates_early(config), ranks_here=ranks_here)
 
 
 def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> ActivationOffload | None:
-    """What keeps a rank's activations on the host, if the plan wants it: in at most a share of the memory that is free there."""
+    """The activation offload of a rank, or None; limited to this rank's share of the free host memory."""
     if plan.memory.activations == "device":
         return None
     budget = int(plan.memory.host_share * available_bytes() / ranks_here)
@@ -53,7 +52,7 @@ def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> Activa
 
 
 class StreamedUnits:
-    """AdamW on units through the streamed engine; the verbs of train/optim.py's AdamW."""
+    """AdamW on units through the streamer, with the interface of train/optim.py's AdamW."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class StreamedUnits:
 
     @property
     def streamer(self) -> Streamer:
-        """Made when first needed: by then a step has shown how much of the device it leaves free."""
+        """Created at its first use, after a step has shown how much device memory is free."""
         if self._streamer is None:
             room = {"host": 0, "device": 1 << 62}.get(self.memory.optimizer)
             self._streamer = Streamer(
@@ -103,7 +102,7 @@ class StreamedUnits:
         return self._streamer
 
     def _room(self) -> int:
-        """Bytes of state that stay on the device: what the plan says, or what fits beside what a step needs."""
+        """Bytes of state kept on the device: as in the plan, or what a step leaves free."""
         if self.memory.device_state:
             return parse_bytes(self.memory.device_state, "memory.device_state")
         device = next(iter(self.blocks.values())).value.device
@@ -118,14 +117,14 @@ class StreamedUnits:
     # ---- a step ----
 
     def begin(self, lr: float) -> None:
-        """A step begins that will use learning rate `lr`."""
+        """Begin a step with learning rate `lr`."""
         self._masters.clear()
         self._matrices["lr"] = self._vectors["lr"] = lr
         if self._streamer is not None:
             self._streamer.begin()
 
     def stream(self, unit: Unit) -> None:
-        """The unit's reduction was started: update it when that is done, unless the norm is needed first."""
+        """Submit a unit's update after its reduction, unless updates need the gradient norm first."""
         if self.early and self._streamer is not None and unit.name in self.blocks:
             unit.finish()
             block = self.blocks[unit.name]
@@ -134,14 +133,14 @@ class StreamedUnits:
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor, skip: Tensor | None) -> None:
-        """What is left to update, from the units' reduced gradients, clipped by their global `norm`.
+        """Submit the remaining updates from the reduced gradients, clipped by their global `norm`.
 
-        Nothing changes where `skip` is 1. Returns before it is done.
+        Nothing changes if `skip` is 1. Returns before the updates are done.
         """
         self._ran = True
-        fresh = self._streamer is None
+        is_new = self._streamer is None
         streamer = self.streamer
-        if fresh:
+        if is_new:
             streamer.begin()
         for unit in self.units:
             if unit.name in self.blocks:
@@ -152,7 +151,7 @@ class StreamedUnits:
         streamer.step(factor, skip)
 
     def wait(self, unit: Unit) -> None:
-        """What the caller does next may use a unit's weights, its own or those it borrows."""
+        """Make the caller's next operations wait for the updates of a unit's weights, borrowed ones included."""
         if self._streamer is not None:
             for each in (unit, *(borrowed.lender for borrowed in unit.borrowed.values())):
                 if each.name in self.blocks:
@@ -162,7 +161,7 @@ class StreamedUnits:
 
     @torch.no_grad()
     def publish(self, unit: Unit) -> None:
-        """Give a unit the weights of its master, which `flats` gave out and the caller filled."""
+        """Set a unit's weights and state from the master that `flats` returned and the caller filled."""
         self.streamer.reload()
         master = self._masters.pop(unit.name, None)
         if master is not None:
@@ -174,7 +173,7 @@ class StreamedUnits:
 
     @torch.no_grad()
     def flats(self, unit: Unit) -> dict[str, Tensor]:
-        """What a checkpoint holds of a unit, by the prefix of its names; all laid out as the unit is."""
+        """The tensors of a unit that a checkpoint stores, by name prefix; each has the layout of the unit's shard."""
         self.streamer.finish()
         if unit.name not in self.blocks:
             return dict.fromkeys(("", "optim.exp_avg.", "optim.exp_avg_sq."), unit.shard.detach())
@@ -189,7 +188,7 @@ class StreamedUnits:
 
     @property
     def updates(self) -> int:
-        """Steps that changed the weights (skipped ones are not among them)."""
+        """Number of steps that changed the weights (skipped ones do not count)."""
         if self._streamer is not None:
             self._streamer.finish()
         return int(next(iter(self.blocks.values())).step.item())
