@@ -1,14 +1,8 @@
 """Triton kernels: each does in one pass over memory what torch's operators do in several.
 
-<<<<<<< HEAD
-    adamw    an update of bf16 weights with an fp32 master, its parts, and the squares of a gradient     torch's bits
-    gated    the gated SiLU of an MLP, forward and backward                                              rounded once
+    adamw    AdamW update of bf16 weights with an fp32 master, its parts, and the sum of squares         bit-identical to torch
+    gated    gated SiLU of an MLP, forward and backward                                                  rounded once
     rotary   rotary embedding of queries and keys, values copied next to them, forward and backward      rounded once
-=======
-    adamw    AdamW update of bf16 weights with an fp32 master, its parts, and the sum of squares     bit-identical to torch
-    gated    gated SiLU of an MLP, forward and backward                                              rounded once
-    rotary   rotary embedding of queries and keys, with values copied, forward and backward          rounded once
->>>>>>> 6c7eb84 (train, kernels, launch: plain words in docstrings)
 
 They are used on CUDA if Triton is installed; every caller falls back to torch's operators.
 """
@@ -26,7 +20,6 @@ __all__ = ["have_kernels", "operator"]
 _library = torch.library.Library("fourfold", "FRAGMENT")
 
 
-<<<<<<< HEAD
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -36,13 +29,6 @@ def operator(signature: str, fake: Callable[..., Any], key: str = "CUDA") -> Cal
     As `torch.library.custom_op` does, without its check whether results share memory with arguments: that took a GPU's host 30
     of 65 us, longer than many kernels run. `fake` gives results of the right shape without computing; `key` is the dispatch
     key: by default the function runs on CUDA alone.
-=======
-def operator(signature: str, fake: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register a function that launches a kernel as an operator of torch's library, opaque to torch.compile.
-
-    Like `torch.library.custom_op`, without its check that results do not alias arguments, which took 30 of 65 µs of host time,
-    longer than many kernels. `fake` returns an empty tensor of the result's shape.
->>>>>>> 6c7eb84 (train, kernels, launch: plain words in docstrings)
     """
 
     def register(start: Function) -> Function:
