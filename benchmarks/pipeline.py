@@ -34,7 +34,7 @@ from fourfold.program import Costs, Op, Programs, ProgramUnit, Schedule, build, 
 from fourfold.runtime.direct import form_of
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.testing.emulate import Chunk, ChunkTimes, by_length, jitter, pipeline_stage
 from fourfold.testing.ranks import run_ranks
@@ -309,7 +309,7 @@ def our_executor(
             chunk: Any = Chunk(times(number)) if times else Empty()
             unit = units[f"s{number}"] = ChunkUnit(chunk)
             reseed = _tell(chunk) if times else None
-            stage = stages[number] = Stage([Link(f"s{number}", unit, chunk)], split=schedule.split, reseed=reseed)
+            stage = stages[number] = Stage([ChainLink(f"s{number}", unit, chunk)], split=schedule.split, reseed=reseed)
             if times:
                 chunk.queue, chunk.sink = stage.queue, _nowhere
     return Executor(place, rank, stages, units, transport), programs

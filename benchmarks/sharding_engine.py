@@ -30,7 +30,7 @@ from fourfold.plan import Plan
 from fourfold.program import ProgramUnit as ProgramUnit
 from fourfold.program import build, lower
 from fourfold.runtime.executor import Executor
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import Slice, slices_of
 from fourfold.shard.unit import Unit
@@ -195,7 +195,7 @@ class MlpRank:
             )
             unit.scatter()
             units[unit.name] = unit
-            links.append(Link(unit.name, unit, part.module, recompute, adds=part.adds, sliced=split > 1))
+            links.append(ChainLink(unit.name, unit, part.module, recompute, adds=part.adds, sliced=split > 1))
         described = [ProgramUnit(name, "zero3") for name in units]
         programs = lower(build("1f1b", 1, 1), [described], prefetch=prefetch)
         self.units, self.program = units, programs.of(0)

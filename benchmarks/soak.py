@@ -27,7 +27,7 @@ from fourfold.piece import whole
 from fourfold.program import ProgramUnit, Schedule, build, fused, lower, split
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.shard.unit import Unit as RealUnit
 from fourfold.testing.ranks import run_ranks
@@ -165,7 +165,7 @@ def _step(rank: int, transport: Transport, draw: Draw, mine: random.Random) -> i
     for s in schedule.stages_of[rank]:
         layers[s].zero_grad()
         units[str(s)] = _unit(str(s), layers[s])
-        stages[s] = Stage([Link(str(s), units[str(s)], layers[s])], split=schedule.split)
+        stages[s] = Stage([ChainLink(str(s), units[str(s)], layers[s])], split=schedule.split)
     executor = Executor(
         schedule.placement, rank, stages, units, transport, watch=lambda op: time.sleep(mine.choice(draw.delays))
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fourfold.config import ModelConfig
 from fourfold.launch.place import agree
 from fourfold.plan import Mesh, Plan
-from fourfold.program.groups import Group, edge_rounds, groups_of, members_of
+from fourfold.program.groups import GroupSpec, edge_rounds, groups_of, members_of
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.testing.communicators import NoLateGroups
 from fourfold.testing.ranks import run_ranks
@@ -167,7 +167,7 @@ def _warm_up(rank: int, ranks: int) -> int:
     mesh.pair("pipe", 0, 3, use="tied")
     for together in edge_rounds([(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]):
         edge = next((e for e in together if rank in e), (rank,))
-        mesh.new_group(Group("edge", edge, gloo=len(edge) == 1))
+        mesh.new_group(GroupSpec("edge", edge, gloo=len(edge) == 1))
     made = [(m.spec, m.group) for m in mesh.made if not m.spec.placeholder]
     warm_up(made, rank, torch.device("cpu"))
     dist.barrier()

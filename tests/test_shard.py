@@ -14,7 +14,7 @@ from fourfold.config import ModelConfig, OptimConfig
 from fourfold.model.build import build_model, fill_initial
 from fourfold.model.transformer import Transformer
 from fourfold.piece import whole
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from fourfold.shard.layout import ALIGN, lay_out
 from fourfold.shard.replicas import unequal_replicas
 from fourfold.shard.sharing import ALONE, Sharing
@@ -96,7 +96,7 @@ def test_stage_gradients_equal_autograd() -> None:
     expected = serial_gradients(tokens, targets)
     for recompute, together in (("none", False), ("none", True), ("selective", False), ("full", True)):
         model, units = make()
-        stage = Stage([Link(n, units[n], module, recompute) for n, module in model.units().items()])  # type: ignore[arg-type]
+        stage = Stage([ChainLink(n, units[n], module, recompute) for n, module in model.units().items()])  # type: ignore[arg-type]
         for m in range(2):  # two micro-batches, both in flight before the first backward
             stage.forward(m, tokens[2 * m : 2 * m + 2], extra=(targets[2 * m : 2 * m + 2],), whole=together)
         assert stage.in_flight == 2
@@ -116,7 +116,7 @@ def test_whole_ops_have_the_bits_of_parts() -> None:
     found = []
     for together in (False, True):
         model, units = make()
-        stage = Stage([Link(n, units[n], module) for n, module in model.units().items()])
+        stage = Stage([ChainLink(n, units[n], module) for n, module in model.units().items()])
         for m in range(3):
             part = slice(2 * m, 2 * m + 2)
             stage.forward(m, tokens[part], extra=(targets[part],), whole=together)
@@ -313,7 +313,7 @@ def test_a_linear_split_by_its_inputs_is_the_linear(count: int) -> None:
                 source = dict(linear.named_parameters())[piece.name.removeprefix("big.")]
                 unit.params[n].data.copy_(source.detach()[tuple(slice(*s) for s in piece.global_slice)])
         units[i] = unit
-        links.append(Link(unit.name, unit, part.module, "full", adds=part.adds))
+        links.append(ChainLink(unit.name, unit, part.module, "full", adds=part.adds))
     stage, x = Stage(links), torch.randn(2, 4, 7, dtype=torch.float64)
     leaf = x.clone().requires_grad_()
     expected = linear(leaf)

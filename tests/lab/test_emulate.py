@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from fourfold.errors import ConfigError
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from fourfold.runtime.weight_grad import WeightGradQueue
 from fourfold.testing.emulate import Chunk, ChunkSpan, ChunkTimes, WorkQueue, by_length, jitter, pipeline_stage
 from fourfold.testing.ranks import run_ranks
@@ -126,7 +126,7 @@ def test_a_stage_of_our_runtime_runs_on_it() -> None:
     """Micro-batches out of order, their number told before each forward; weight gradients by the runtime's own queue."""
     chunk, x, sums = make(), sample(), []
     unit = Verbs(chunk)
-    stage = Stage([Link("chunk", unit, chunk)], reseed=lambda step, m, link: setattr(chunk, "micro_batch", m))
+    stage = Stage([ChainLink("chunk", unit, chunk)], reseed=lambda step, m, link: setattr(chunk, "micro_batch", m))
     chunk.queue = WeightGradQueue()  # closed: what is put is done at once
     chunk.sink = sums.append
     for m in (1, 0):

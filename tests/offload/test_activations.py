@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fourfold.errors import HostMemoryError
 from fourfold.offload.activations import ActivationOffload, Parcel
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from fourfold.testing.budget import Budget
 from fourfold.train import streamed
 from tests.helpers import MODELS, make_config, run_training, series
@@ -168,7 +168,7 @@ def test_a_stage_holds_nothing_on_the_device(recompute: Any) -> None:
     """Between forward and backward neither the inputs of links nor what they save is on the device."""
     found = []
     for offload in (None, make_offload()):
-        links = [Link(f"{i}", PlainUnit(m), m, recompute) for i, m in enumerate(make_net())]
+        links = [ChainLink(f"{i}", PlainUnit(m), m, recompute) for i, m in enumerate(make_net())]
         stage = Stage(links, keeper=offload)
         x = torch.randn(9, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         with Budget() as budget:

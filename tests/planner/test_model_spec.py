@@ -24,7 +24,7 @@ from fourfold.planner.compute_cost import matmul_seconds
 from fourfold.planner.evaluate import predict
 from fourfold.planner.memory_model import _saved_per_token
 from fourfold.planner.problem import PlanProblem
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from tests.hub import HUB
 
 
@@ -53,7 +53,7 @@ def saved_bytes(model: Any, name: str, module: nn.Module, dtype: torch.dtype, re
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     tokens = torch.zeros(2, 32, dtype=torch.long)
     value = tokens if name == "embed" else torch.randn(2, 32, 64, dtype=dtype)
-    stage = Stage([Link(name, _Unit(module), module, recompute)])
+    stage = Stage([ChainLink(name, _Unit(module), module, recompute)])
     found: dict[int, int] = {value.untyped_storage().data_ptr(): value.nbytes}
     alive = []
 

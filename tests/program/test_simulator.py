@@ -21,7 +21,7 @@ from fourfold.program import (
     lower,
     simulate,
 )
-from fourfold.program.engine import More, Problem, run
+from fourfold.program.engine import OpExtras, Problem, run
 
 
 def spans(timeline, lane="compute"):
@@ -243,14 +243,14 @@ def test_an_op_that_does_more_gets_ready_while_it_waits_and_reduces_behind_other
     problem = Problem.of(schedule.placement, 2, 1, Costs())
     usual = run(problem, schedule.order)
     assert usual.ends == [[1, 6], [2, 4]]
-    waits = run(problem, schedule.order, more={(1, "F", 0): More(free=1, ready=0)})
+    waits = run(problem, schedule.order, more={(1, "F", 0): OpExtras(free=1, ready=0)})
     assert waits.ends == usual.ends  # ready after 1, when the input comes
-    late = run(problem, schedule.order, more={(1, "F", 0): More(free=3, ready=1)})
+    late = run(problem, schedule.order, more={(1, "F", 0): OpExtras(free=3, ready=1)})
     assert late.ends[1] == [4, 6]
-    reduces = run(problem, schedule.order, more={(1, "B", 0): More(after=5, puts=4, done=9)})
+    reduces = run(problem, schedule.order, more={(1, "B", 0): OpExtras(after=5, puts=4, done=9)})
     assert reduces.ends == usual.ends  # its gradient has left by then
     assert reduces.lanes == [0, 2 + 9]
-    both = {(0, "F", 0): More(puts=9, done=10), (0, "B", 0): More(lead=1, puts=2, done=4)}
+    both = {(0, "F", 0): OpExtras(puts=9, done=10), (0, "B", 0): OpExtras(lead=1, puts=2, done=4)}
     held = run(problem, schedule.order, more=both)
     assert held.starts[0] == [0, 9]  # a part of 1 computes beside what was put there
     assert held.lanes[0] == 13

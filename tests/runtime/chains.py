@@ -12,7 +12,7 @@ from fourfold.piece import whole
 from fourfold.program import Programs, ProgramUnit, Schedule, lower
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive, run_driven
-from fourfold.runtime.stage import Link, Stage
+from fourfold.runtime.stage import ChainLink, Stage
 from fourfold.shard.unit import Unit as RealUnit
 
 WIDTH = 6
@@ -112,7 +112,7 @@ def make_executor(
         if place == rank:
             unit = make_unit(str(stage), layers[stage])
             units[str(stage)] = unit
-            stages[stage] = Stage([Link(str(stage), unit, layers[stage])], split=split)
+            stages[stage] = Stage([ChainLink(str(stage), unit, layers[stage])], split=split)
     return Executor(programs.placement, rank, stages, units, transport, watch=watch)
 
 

@@ -17,7 +17,7 @@ from fourfold.model.build import build_model
 from fourfold.plan import Mesh, Plan
 from fourfold.plan import Tensor as TensorPlan
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
-from fourfold.tensor.costs import Link, Links, Product, Traffic, choose_flow, traffic
+from fourfold.tensor.costs import LinkSpeed, LinkSpeeds, Product, Traffic, choose_flow, traffic
 from fourfold.tensor.grid import Axis, Coming, Grid
 from fourfold.tensor.linear import GridLinear, Setting, Side
 from fourfold.tensor.products import flows_of_plan, products_of
@@ -235,7 +235,7 @@ def test_measured_bytes_are_those_of_megatron_and_optimus() -> None:
 # ---- the formulas themselves ----
 
 
-FREE_CALLS = Links(Link(call=0.0), Link(call=0.0))
+FREE_CALLS = LinkSpeeds(LinkSpeed(call=0.0), LinkSpeed(call=0.0))
 
 
 def layer(n: int, h: int, r: int, c: int, flow: str, tokens: bool) -> Traffic:
@@ -304,18 +304,19 @@ def test_keeping_saves_what_would_move_again() -> None:
 def test_the_links_decide() -> None:
     """Weights that move over a slow row, or activations over a slow column; dear calls; what hides and what does not."""
     p = Product(2048, 4096, 12288, 1024, 3072, True, False, 4, 4)
-    fast, slow = Link(400e9, 1e-5), Link(5e9, 3e-5)
-    assert choose_flow(p, "auto", 2, 4, links=Links(slow, slow)) == "os"
-    assert choose_flow(p, "auto", 2, 4, links=Links(fast, slow)) == "os"
+    fast, slow = LinkSpeed(400e9, 1e-5), LinkSpeed(5e9, 3e-5)
+    assert choose_flow(p, "auto", 2, 4, links=LinkSpeeds(slow, slow)) == "os"
+    assert choose_flow(p, "auto", 2, 4, links=LinkSpeeds(fast, slow)) == "os"
     few = dataclasses.replace(p, n=512)
-    assert choose_flow(few, "auto", 2, 4, links=Links(slow, fast)) == "ws-out"
+    assert choose_flow(few, "auto", 2, 4, links=LinkSpeeds(slow, fast)) == "ws-out"
     assert (
-        choose_flow(few, "auto", 2, 4, links=Links(slow, fast), keep=("weights", "gradients"), micro_batches=8) == "os"
+        choose_flow(few, "auto", 2, 4, links=LinkSpeeds(slow, fast), keep=("weights", "gradients"), micro_batches=8)
+        == "os"
     )
-    assert choose_flow(few, "auto", 2, 4, links=Links(slow, fast), beside=1.0) == "os"  # all of it hides
+    assert choose_flow(few, "auto", 2, 4, links=LinkSpeeds(slow, fast), beside=1.0) == "os"  # all of it hides
     back = Product(64, 256, 256, 64, 64, False, True, 4, 4)
-    dear = Link(400e9, 1e-2)
-    assert choose_flow(back, "auto", 2, 4, links=Links(dear, dear)) == "ls"
+    dear = LinkSpeed(400e9, 1e-2)
+    assert choose_flow(back, "auto", 2, 4, links=LinkSpeeds(dear, dear)) == "ls"
 
 
 def test_products_of_a_config_are_those_of_the_model() -> None:

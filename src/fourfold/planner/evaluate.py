@@ -29,7 +29,7 @@ from fourfold.planner.op_times import StageTimes, plan_units, stage_times, units
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import HOST_BUFFER_BYTES, PlannedUnit, UnitChoice, choice_of, tied_elements
 from fourfold.program.costs import Costs
-from fourfold.program.engine import More, Problem, run
+from fourfold.program.engine import OpExtras, Problem, run
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Op, Schedule, ends_of_step
 from fourfold.program.partition import partition
@@ -399,9 +399,9 @@ class SimulatedStep:
         return replay_rank(schedule, rank, self.stages, extras, self._replay_cache)
 
 
-def _first_and_last(ops: Sequence[Op], times: Sequence[StageTimes]) -> dict[tuple[int, str, int], More]:
+def _first_and_last(ops: Sequence[Op], times: Sequence[StageTimes]) -> dict[tuple[int, str, int], OpExtras]:
     """How the first forwards and the last backwards of a rank's stages differ from others."""
-    out: dict[tuple[int, str, int], More] = {}
+    out: dict[tuple[int, str, int], OpExtras] = {}
     first, last = ends_of_step(ops)
     for op in first:
         t = times[op.stage]

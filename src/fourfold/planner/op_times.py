@@ -16,7 +16,7 @@ from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import HOST_BUFFER_BYTES, PlannedUnit, UnitChoice, reduced_in_buckets, unit_cost
 from fourfold.program import modes
-from fourfold.program.engine import More
+from fourfold.program.engine import OpExtras
 from fourfold.shard.layout import joined
 
 __all__ = ["StageTimes", "plan_units", "stage_times", "units_of_stages", "whole_step"]
@@ -210,11 +210,11 @@ class StageTimes:
     forward: float
     input_grad: float
     weight_grad: float
-    first: More
+    first: OpExtras
     """The first forward of a step: what is kept is gathered in it, the first two units' while it waits for its input."""
     before: float
     """Seconds of the first gather that overlap with the op before: its last unit's computing."""
-    last: tuple[More, ...]
+    last: tuple[OpExtras, ...]
     """The last backward, or its two parts: gradients are reduced in it, overlapped with computing."""
 
     @property
@@ -243,7 +243,7 @@ def stage_times(
         forward,
         backward - weight,
         weight,
-        More(max(0.0, found[0] - forward), max(0.0, warm - forward)),
+        OpExtras(max(0.0, found[0] - forward), max(0.0, warm - forward)),
         before,
         _last_backward(units, split, usual=runner(True), last=runner(True)),
     )
@@ -251,7 +251,7 @@ def stage_times(
 
 def _last_backward(
     units: Sequence[PlannedUnit], split: bool, usual: _StageRunner, last: _StageRunner
-) -> tuple[More, ...]:
+) -> tuple[OpExtras, ...]:
     """How the last backward of a stage differs from others, or its two parts.
 
     Its input gradient is sent when it has computed; the last unit's reduction comes after that.
@@ -259,7 +259,7 @@ def _last_backward(
     without = usual.run([(units, op) for op in _backward(split)], resident=1)
     found = last.run([(units, op) for op in _backward(split, True)], resident=1)
     late, done = last.timeline.since_compute, last.finish()
-    out = [More(x := max(0.0, a - b), x) for a, b in zip(found, without, strict=True)]
+    out = [OpExtras(x := max(0.0, a - b), x) for a, b in zip(found, without, strict=True)]
     left = max(0.0, out[-1].free - late)
     reduced = [u for u in units[::-1] if u.cost.reduce]
     puts = sum(u.cost.reduce + u.cost.across for u in reduced)
@@ -267,7 +267,7 @@ def _last_backward(
     if reduced and reduced[0].choice.mode != "replicate":
         c = units[-1].cost.times_at_ends
         lead = c.weight_grad if split else c.input_grad + c.recompute + c.weight_grad
-    out[-1] = More(left, left, out[-1].free - left, puts, found[-1] + done, lead)
+    out[-1] = OpExtras(left, left, out[-1].free - left, puts, found[-1] + done, lead)
     return tuple(out)
 
 

@@ -22,7 +22,7 @@ from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import unit_times_on_grid
 from fourfold.program.costs import Costs
-from fourfold.program.engine import More, Problem, run
+from fourfold.program.engine import OpExtras, Problem, run
 from fourfold.program.ops import Schedule, ends_of_step
 from fourfold.program.partition import partition
 from fourfold.program.schedules import loop, zigzag
@@ -300,8 +300,8 @@ def _simulate(
         link="rank",
     )
     ops = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
-    once: dict[tuple[int, str, int], More] = {}
+    once: dict[tuple[int, str, int], OpExtras] = {}
     for order in schedule.order if more else ():
         for op in chain(*ends_of_step(order)):
-            once[op] = More(longer := more[op.stage][op.kind], longer)
+            once[op] = OpExtras(longer := more[op.stage][op.kind], longer)
     return float(run(ops, schedule.order, more=once).makespan)

@@ -17,11 +17,11 @@ from fourfold.errors import PlanError
 from fourfold.model.spec import unit_names
 from fourfold.plan import Plan
 
-__all__ = ["UnitChoice", "unit_choices"]
+__all__ = ["ResolvedUnit", "resolve_units"]
 
 
 @dataclass(frozen=True)
-class UnitChoice:
+class ResolvedUnit:
     """The resolved options of one unit of the model."""
 
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ class UnitChoice:
     slices: int = 1
 
 
-def unit_choices(model: ModelConfig, plan: Plan) -> dict[str, UnitChoice]:
+def resolve_units(model: ModelConfig, plan: Plan) -> dict[str, ResolvedUnit]:
     """The options of every unit of the model, by name, in forward order."""
     replicas = plan.mesh.data * plan.mesh.depth
     out = {}
@@ -44,7 +44,7 @@ def unit_choices(model: ModelConfig, plan: Plan) -> dict[str, UnitChoice]:
         shards = 1 if sharing.mode == "replicate" else sharing.within or replicas
         slices = _slices(name, rule.split, model, plan)
         recompute = "full" if rule.recompute == "per-slice" else rule.recompute
-        out[name] = UnitChoice(
+        out[name] = ResolvedUnit(
             names=_names(name, slices, recompute),
             slices=slices,
             mode=sharing.mode if shards > 1 else "replicate",

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from fourfold.program.costs import Costs, Number, StageCosts, Table, Ticks
 
-__all__ = ["More", "OpTimes", "Order", "Problem", "levels", "peaks", "run"]
+__all__ = ["OpExtras", "OpTimes", "Order", "Problem", "levels", "peaks", "run"]
 
 Order = Sequence[Sequence[tuple[int, str, int]]]
 """Every rank's ops, as (stage, kind, micro-batch); a schedule's `order` is one."""
 
 
-class More(NamedTuple):
+class OpExtras(NamedTuple):
     """Extra times of one op, in ticks. Each rank has a background lane whose work runs serially, concurrent with its ops."""
 
     free: Any = 0
@@ -140,7 +140,7 @@ def run(
     problem: Problem,
     order: Order,
     record_messages: bool = False,
-    more: Mapping[tuple[int, str, int], More] | None = None,
+    more: Mapping[tuple[int, str, int], OpExtras] | None = None,
 ) -> OpTimes:
     """Time an order that passes `validator.check_ops`; `more` gives the extra times of some ops."""
     p, c = problem.placement, problem.costs
@@ -168,7 +168,7 @@ def run(
             times.messages.append((sender, receiver, stage, kind, micro_batch, start, start + takes))
         return start + takes
 
-    def different(op: More, rank: int, t: Any, ready: Any, takes: Any) -> tuple[Any, Any, Any]:
+    def different(op: OpExtras, rank: int, t: Any, ready: Any, takes: Any) -> tuple[Any, Any, Any]:
         """(start, end, time at which the rank becomes idle) of an op with extra times."""
         if op.lead is not None:
             t = max(t, lanes[rank] - op.lead)

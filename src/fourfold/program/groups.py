@@ -32,7 +32,7 @@ from fourfold.plan import AXES, Plan
 from fourfold.program.stages import PipelineLayout
 
 __all__ = [
-    "Group",
+    "GroupSpec",
     "coordinates_of",
     "edge_rounds",
     "groups_of",
@@ -44,7 +44,7 @@ Edge = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSpec:
     """A process group of one rank."""
 
     use: str
@@ -99,13 +99,13 @@ def edge_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
     return rounds
 
 
-def groups_of(model: ModelConfig, plan: Plan, layout: PipelineLayout, rank: int) -> tuple[Group, ...]:
+def groups_of(model: ModelConfig, plan: Plan, layout: PipelineLayout, rank: int) -> tuple[GroupSpec, ...]:
     """The groups of one rank, placeholders included, in the order in which a run makes them; the world is the first."""
     degrees = plan.mesh.degrees
-    found: list[Group] = []
+    found: list[GroupSpec] = []
 
     def add(use: str, members: Sequence[int], *, gloo: bool = False, placeholder: bool = False) -> None:
-        group = Group(use, tuple(members), gloo)
+        group = GroupSpec(use, tuple(members), gloo)
         if placeholder or (len(members) > 1 and group not in found):
             found.append(group)
 

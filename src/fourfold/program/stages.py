@@ -14,7 +14,7 @@ from fourfold.config import ModelConfig
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.spec import unit_flops
 from fourfold.plan import Plan
-from fourfold.program.choices import UnitChoice, unit_choices
+from fourfold.program.choices import ResolvedUnit, resolve_units
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.instructions import ProgramBucket, Programs, ProgramUnit
 from fourfold.program.lowering import lower
@@ -34,7 +34,7 @@ class PipelineLayout:
     """Unit names of every stage, in forward order; the slices of a split unit are listed one by one."""
     programs: Programs
     evaluation: Programs
-    choices: dict[str, UnitChoice]
+    choices: dict[str, ResolvedUnit]
     """By unit of the model."""
 
     @property
@@ -62,7 +62,7 @@ def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early
     except ScheduleError as e:
         raise PlanError(str(e)) from None
     ends = list(accumulate(counts))
-    choices, flops = unit_choices(model, plan), unit_flops(model)
+    choices, flops = resolve_units(model, plan), unit_flops(model)
     described = [
         [
             unit
@@ -121,5 +121,5 @@ def _counts(model: ModelConfig, plan: Plan, layers: list[list[str]], schedule: S
     return list(partition([sum(flops[unit] for unit in layer) for layer in layers], schedule.placement))
 
 
-def _describe(choice: UnitChoice, flops: float) -> list[ProgramUnit]:
+def _describe(choice: ResolvedUnit, flops: float) -> list[ProgramUnit]:
     return [ProgramUnit(name, choice.mode, choice.reduce, weight=flops / len(choice.names)) for name in choice.names]

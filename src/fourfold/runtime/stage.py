@@ -48,7 +48,7 @@ from fourfold.runtime._torch import accumulate, gradients
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
-__all__ = ["Keeper", "Link", "Stage", "UnitVerbs", "Watch", "keep_products"]
+__all__ = ["ChainLink", "Keeper", "OpListener", "Stage", "UnitVerbs", "keep_products"]
 
 
 class UnitVerbs(Protocol):
@@ -82,7 +82,7 @@ class Keeper(Protocol):
 
 
 @dataclass
-class Link:
+class ChainLink:
     """One unit and the module that computes with it."""
 
     name: str
@@ -116,12 +116,12 @@ class Stage:
 
     def __init__(
         self,
-        links: Sequence[Link],
+        links: Sequence[ChainLink],
         *,
         split: bool = False,
         reseed: Callable[[int, int, int], None] | None = None,
         keeper: Keeper | None = None,
-        watch: Watch | None = None,
+        watch: OpListener | None = None,
     ):
         self.links, self.step, self.keeper, self.watch = list(links), 0, keeper, watch
         self.index = {link.name: i for i, link in enumerate(self.links)}
@@ -398,7 +398,7 @@ def _anchored(a: Tensor) -> Tensor:
     return _Anchor.apply(a.detach(), torch.empty(0, dtype=a.dtype, device=a.device, requires_grad=True))
 
 
-def _make_run(link: Link, split: bool) -> Callable[..., Any]:
+def _make_run(link: ChainLink, split: bool) -> Callable[..., Any]:
     run: Callable[..., Any] = link.module
     if link.recompute == "selective":
         run = functools.partial(
@@ -426,7 +426,7 @@ def _fed(link: Link, value: Any) -> int:
     return len(value) - 1 if link.adds in ("more", "last") and len(value) == 3 else 0
 
 
-def _joined(link: Link, value: Any, out: Any) -> Any:
+def _joined(link: ChainLink, value: Any, out: Any) -> Any:
     """A link's output, joined to its input: [Note: links that add]."""
     match link.adds:
         case "beside":

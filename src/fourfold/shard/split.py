@@ -20,7 +20,7 @@ On a tensor grid every column splits its own block of the hidden size or of the 
 the linear layers.
 
 A slice whose output is only added to acc, or passed alongside it, does not use acc itself: no unit saves it, and its gradient
-passes through unchanged (`Link.adds`). All slices of a unit share its random number stream and draw the same dropout mask,
+passes through unchanged (`ChainLink.adds`). All slices of a unit share its random number stream and draw the same dropout mask,
 which is dropout of the sum.
 """
 

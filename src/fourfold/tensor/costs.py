@@ -19,7 +19,7 @@ converts it: (col - 1) m · block elements. The flows, by what moves; w = (row -
 depth and data are the unit's, and the same for all flows.
 
 A plan may keep `inputs` (X is not gathered again), `weights` (W is gathered once a step) and `gradients` (dW is scattered once a
-step). What a flow costs in seconds depends on the lines: `Link`. What `hides` runs beside products, as far as they last.
+step). What a flow costs in seconds depends on the lines: `LinkSpeed`. What `hides` runs beside products, as far as they last.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fourfold.tensor.blocks import round_up
 __all__ = [
     "FLOWS",
     "Flow",
-    "Link",
-    "Links",
+    "LinkSpeed",
+    "LinkSpeeds",
     "Move",
     "Product",
     "Timed",
@@ -244,7 +244,7 @@ def traffic(p: Product, flow: Flow, keep: Collection[str] = (), micro_batches: i
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """A line of ranks: bytes a second that each receives, and seconds of a call, its hops together."""
 
     rate: float = 25e9
@@ -259,11 +259,11 @@ class Timed(Protocol):
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """The lines of a plane. Where nothing is known of them, both are alike, and a call is as dear as 250 kB."""
 
-    row: Link = field(default_factory=Link)
-    col: Link = field(default_factory=Link)
+    row: LinkSpeed = field(default_factory=LinkSpeed)
+    col: LinkSpeed = field(default_factory=LinkSpeed)
 
     def seconds(self, m: Move, width: int) -> float:
         link = self.row if m.axis == "row" else self.col
@@ -327,7 +327,7 @@ def choose_flow(
 
     `beside`: seconds of its products, forward and backward, beside which moves that hide can run.
     """
-    where = links or Links()
+    where = links or LinkSpeeds()
 
     def late(flow: Flow) -> float:
         parts = seconds(moves(p, flow, keep), where, compute, reduce, micro_batches).values()

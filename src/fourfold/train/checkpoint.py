@@ -66,8 +66,8 @@ from fourfold.train.checkpoint_index import (
     INDEX,
     MARKER,
     OLD_INDEX,
-    Chunk,
     Index,
+    StoredChunk,
     StoredTensor,
     dump_index,
     read_index,
@@ -223,7 +223,7 @@ def read_box(directory: Path, index: Index, name: str, box: Box) -> Tensor:
 
 def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
     """Copy what the views need from the files, each file opened once and read in order."""
-    reads: dict[str, list[tuple[Chunk, StoredTensor, list[tuple[Box, Box, Tensor]]]]] = {}
+    reads: dict[str, list[tuple[StoredChunk, StoredTensor, list[tuple[Box, Box, Tensor]]]]] = {}
     for name, chunks in wanted.items():
         stored = index.get(name)
         if stored is None:
@@ -251,7 +251,7 @@ def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
                     narrow(view, to).copy_(narrow(tensor, source))
 
 
-def _read_tensor(f: IO[bytes], chunk: Chunk, dtype: torch.dtype, path: Path) -> Tensor:
+def _read_tensor(f: IO[bytes], chunk: StoredChunk, dtype: torch.dtype, path: Path) -> Tensor:
     """A chunk as `torch.save` wrote it: a zip archive of uncompressed records, so it takes no more memory than disk."""
     try:
         f.seek(chunk.at)
@@ -415,7 +415,9 @@ def _index_of(metadata: Metadata) -> Index:
         chunks = []
         for part in stored.chunks:  # type: ignore[union-attr]
             info = metadata.storage_data[MetadataIndex(name, part.offsets)]
-            chunks.append(Chunk(tuple(part.offsets), tuple(part.sizes), info.relative_path, info.offset, info.length))
+            chunks.append(
+                StoredChunk(tuple(part.offsets), tuple(part.sizes), info.relative_path, info.offset, info.length)
+            )
         dtype = str(stored.properties.dtype).removeprefix("torch.")  # type: ignore[union-attr]
         out[name] = StoredTensor(dtype, tuple(stored.size), tuple(chunks))  # type: ignore[union-attr]
     return out

@@ -28,7 +28,7 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import CheckpointError
 
-__all__ = ["ITEM_BYTES", "Chunk", "FileInfo", "Index", "StoredTensor", "read_index", "read_marker"]
+__all__ = ["ITEM_BYTES", "FileInfo", "Index", "StoredChunk", "StoredTensor", "read_index", "read_marker"]
 
 MARKER, INDEX, OLD_INDEX = "complete.json", "index.json", ".metadata"
 ITEM_BYTES = {
@@ -48,7 +48,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor: `bytes` bytes of `file` from byte `at` on, as `torch.save` writes a tensor."""
 
     offset: tuple[int, ...]
@@ -68,7 +68,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 Index = dict[str, StoredTensor]
@@ -139,7 +139,7 @@ def _from_json(data: bytes, path: Path) -> Index:
             t["dtype"],
             _shape(t["shape"]),
             tuple(
-                Chunk(_shape(c["offset"]), _shape(c["shape"]), c["file"], _count(c["at"]), _count(c["bytes"]))
+                StoredChunk(_shape(c["offset"]), _shape(c["shape"]), c["file"], _count(c["at"]), _count(c["bytes"]))
                 for c in t["chunks"]
             ),
         )
@@ -375,6 +375,6 @@ def _from_pickle(data: bytes) -> Index:
         for part in tensor["chunks"]:
             chunk = _object(part, "ChunkStorageMetadata")
             offset = _size(chunk["offsets"])
-            chunks.append(Chunk(offset, _size(chunk["sizes"]), *places[_text(name), offset]))
+            chunks.append(StoredChunk(offset, _size(chunk["sizes"]), *places[_text(name), offset]))
         out[_text(name)] = StoredTensor(dtype.name.removeprefix("torch."), _size(tensor["size"]), tuple(chunks))
     return out

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fourfold import collectives
 from fourfold.launch.gpu_errors import translated
-from fourfold.program.groups import Group
+from fourfold.program.groups import GroupSpec
 from fourfold.train._torch import make_communicator
 
 __all__ = ["connect", "warm_up"]
@@ -55,7 +55,7 @@ USES: dict[str, tuple[str, ...]] = {
 """The collectives of each use; every other use has messages alone."""
 
 
-def connect(groups: Sequence[tuple[Group, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
+def connect(groups: Sequence[tuple[GroupSpec, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
     """Make the communicators of this rank's groups and connect them; nothing where NCCL does not serve the device."""
     if device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
         return
@@ -68,7 +68,7 @@ def connect(groups: Sequence[tuple[Group, dist.ProcessGroup]], rank: int, device
     dist.all_reduce(torch.zeros(1))  # over gloo: no rank starts while another is still connecting
 
 
-def warm_up(groups: Sequence[tuple[Group, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
+def warm_up(groups: Sequence[tuple[GroupSpec, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
     """Run each kind of collective and message once on every group, in the order of the groups."""
     for spec, group in groups:
         kinds = USES.get(spec.use)
@@ -83,7 +83,7 @@ def warm_up(groups: Sequence[tuple[Group, dist.ProcessGroup]], rank: int, device
                 COLLECTIVES[kind](x, group, f"the first {kind} of {spec.use}")
 
 
-def _messages(spec: Group, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+def _messages(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
     """One message from the first member to the second; of a tied weight's pair also one back."""
     mine = spec.members.index(rank)
     peer = dist.get_group_rank(group, spec.members[1 - mine])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.plan import Mesh as Degrees
-from fourfold.program.groups import Group, coordinates_of, members_of, shard_groups
+from fourfold.program.groups import GroupSpec, coordinates_of, members_of, shard_groups
 from fourfold.train.connect import connect
 
 __all__ = ["MadeGroup", "RankMesh"]
@@ -26,7 +26,7 @@ __all__ = ["MadeGroup", "RankMesh"]
 class MadeGroup:
     """A process group that this rank has made, and what it is for."""
 
-    spec: Group
+    spec: GroupSpec
     group: dist.ProcessGroup
 
 
@@ -59,11 +59,11 @@ class RankMesh:
 
         `gloo`: for CPU tensors alone.
         """
-        spec = Group(use, tuple(members), gloo)
+        spec = GroupSpec(use, tuple(members), gloo)
         known = next((made.group for made in self.made if made.spec == spec), None)
         return known if known is not None or len(members) == 1 else self.new_group(spec)
 
-    def new_group(self, spec: Group, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    def new_group(self, spec: GroupSpec, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Make a group; its members make it together. Also a placeholder ([Note: rounds] in program/groups.py)."""
         group = dist.new_group(
             list(spec.members),
@@ -84,12 +84,12 @@ class RankMesh:
         """A new group of the two ranks at these coordinates of an axis; None on other ranks, which must ask for it too."""
         line, mine = self.members(axis), self.coordinates[axis] in (first, second)
         members = (line[first], line[second]) if mine else (self.rank,)
-        made = self.new_group(Group(use, members, gloo=not mine))
+        made = self.new_group(GroupSpec(use, members, gloo=not mine))
         return made if mine else None
 
     def connect(self, device: torch.device) -> None:
         """Make the communicators of all groups, in the order of the groups; call it once, before the first step."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             assert dist.group.WORLD is not None
-            world = Group("world", tuple(range(dist.get_world_size())))
+            world = GroupSpec("world", tuple(range(dist.get_world_size())))
             connect([(world, dist.group.WORLD), *((made.spec, made.group) for made in self.made)], self.rank, device)

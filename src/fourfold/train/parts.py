@@ -21,14 +21,14 @@ from fourfold.model.build import fill_initial
 from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
-from fourfold.program.choices import UnitChoice
-from fourfold.program.groups import Group
+from fourfold.program.choices import ResolvedUnit
+from fourfold.program.groups import GroupSpec
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.direct import form_of
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
-from fourfold.runtime.stage import Keeper, Link, Stage
+from fourfold.runtime.stage import ChainLink, Keeper, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.shard.joined import join
@@ -233,7 +233,7 @@ def make_units(
     return held
 
 
-def _sums_may_wait(choice: UnitChoice) -> bool:
+def _sums_may_wait(choice: ResolvedUnit) -> bool:
     """Whether a unit's gradient may be summed together with those of others."""
     return choice.shards == choice.slices == 1 and choice.reduce == "step"
 
@@ -266,7 +266,7 @@ def make_stages(
             for name in names:
                 part = held.slices[name]
                 links.append(
-                    Link(
+                    ChainLink(
                         name,
                         held.units[name],
                         part.module,
@@ -286,7 +286,7 @@ def make_stages(
     return made
 
 
-def _serve_linears(link: Link, ahead: Ahead, sums: Sums) -> list[GridLinear]:
+def _serve_linears(link: ChainLink, ahead: Ahead, sums: Sums) -> list[GridLinear]:
     """Let the linears of a unit gather their weights ahead of use and sum their gradients late; returns them."""
     linears = []
     for name, linear in link.module.named_modules():
@@ -330,10 +330,12 @@ def make_transport(
     if mesh.size("pipe") == 1:
         return None
     form = form_of(message_shape(config, plan), DTYPES[plan.precision.compute])
-    members, alone = mesh.members("pipe"), Group("edge", (mesh.rank,), gloo=True)
+    members, alone = mesh.members("pipe"), GroupSpec("edge", (mesh.rank,), gloo=True)
 
     def new_group(ranks: list[int]) -> dist.ProcessGroup:
-        spec = Group(f"edge {ranks[0]} to {ranks[1]}", tuple(members[r] for r in ranks)) if len(ranks) == 2 else alone
+        spec = (
+            GroupSpec(f"edge {ranks[0]} to {ranks[1]}", tuple(members[r] for r in ranks)) if len(ranks) == 2 else alone
+        )
         return mesh.new_group(spec, limit)
 
     # A receive may be posted long before its message; on gloo every wait has a timeout of its own. On NCCL the group's timeout
