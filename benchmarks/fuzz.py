@@ -397,7 +397,7 @@ def _schedules(folder: Path) -> dict[str, Callable[[], Reader]]:
 
     def lowered() -> list[Any]:
         from fourfold.program import build, lower
-        from fourfold.program.instructions import UnitSpec as Unit
+        from fourfold.program.instructions import ProgramUnit as Unit
 
         units = [(Unit("a"), Unit("b", "zero3")), (Unit("c", "zero2", "micro-batch"),)]
         return [lower(build("1f1b", 2, 2)), lower(build("gpipe", 2, 2), units=units)]

@@ -213,11 +213,11 @@ def test_on_nccl_communicators_come_first_then_the_warm_up_then_all_ranks_meet(m
     monkeypatch.setattr(connecting, "make_communicator", lambda group, device: calls.append(group))
     monkeypatch.setattr(connecting, "warm_up", lambda groups, rank, device: calls.append(len(groups)))
     groups: Any = [
-        (Group("world", (0, 1)), "world"),
-        (Group("save", (0, 1), gloo=True), "save"),
-        (Group("edge 0 to 1", (0, 1)), "there"),
-        (Group("edge", (0,), gloo=True), "placeholder"),
-        (Group("edge 1 to 0", (1, 0)), "back"),
+        (GroupSpec("world", (0, 1)), "world"),
+        (GroupSpec("save", (0, 1), gloo=True), "save"),
+        (GroupSpec("edge 0 to 1", (0, 1)), "there"),
+        (GroupSpec("edge", (0,), gloo=True), "placeholder"),
+        (GroupSpec("edge 1 to 0", (1, 0)), "back"),
     ]
     connecting.connect(groups, 0, torch.device("cuda", 0))
     assert calls == ["world", "there", "back", 3, "synchronize", "all ranks"]

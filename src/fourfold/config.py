@@ -594,10 +594,10 @@ class Config:
         return dataclasses.replace(self, model=self.model.resolve(), data=data)
 
 
-def nearest_divisor(total: int, wish: int) -> int:
-    """The divisor of `total` nearest to `wish` (the smaller of two equally near ones)."""
+def nearest_divisor(total: int, target: int) -> int:
+    """The divisor of `total` nearest to `target` (the smaller of two equally near ones)."""
     small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
-    return min({d for s in small for d in (s, total // s)}, key=lambda d: (abs(d - wish), d))
+    return min({d for s in small for d in (s, total // s)}, key=lambda d: (abs(d - target), d))
 
 
 def _require(section: Any, name: str, **least: int) -> None:

@@ -66,7 +66,7 @@ class UnitVerbs(Protocol):
     def add_grad(self, name: str, grad: Tensor, /) -> None: ...
 
 
-class Watch(Protocol):
+class OpListener(Protocol):
     """Notified when an op of a stage begins and ends: F, B, I, W, or E (a forward without a backward)."""
 
     def begin(self, op: str, /) -> None: ...
@@ -347,7 +347,7 @@ class Stage:
         return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
 
 
-def _uncut(links: Sequence[Link]) -> list[list[int]]:
+def _uncut(links: Sequence[ChainLink]) -> list[list[int]]:
     """Runs of links that may share one graph; empty if a link needs the cut, or no two links can share one."""
     if any(link.adds != "no" or link.recompute != "none" or link.compile for link in links):
         return []
@@ -410,7 +410,7 @@ def _make_run(link: ChainLink, split: bool) -> Callable[..., Any]:
     return run
 
 
-def _make_again(link: Link, run: Callable[..., Any]) -> Callable[..., Any]:
+def _make_again(link: ChainLink, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function that recomputes a link; a module may have a cheaper one, since the values of its output are not needed."""
     return run if link.compile else getattr(link.module, "again", run)
 
@@ -421,7 +421,7 @@ def _edges(value: Any) -> list[GradientEdge]:
     return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
 
 
-def _fed(link: Link, value: Any) -> int:
+def _fed(link: ChainLink, value: Any) -> int:
     """Index of the value that a link that adds is given: h, or a if there is one."""
     return len(value) - 1 if link.adds in ("more", "last") and len(value) == 3 else 0
 
