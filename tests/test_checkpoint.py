@@ -493,6 +493,47 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     assert (tmp_path / "step-000001").is_dir()
 
 
+# ---- the command ----
+
+
+def test_the_checkpoint_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fourfold.cli import main
+    from fourfold.plan import Plan
+
+    run = RunDir.create(tmp_path / "run", make_config(tmp_path / "run").resolve(), Plan())
+    run.unlock()
+    saver = Checkpointer(run.checkpoints, keep=9)
+    for step in range(1, 7):
+        saver.save(step, [holding_of("x", torch.zeros(3))], {"step": step})
+    (run.checkpoints / "step-000002" / "complete.json").unlink()
+    (run.checkpoints / "damaged-step-000009").mkdir()
+    assert main(["checkpoint", "list", str(run.path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(r["step"], r["state"]) for r in rows] == [
+        *((s, "unfinished" if s == 2 else "complete") for s in range(1, 7)),
+        (None, "set aside: damaged"),
+    ]
+    assert main(["checkpoint", "verify", str(run.path)]) == 0
+    for flags in (["--dry-run"], []):
+        assert main(["checkpoint", "prune", str(run.path), "--keep", "1", "--keep-every", "3", "--json", *flags]) == 0
+        gone = json.loads(capsys.readouterr().out.splitlines()[-1])["deleted"]
+        assert sorted(Path(p).name for p in gone) == [f"step-00000{s}" for s in (1, 2, 4, 5)]
+        left = [step for step, _ in checkpoint.complete(run.checkpoints)]
+        assert left == ([1, 3, 4, 5, 6] if flags else [3, 6])
+    data = run.checkpoints / "step-000003" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert main(["checkpoint", "verify", str(run.path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["good"]
+    assert [bool(p) for p in found["checkpoints"].values()] == [True, False]
+    assert main(["checkpoint", "verify", str(run.checkpoints / "step-000006")]) == 0
+    assert main(["checkpoint", "list", str(run.path), "--keep", "3"]) == 2
+    run.lock()
+    assert main(["checkpoint", "prune", str(run.path)]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    run.unlock()
+
+
 # ---- disks ----
 
 

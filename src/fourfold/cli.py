@@ -22,6 +22,7 @@ from rich.table import Table
 import fourfold
 from fourfold import schema
 from fourfold.commands.calibrate import CalibrateArgs, calibrate_command
+from fourfold.commands.checkpoint import CheckpointArgs, checkpoint_command
 from fourfold.commands.demo import DemoArgs, demo
 from fourfold.commands.export import ExportArgs, export_command
 from fourfold.commands.look import (
@@ -56,6 +57,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "compare": (CompareArgs, compare),
     "tokenize": (TokenizeArgs, tokenize),
     "calibrate": (CalibrateArgs, calibrate_command),
+    "checkpoint": (CheckpointArgs, checkpoint_command),
     "doctor": (DoctorArgs, doctor),
 }
 

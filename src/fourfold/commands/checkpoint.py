@@ -1,0 +1,117 @@
+"""`fourfold checkpoint list|verify|prune`: look after the checkpoints of a run. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from fourfold import schema
+from fourfold.errors import CheckpointError, ConfigError
+from fourfold.train.checkpoint_folder import complete, doomed, is_file, remove, steps_in, verify
+from fourfold.train.checkpoint_index import MARKER
+from fourfold.train.rundir import RunDir
+from fourfold.view.text import markup
+
+__all__ = ["CheckpointArgs", "checkpoint_command"]
+
+
+@dataclass(frozen=True)
+class CheckpointArgs:
+    """List, verify or prune the checkpoints of a run."""
+
+    action: Annotated[Literal["list", "verify", "prune"], tyro.conf.Positional]
+    """list: steps, sizes, state. verify: compare every file with its SHA-256 (exit code 1 if one is damaged). prune: delete."""
+    path: Annotated[str, tyro.conf.Positional]
+    """Run directory; for verify also one checkpoint, runs/mine/checkpoints/step-000040."""
+    keep: int | None = None
+    """prune: how many of the newest are kept; default: checkpoint.keep of the run."""
+    keep_every: int | None = None
+    """prune: also keep those of every N-th step; default: checkpoint.keep_every of the run."""
+    dry_run: bool = False
+    """prune: say what would be deleted, delete nothing."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show tracebacks of errors."""
+
+
+def checkpoint_command(args: CheckpointArgs) -> int:
+    """Run the command; returns the exit code."""
+    if args.action != "prune" and (args.keep is not None or args.keep_every is not None or args.dry_run):
+        raise ConfigError(f"--keep, --keep-every and --dry-run belong to prune; found '{args.action}'")
+    return {"list": _list, "verify": _verify, "prune": _prune}[args.action](args)
+
+
+def _list(args: CheckpointArgs) -> int:
+    folder = RunDir.find(args.path).checkpoints
+    rows: list[dict[str, Any]] = []
+    for step, path in steps_in(folder):
+        state = "complete" if is_file(path / MARKER) else "unfinished"
+        rows.append({"step": step, "path": str(path), "state": state, "bytes": _size(path)})
+    for path in sorted(folder.glob("damaged-step-*")) if folder.is_dir() else ():
+        rows.append({"step": None, "path": str(path), "state": "set aside: damaged", "bytes": _size(path)})
+    if args.json:
+        print(json.dumps({"run": args.path, "checkpoints": rows}))
+        return 0
+    table = Table("step", "state", "size", "path", box=None, header_style="dim")
+    for row in rows:
+        shown = "" if row["step"] is None else str(row["step"])
+        table.add_row(shown, row["state"], schema.format_bytes(row["bytes"]), markup(row["path"]))
+    Console(highlight=False, soft_wrap=True).print(table if rows else f"{markup(folder)}: no checkpoints")
+    return 0
+
+
+def _verify(args: CheckpointArgs) -> int:
+    path = Path(args.path)
+    found = [path] if is_file(path / MARKER) else [p for _, p in complete(RunDir.find(path).checkpoints)]
+    if not found:
+        raise CheckpointError(f"{path}: has no complete checkpoint")
+    results = {str(p): verify(p) for p in found}
+    if args.json:
+        print(json.dumps({"good": not any(results.values()), "checkpoints": results}))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for name, problems in results.items():
+            console.print(f"{markup(name)}: {'[red]damaged[/]' if problems else '[green]verified[/]'}")
+            for problem in problems:
+                console.print(f"  {markup(problem)}")
+    return int(any(results.values()))
+
+
+def _prune(args: CheckpointArgs) -> int:
+    run = RunDir.find(args.path) if args.dry_run else RunDir.reopen(args.path)
+    try:
+        config, _ = run.read()
+        keep = config.checkpoint.keep if args.keep is None else args.keep
+        every = config.checkpoint.keep_every if args.keep_every is None else args.keep_every
+        if keep < 1 or every < 0:
+            raise ConfigError(f"--keep {keep} must be at least 1, --keep-every {every} at least 0")
+        last = max((step for step, _ in complete(run.checkpoints)), default=-1)
+        unfinished = [p for step, p in steps_in(run.checkpoints) if step < last and not is_file(p / MARKER)]
+        gone = {str(p): _size(p) for p in (*doomed(run.checkpoints, keep, every), *unfinished)}
+        if not args.dry_run:
+            for path in gone:
+                remove(Path(path))
+    finally:
+        run.unlock()
+    if args.json:
+        print(json.dumps({"run": args.path, "dry_run": args.dry_run, "deleted": gone, "bytes": sum(gone.values())}))
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for path in gone:
+        console.print(f"{'would delete' if args.dry_run else 'deleted'} {markup(path)}")
+    console.print(f"{len(gone)} checkpoints, {schema.format_bytes(sum(gone.values()))}")
+    return 0
+
+
+def _size(path: Path) -> int:
+    """Bytes of the files of a checkpoint."""
+    with os.scandir(path) as entries:
+        return sum(e.stat(follow_symlinks=False).st_size for e in entries)
