@@ -122,6 +122,32 @@ def test_a_rank_that_hangs_is_named_with_every_stack(
 # ---- non-finite ----
 
 
+def _poisoned_after(rank: int, ranks: int, config: Config) -> None:
+    """A non-finite value in rank 1's copy, when the reduction is over: no other rank has it."""
+    from fourfold.train.worker import fit
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    calls, finish = [0], Unit.finish
+
+    def poison(self: Unit) -> None:
+        finish(self)
+        if self.name == "blocks.0.mlp":
+            calls[0] += 1
+            if rank == 1 and calls[0] == 3:
+                assert self.shard_grad is not None
+                self.shard_grad[5] = float("inf")
+
+    Unit.finish = poison  # type: ignore[method-assign]
+    fit(config, Plan.from_dict({"mesh": {"data": ranks}}))
+
+
+def test_a_non_finite_copy_of_a_gradient_skips_the_step_on_all(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", train={"steps": 4, "max_skipped": 3})
+    run_ranks(_poisoned_after, 2, config)
+    lines = [m for m in read_metrics(RunDir(tmp_path / "run")) if "loss" in m]
+    assert [m["skipped"] for m in lines] == [0, 0, 1, 1]
+
+
 def _poisoned(rank: int, ranks: int, config: Config, bad_steps: tuple[int, ...]) -> None:
     from fourfold.train.worker import fit
 

@@ -206,24 +206,28 @@ class Loop:
         return count.clamp(min=1)
 
     def _square_sum(self) -> Tensor:
-        """Sum of squares of the gradients this rank owns; over all ranks, every element counts once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for unit in self.units:
-            for start, stop in self._owned(unit):
-                assert unit.shard_grad is not None
-                total += square_sum(unit.shard_grad[start:stop])
-        return total
+        """Sum of squares of the gradients this rank owns; over all ranks, every element counts once.
 
-    def _owned(self, unit: Unit) -> list[tuple[int, int]]:
-        """The parts of a unit's shard that this rank owns; neighbouring parameters as one (padding between them is zero)."""
+        NaN when a copy that another rank owns is not finite here: that rank's sum cannot show it, and the weights would take it.
+        """
+        total, copies = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
+        for unit in self.units:
+            for owned, start, stop in self._spans(unit):
+                assert unit.shard_grad is not None
+                found = square_sum(unit.shard_grad[start:stop])
+                (total if owned else copies).add_(found)
+        return total + 0 * copies
+
+    def _spans(self, unit: Unit) -> list[tuple[bool, int, int]]:
+        """The parts of a unit's shard, and whether this rank owns them; neighbours are joined (padding between them is zero)."""
         here, _ = unit.sharing.place(self.mesh.coordinates, self.mesh.degrees)
-        spans: list[tuple[int, int]] = []
-        joined = False
+        spans: list[tuple[bool, int, int]] = []
         for slot, start, stop in unit.slots():
             owned = all(piece.owned_at(here) for piece in unit.pieces[slot.name])
-            if owned:
-                spans = [*spans[:-1], (spans[-1][0], stop)] if joined else [*spans, (start, stop)]
-            joined = owned
+            if spans and spans[-1][0] == owned:
+                spans[-1] = (owned, spans[-1][1], stop)
+            else:
+                spans.append((owned, start, stop))
         return spans
 
     def _gather(self, *values: Tensor | float) -> Tensor:
