@@ -100,6 +100,9 @@ def _parse(kind: type, name: str, args: list[str]) -> Any:
     default = None
     args = _joined(args, ("--fix", "--what-if"))
     if kind is TrainArgs:
+        args = [
+            "--data.source" + a.removeprefix("--data") if a == "--data" or a.startswith("--data=") else a for a in args
+        ]
         default = loaded_defaults(args)
         args = [a if a not in ("true", "false") else a.capitalize() for a in args]
     return tyro.cli(kind, prog=f"fourfold {name}", args=args, default=default, config=(tyro.conf.AvoidSubcommands,))

@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import FlagConversionOff
 
+from fourfold.commands.finetune import fit_to_data, folder_config, is_model_folder
 from fourfold.config import (
     CheckpointConfig,
     Config,
@@ -35,10 +36,13 @@ __all__ = ["TrainArgs", "loaded_defaults", "train"]
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """Train a model: `fourfold train CONFIG [--plan P] [--section.field value]`, or `fourfold train --resume RUN_DIR`."""
+    """Train a model: `fourfold train CONFIG [--plan P] [--section.field value]`, or `fourfold train --resume RUN_DIR`.
+
+    A Hugging Face folder in place of a config is fine-tuned: `fourfold train FOLDER --data FILE`, with defaults that are printed.
+    """
 
     config: Annotated[str | None, tyro.conf.Positional] = None
-    """Config file: what to train (TOML, JSON or YAML)."""
+    """Config file: what to train (TOML, JSON or YAML); or a Hugging Face folder to fine-tune."""
     plan: str | None = None
     """Plan file: how to train it. Without one, the planner makes one for the ranks there are."""
     resume: str | None = None
@@ -150,6 +154,9 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
         checkpoint=args.checkpoint,
         log=args.log,
     )
+    said = ""
+    if is_model_folder(args.config):
+        config, said = fit_to_data(config, args.given)
     if "train.steps" in args.given and "optim.warmup" not in args.given:
         config = config.with_short_warmup()
     config = config.resolve()
@@ -176,7 +183,8 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
         from fourfold.train.weights import check_weights
 
         check_weights(config.model)
-    return config, plan, layout, samples.describe(config.train.global_batch, config.train.steps)
+    data = samples.describe(config.train.global_batch, config.train.steps)
+    return config, plan, layout, f"{data}\nfine-tuning: {said}" if said else data
 
 
 def _planned(config: Config, ranks: int) -> Plan:
@@ -351,12 +359,12 @@ def loaded_defaults(args: list[str]) -> TrainArgs:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=resume))
     else:
         assert path is not None
-        if Path(path).is_dir():
+        if Path(path).is_dir() and not is_model_folder(path):
             raise ConfigError(
-                f"{path} is a folder; name a config file, for example configs/gpt-tiny.toml, or continue a run: "
-                f"fourfold train --resume {path}"
+                f"{path} is a folder, and no Hugging Face model (config.json with a model_type); name a config file, for example "
+                f"configs/gpt-tiny.toml, or continue a run: fourfold train --resume {path}"
             )
-        config = Config.load(path)
+        config = folder_config(path) if is_model_folder(path) else Config.load(path)
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     given = tuple(a.removeprefix("--").partition("=")[0] for a in args if a.startswith("--"))
     return TrainArgs(config=path, resume=resume, given=given, **sections)

@@ -1,0 +1,96 @@
+"""Defaults of `fourfold train FOLDER --data FILE`: full fine-tuning of a Hugging Face model, without a config file.
+
+    learning rate     1e-5, 3 % of the steps warm-up, cosine to a tenth; no weight decay
+    sequences         the longest example, rounded up to 64 tokens, at most 2048 and at most the model's positions
+    batch             16 sequences, fewer where there are fewer samples
+    steps             up to 3 epochs, as many as take at most 1000 steps; at least one epoch
+
+Flags win over every one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from fourfold.config import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig, OptimConfig, TrainConfig
+from fourfold.errors import ConfigError
+from fourfold.model.hf import hf_file
+
+__all__ = ["fit_to_data", "folder_config", "is_model_folder"]
+
+LR = 1e-5
+WARMUP = 0.03
+LONGEST = 2048
+BATCH = 16
+EPOCHS = 3
+FEW_STEPS = 1000
+
+
+def is_model_folder(path: str | None) -> bool:
+    """Whether a path names a Hugging Face folder and not a config file of ours."""
+    return path is not None and Path(path).is_dir() and (Path(path) / "config.json").is_file() and bool(hf_file(path))
+
+
+def folder_config(path: str) -> Config:
+    """What is the same for all data; sizes that depend on it are left at 0 and 1."""
+    name = Path(path).resolve().name
+    return Config(
+        model=ModelConfig(hf=path),
+        data=DataConfig(source=""),
+        optim=OptimConfig(lr=LR, weight_decay=0.0, decay="cosine", final_lr=0.1),
+        train=TrainConfig(steps=1, global_batch=1, run_dir=f"runs/{name}"),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+    )
+
+
+def fit_to_data(config: Config, given: tuple[str, ...]) -> tuple[Config, str]:
+    """Sequence length, batch and steps from the data, where no flag gives them; and a line that says so."""
+    from fourfold.train.data import open_samples
+
+    if not config.data.source:
+        raise ConfigError("what to train on? Give --data FILE: text, JSONL, chats, a token file, or a folder of text")
+    given = tuple(name.replace("-", "_") for name in given)
+    positions = dataclasses.replace(config.model, seq_len=1).resolve().positions
+    if not config.model.seq_len:
+        config = _with(config, model={"seq_len": _seq_len(config, min(LONGEST, positions))})
+    samples, _ = open_samples(_with(config, train={"steps": 1, "global_batch": 1}, optim={"warmup": 0}).resolve())
+    batch = config.train.global_batch
+    if "train.global_batch" not in given:
+        batch = min(BATCH, 1 << (samples.count.bit_length() - 1))
+    epoch = math.ceil(samples.count / batch)
+    epochs = max(1, min(EPOCHS, FEW_STEPS // epoch))
+    steps = config.train.steps if "train.steps" in given else math.ceil(epochs * samples.count / batch)
+    warmup = config.optim.warmup if "optim.warmup" in given else math.ceil(WARMUP * steps) if steps > 1 else 0
+    config = _with(config, train={"steps": steps, "global_batch": batch}, optim={"warmup": warmup})
+    passes = f"{steps * batch / samples.count:.2g} epochs"
+    return (
+        config,
+        f"lr {config.optim.lr:g}, {passes} of {samples.count} samples; change it with --optim.lr, --train.steps",
+    )
+
+
+def _seq_len(config: Config, most: int) -> int:
+    """The longest example up to `most` tokens; of plain text, all of it up to as many."""
+    import numpy as np
+
+    from fourfold.train.data import open_corpus
+    from fourfold.train.encode import Encoding
+
+    data = _with(config, train={"steps": 1}, optim={"warmup": 0}, model={"seq_len": 1}).resolve().data
+    corpus = open_corpus(
+        data.source, data.tokenizer, Encoding(data.tokenizer, data.template, data.template_date, data.loss_on)
+    )
+    whole = data.packing == "none" or (data.packing == "auto" and corpus.prompted)
+    tokens = len(corpus.tokens) - 1
+    if whole and corpus.starts is not None:
+        tokens = math.ceil(int(np.diff(np.asarray(corpus.starts, np.int64)).max()) / 64) * 64
+    return max(1, min(most, tokens))
+
+
+def _with(config: Config, **sections: dict[str, Any]) -> Config:
+    changed = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
+    return dataclasses.replace(config, **changed)
