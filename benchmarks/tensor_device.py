@@ -24,7 +24,7 @@ from fourfold.plan import Mesh
 from fourfold.tensor.blocks import even
 from fourfold.tensor.flows import _side_by_side, _stacked
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.linear import GridLinear, Setting, Side
+from fourfold.tensor.linear import GridLinear, GridSettings, Side
 from fourfold.train.mesh import RankMesh
 from fourfold.train.one_rank import one_of_many
 
@@ -91,14 +91,16 @@ def flows(case: str, grid: Grid, hidden: int, tokens: int, dtype: torch.dtype, c
     bare, _ = clock(bare_layer(grid, hidden, tokens, dtype))
     for flow in FLOWS:
         residual = "hidden" if flow == "summa" else "sequence"
-        setting = Setting(grid, SEQ, tokens, flow, residual=residual, compute_bytes=dtype.itemsize)
+        setting = GridSettings(grid, SEQ, tokens, flow, residual=residual, compute_bytes=dtype.itemsize)
         linears = [linear(setting, *width, hidden, dtype) for width in ((1, 3), (1, 1), (1, 4), (4, 1))]
         taken = "/".join(x.matmul.flow for x, _ in linears) if flow == "auto" else flow
         ours, spread = clock(partial(train, linears))
         yield lower_is_better(f"{case}, {taken}", "bare products", "layer ms", ours, bare, spread)
 
 
-def linear(setting: Setting, inputs: int, outputs: int, hidden: int, dtype: torch.dtype) -> tuple[GridLinear, Tensor]:
+def linear(
+    setting: GridSettings, inputs: int, outputs: int, hidden: int, dtype: torch.dtype
+) -> tuple[GridLinear, Tensor]:
     """One of a layer's linears, out of the residual stream or (outputs = 1) back to it, and an input of it."""
     col, tokens = setting.grid.col.size, setting.residual == "sequence"
     back = outputs == 1
@@ -138,7 +140,7 @@ def bare_layer(grid: Grid, hidden: int, tokens: int, dtype: torch.dtype) -> Call
 
 def padding(grid: Grid, hidden: int, tokens: int, dtype: torch.dtype, clock: Clock) -> Iterator[Row]:
     """Ours is the width that does not divide; the other one is wider, and divides into blocks of whole tiles."""
-    setting = Setting(grid, SEQ, tokens, "os", compute_bytes=dtype.itemsize)
+    setting = GridSettings(grid, SEQ, tokens, "os", compute_bytes=dtype.itemsize)
     col = grid.col.size
     for case, odd, even_width in (
         (f"up to 4 x {hidden} + {col} outputs, blocks of {hidden + 1}", 4 * hidden + col, 4 * hidden + 8 * col),

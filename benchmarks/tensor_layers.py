@@ -33,7 +33,7 @@ from fourfold.tensor.blocks import even, fuse
 from fourfold.tensor.flows import Matmul, Whole
 from fourfold.tensor.grid import Axis, Coming, Grid
 from fourfold.tensor.late import Ahead, Sums
-from fourfold.tensor.linear import GridLinear, Setting, Side
+from fourfold.tensor.linear import GridLinear, GridSettings, Side
 
 __all__ = ["GridLayer", "Groups", "OneDimension", "Options", "Serial", "Shape", "TorchLayer", "replace_products"]
 
@@ -147,7 +147,7 @@ class GridLayer:
         )
         n, h = shape.tokens // (d * r), shape.hidden
         dtype = torch.float64 if serial else torch.float32
-        setting = Setting(
+        setting = GridSettings(
             grid, n, n, options.flow, residual=options.residual, keep=frozenset(options.keep),
             compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize,
         )  # fmt: skip

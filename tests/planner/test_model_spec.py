@@ -27,9 +27,19 @@ from fourfold.planner.problem import PlanProblem
 from fourfold.runtime.stage import ChainLink, Stage
 from tests.hub import HUB
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "windows": {"windows": (5, 0), "rope_layers": (True, False)},
+    "capped": {"attn_softcap": 2.0, "logit_softcap": 3.0, "activation": "gelu_tanh", "embed_scale": 8.0},
+    "sandwich": {"block": "sandwich", "norm": "layer", "norm_bias": True, "rope_dim": 8},
+    "parallel": {"block": "parallel", "gated": False, "activation": "gelu", "mlp_bias": True, "residual_scale": 0.5},
+    "parallel, one norm": {"block": "parallel-shared", "norm": "layer", "qk_norm": "per-head", "logit_scale": 0.5},
+}
+
 
 def config(family: Any) -> ModelConfig:
     more: dict[str, Any] = {"kv_heads": 2} if family == "llama" else {}
+    if family in FEATURES:
+        family, more = "llama", {"kv_heads": 2} | FEATURES[family]
     return ModelConfig(family=family, layers=2, hidden=64, heads=4, ffn=160, vocab=96, seq_len=32, **more).resolve()
 
 
@@ -68,7 +78,7 @@ def saved_bytes(model: Any, name: str, module: nn.Module, dtype: torch.dtype, re
     return sum(found.values())
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", *FEATURES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_bytes_are_those_of_the_real_modules(family: str, dtype: torch.dtype) -> None:
     m = config(family)

@@ -12,7 +12,7 @@ from fourfold.model.build import build_model, materialize_buffers, serial_model
 from fourfold.model.transformer import Transformer
 from fourfold.piece import Piece
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.linear import Setting
+from fourfold.tensor.linear import GridSettings
 from fourfold.tensor.swap import parallelize, pieces_of
 
 GRIDS = [
@@ -113,7 +113,7 @@ def on_grid(serial: Transformer, grid: Grid, **options: Any) -> tuple[Transforme
     """The model on a grid with the serial model's weights, and the pieces of its parameters by name."""
     m = serial.config
     model = build_model(m)
-    parallelize(model, Setting(grid, m.seq_len, options.pop("tokens", 2 * m.seq_len), **options))
+    parallelize(model, GridSettings(grid, m.seq_len, options.pop("tokens", 2 * m.seq_len), **options))
     model.tie()
     model.to(torch.float64)
     model.to_empty(device="cpu").tie()

@@ -19,7 +19,7 @@ from fourfold.plan import Tensor as TensorPlan
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
 from fourfold.tensor.costs import LinkSpeed, LinkSpeeds, Product, Traffic, choose_flow, traffic
 from fourfold.tensor.grid import Axis, Coming, Grid
-from fourfold.tensor.linear import GridLinear, Setting, Side
+from fourfold.tensor.linear import GridLinear, GridSettings, Side
 from fourfold.tensor.products import flows_of_plan, products_of
 from fourfold.tensor.swap import parallelize
 from fourfold.testing.grid import run_grid
@@ -85,7 +85,7 @@ def check_linear(
 ) -> float:
     (outputs, inputs), c, worst = serial.weight.shape, degrees[2], 0.0
     assert x.grad is not None
-    setting = Setting(grid, SEQ, SEQUENCES * SEQ, flow, compute_bytes=8, reduce_bytes=8)
+    setting = GridSettings(grid, SEQ, SEQUENCES * SEQ, flow, compute_bytes=8, reduce_bytes=8)
     for ins, outs in sides(c, inputs, outputs):
         linear = GridLinear(setting, ins, outs, bias=True).to(torch.float64).to_empty(device="cpu")
         pieces = linear.pieces("l")
@@ -166,7 +166,7 @@ def count_linears(rank: int, ranks: int, grids: list[tuple[int, int, int]]) -> l
                 continue
             for number, (ins, outs) in enumerate(sides(c, 14, 22)):
                 keep = frozenset(("inputs",) if number % 2 else ())
-                setting = Setting(grid, SEQ, SEQUENCES * SEQ, flow, keep=keep)
+                setting = GridSettings(grid, SEQ, SEQUENCES * SEQ, flow, keep=keep)
                 linear = GridLinear(setting, ins, outs, bias=False).to_empty(device="cpu")
                 nn.init.normal_(linear.weight)
                 x = hold(torch.randn(d * r * SEQUENCES * SEQ, 14), ins, place, degrees).requires_grad_()
@@ -201,7 +201,7 @@ def measure_layer(
     for r, c, flow, tokens, keep in cases:
         mesh = RankMesh(Mesh(row=r, col=c), rank)
         row, col = (Axis(a, mesh.size(a), mesh.coordinates[a], mesh.group(a)) for a in ("row", "col"))
-        setting = Setting(Grid(row, col), SEQ, 8 * SEQ, flow, keep=frozenset(("inputs",) if keep else ()))
+        setting = GridSettings(Grid(row, col), SEQ, 8 * SEQ, flow, keep=frozenset(("inputs",) if keep else ()))
         residual = Side(even(h, c), tokens=tokens)
         with Ledger() as forward:
             outs = []
@@ -324,7 +324,7 @@ def test_products_of_a_config_are_those_of_the_model() -> None:
         m = config_of(name)
         model = build_model(m)
         grid = Grid(Axis("row", r), Axis("col", c))
-        parallelize(model, Setting(grid, m.seq_len, 3 * m.seq_len, residual=residual))
+        parallelize(model, GridSettings(grid, m.seq_len, 3 * m.seq_len, residual=residual))
         expected = products_of(m, r, c, 3 * m.seq_len, residual)
         linears = {n.rpartition(".")[2]: x.matmul for n, x in model.named_modules() if isinstance(x, GridLinear)}
         assert {n: x.sizes for n, x in linears.items()} == expected, (name, residual, r, c)
@@ -363,7 +363,7 @@ def test_nothing_gathered_is_saved() -> None:
         return t
 
     def check(place: tuple[int, int, int], grid: Grid, depth: Axis, flow: str) -> None:
-        setting = Setting(grid, SEQ, SEQUENCES * SEQ, flow)
+        setting = GridSettings(grid, SEQ, SEQUENCES * SEQ, flow)
         for ins, outs in sides(2, 16, 12)[4:]:
             linear = GridLinear(setting, ins, outs, bias=False).to_empty(device="cpu")
             x = hold(torch.randn(SEQUENCES * SEQ * 4, 16), ins, place, (2, 2, 2)).requires_grad_()

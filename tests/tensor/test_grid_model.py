@@ -19,7 +19,7 @@ from fourfold.model.transformer import Transformer
 from fourfold.tensor.blocks import even
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.layers import GridNorm
-from fourfold.tensor.linear import GridLinear, Setting, Side
+from fourfold.tensor.linear import GridLinear, GridSettings, Side
 from fourfold.tensor.swap import parallelize
 from fourfold.testing.grid import run_grid
 from tests.tensor.common import CONFIGS, GRIDS, config_of, gap, on_grid, restless_model, total_over
@@ -131,7 +131,9 @@ def test_statistics_are_stable_and_wide() -> None:
     expected = F.layer_norm(x.float().double(), (20,), eps=1e-5)
 
     def check(place: Degrees, grid: Grid, depth: Axis) -> None:
-        norm = GridNorm(Setting(grid, 6, 12), even(20, 3), eps=1e-5, centred=True, bias=True).to_empty(device="cpu")
+        norm = GridNorm(GridSettings(grid, 6, 12), even(20, 3), eps=1e-5, centred=True, bias=True).to_empty(
+            device="cpu"
+        )
         nn.init.ones_(norm.weight)
         assert norm.bias is not None
         nn.init.zeros_(norm.bias)
@@ -145,7 +147,7 @@ def test_statistics_are_stable_and_wide() -> None:
 
 def test_weight_gradients_are_summed_in_fp32() -> None:
     def sums(place: Degrees, grid: Grid, depth: Axis) -> torch.dtype:
-        linear = GridLinear(Setting(grid, 6, 12, "os"), Side(even(8, 2), True), Side(even(8, 2)), bias=False)
+        linear = GridLinear(GridSettings(grid, 6, 12, "os"), Side(even(8, 2), True), Side(even(8, 2)), bias=False)
         linear = linear.to(torch.bfloat16).to_empty(device="cpu")
         x, dy = torch.ones(6, 8, dtype=torch.bfloat16), torch.ones(12, 4, dtype=torch.bfloat16)
         found: list[Tensor] = []
@@ -159,7 +161,7 @@ def test_weight_gradients_are_summed_in_fp32() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     def check(place: Degrees, grid: Grid, depth: Axis) -> None:
-        linear = GridLinear(Setting(grid, 6, 12), Side(even(8, 2), True), Side(even(8, 2)), bias=False).to_empty(
+        linear = GridLinear(GridSettings(grid, 6, 12), Side(even(8, 2), True), Side(even(8, 2)), bias=False).to_empty(
             device="cpu"
         )
         x = torch.ones(6, 8, requires_grad=True)
@@ -183,7 +185,7 @@ def test_parameters_of_a_rank() -> None:
 
     def count(place: Degrees, grid: Grid, depth: Axis, residual: str) -> int:
         model = build_model(config)
-        parallelize(model, Setting(grid, 8, 16, residual=residual))
+        parallelize(model, GridSettings(grid, 8, 16, residual=residual))
         model.tie()
         return sum(p.numel() for p in model.parameters())
 
@@ -240,7 +242,7 @@ def test_unknown_modules_are_named() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
-    setting = Setting(Grid(Axis("row"), Axis("col")), 6, 12)
+    setting = GridSettings(Grid(Axis("row"), Axis("col")), 6, 12)
     blocks = nn.ModuleDict({"extra": nn.Sequential(Adapter())})
     with pytest.raises(PlanError, match=r"'extra.0' is a Adapter with parameters \(scale\).*rules="):
         parallelize(blocks, setting)

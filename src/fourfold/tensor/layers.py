@@ -27,7 +27,7 @@ from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
 from fourfold.tensor.flows import join, scatter_sum
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.linear import GridLinear, Setting, Side
+from fourfold.tensor.linear import GridLinear, GridSettings, Side
 
 __all__ = ["GridCrossEntropy", "GridHeadNorm", "GridNorm", "GridPositions", "GridTable", "GridTypes", "SharedKeys"]
 
@@ -35,7 +35,7 @@ __all__ = ["GridCrossEntropy", "GridHeadNorm", "GridNorm", "GridPositions", "Gri
 class GridTable(nn.Module):
     """Rows of a table by token id, into the residual stream."""
 
-    def __init__(self, setting: Setting, rows: int, residual: Side):
+    def __init__(self, setting: GridSettings, rows: int, residual: Side):
         super().__init__()
         grid = setting.grid
         self.setting, self.residual, self.rows = setting, residual, even(rows, grid.col.size)
@@ -81,7 +81,7 @@ class _Lookup(torch.autograd.Function):
 class GridPositions(nn.Module):
     """Learned positions of the tokens that this rank holds, for the residual stream."""
 
-    def __init__(self, setting: Setting, rows: int, residual: Side):
+    def __init__(self, setting: GridSettings, rows: int, residual: Side):
         super().__init__()
         self.setting, self.residual, self.rows = setting, residual, rows
         width = residual.blocks.total if residual.tokens else residual.blocks.size
@@ -116,7 +116,7 @@ class GridNorm(nn.Module):
     """LayerNorm (`centred`) or RMSNorm over features that are split over col. `plus_one`: the factor is 1 + weight."""
 
     def __init__(
-        self, setting: Setting, blocks: Blocks, *, eps: float, centred: bool, bias: bool, plus_one: bool = False
+        self, setting: GridSettings, blocks: Blocks, *, eps: float, centred: bool, bias: bool, plus_one: bool = False
     ):
         super().__init__()
         self.setting, self.blocks, self.eps, self.centred, self.plus_one = setting, blocks, eps, centred, plus_one
@@ -139,7 +139,7 @@ class GridNorm(nn.Module):
 class GridHeadNorm(PerHeadNorm):
     """A norm over each head, with a weight for each, of the heads that a column has: no communication."""
 
-    def __init__(self, setting: Setting, blocks: Blocks, serial: PerHeadNorm):
+    def __init__(self, setting: GridSettings, blocks: Blocks, serial: PerHeadNorm):
         super().__init__(blocks.size, serial.head_dim, serial.eps, centred=serial.centred)
         self.setting, self.blocks = setting, blocks
         self.weight = nn.Parameter(torch.empty(blocks.size, device="meta"))
@@ -227,7 +227,7 @@ class SharedKeys(GridLinear):
 
     def __init__(
         self,
-        setting: Setting,
+        setting: GridSettings,
         inputs: Side,
         blocks: tuple[Blocks, Blocks, Blocks],
         outputs: Side,
@@ -272,7 +272,7 @@ class _Gather(torch.autograd.Function):
 class GridCrossEntropy(nn.Module):
     """The sum of the tokens' cross entropies from logits split over col; the same on every column. Fp32 or wider."""
 
-    def __init__(self, setting: Setting, vocab: Blocks):
+    def __init__(self, setting: GridSettings, vocab: Blocks):
         super().__init__()
         self.col, self.vocab = setting.grid.col, vocab
 

@@ -25,11 +25,11 @@ from fourfold.tensor.flows import Matmul, PutOff, multiply, to_features, to_toke
 from fourfold.tensor.grid import Coming, Grid
 from fourfold.tensor.late import Ahead, Sums
 
-__all__ = ["GridLinear", "Setting", "Side"]
+__all__ = ["GridLinear", "GridSettings", "Side"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class GridSettings:
     """What all layers of a model on a grid share.
 
     `tokens` of a micro-batch on this rank's row are what flows are chosen for; any number of sequences of `seq_len` tokens
@@ -85,7 +85,7 @@ class GridLinear(nn.Module):
 
     def __init__(
         self,
-        setting: Setting,
+        setting: GridSettings,
         inputs: Side,
         outputs: Side,
         *,

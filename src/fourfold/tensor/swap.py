@@ -1,7 +1,7 @@
 """The swap: a serial model becomes a model on the grid, module by module, in place, by type.
 
     model = build_model(config)                               # no storage yet
-    parallelize(model, Setting(grid, seq_len=…, tokens=…))    # its linears, tables, norms and loss are now this rank's
+    parallelize(model, GridSettings(grid, seq_len=…, tokens=…))    # its linears, tables, norms and loss are now this rank's
     pieces_of(model.embed, "embed", grid)                     # which parts of which serial parameters
 
 The rules for our attention, MLP, embedding and head are below. A module of another type that holds parameters needs a rule of
@@ -29,20 +29,20 @@ from fourfold.tensor.layers import (
     GridTypes,
     SharedKeys,
 )
-from fourfold.tensor.linear import GridLinear, Setting, Side
+from fourfold.tensor.linear import GridLinear, GridSettings, Side
 
 __all__ = ["Rule", "parallelize", "pieces_of", "residual_side", "swap_norm"]
 
-Rule = Callable[[nn.Module, Setting], None]
+Rule = Callable[[nn.Module, GridSettings], None]
 
 
-def parallelize(model: nn.Module, setting: Setting, rules: Mapping[type, Rule] | None = None) -> None:
+def parallelize(model: nn.Module, setting: GridSettings, rules: Mapping[type, Rule] | None = None) -> None:
     """Put `model` on the grid. `rules` add to ours, or replace them, by the type of the module."""
     known = {Attention: _attention, MLP: _mlp, Embedding: _embedding, Head: _head, **(rules or {})}
     _walk("", model, setting, known)
 
 
-def _walk(name: str, module: nn.Module, setting: Setting, rules: Mapping[type, Rule]) -> None:
+def _walk(name: str, module: nn.Module, setting: GridSettings, rules: Mapping[type, Rule]) -> None:
     rule = rules.get(type(module))
     if rule is not None:
         rule(module, setting)
@@ -72,12 +72,12 @@ def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Pie
     return found
 
 
-def residual_side(setting: Setting, width: int) -> Side:
+def residual_side(setting: GridSettings, width: int) -> Side:
     """How the residual stream is held."""
     return Side(even(width, setting.grid.col.size), tokens=setting.residual == "sequence")
 
 
-def swap_norm(norm: nn.Module, setting: Setting) -> nn.Module:
+def swap_norm(norm: nn.Module, setting: GridSettings) -> nn.Module:
     """A norm over the residual stream: itself, unless its features are split."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     side = residual_side(setting, norm.normalized_shape[0])
@@ -86,7 +86,7 @@ def swap_norm(norm: nn.Module, setting: Setting) -> nn.Module:
     return grid_norm(norm, setting, side.blocks)
 
 
-def grid_norm(norm: nn.Module, setting: Setting, blocks: Blocks) -> GridNorm:
+def grid_norm(norm: nn.Module, setting: GridSettings, blocks: Blocks) -> GridNorm:
     """A norm over features that are split over the columns, in `blocks`."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     assert norm.eps is not None
@@ -105,7 +105,7 @@ def _linear(module: nn.Module) -> tuple[int, int, bool]:
     return module.in_features, module.out_features, module.bias is not None
 
 
-def _attention(a: nn.Module, s: Setting) -> None:
+def _attention(a: nn.Module, s: GridSettings) -> None:
     assert isinstance(a, Attention)
     width, _, qkv_bias = _linear(a.qkv)
     residual, col = residual_side(s, width), s.grid.col
@@ -129,19 +129,19 @@ def _attention(a: nn.Module, s: Setting) -> None:
             a.qkv.key_norm, a.norms_keys = (a.k_norm,), False
 
 
-def _features_norm(norm: nn.Module, s: Setting, blocks: Blocks) -> nn.Module:
+def _features_norm(norm: nn.Module, s: GridSettings, blocks: Blocks) -> nn.Module:
     """A norm of queries or keys whose heads are split over the columns."""
     return GridHeadNorm(s, blocks, norm) if isinstance(norm, PerHeadNorm) else grid_norm(norm, s, blocks)
 
 
-def _swap_norms(part: Attention | MLP, s: Setting) -> None:
+def _swap_norms(part: Attention | MLP, s: GridSettings) -> None:
     if part.norm is not None:
         part.norm = swap_norm(part.norm, s)
     if part.out_norm is not None:
         part.out_norm = swap_norm(part.out_norm, s)
 
 
-def _mlp(m: nn.Module, s: Setting) -> None:
+def _mlp(m: nn.Module, s: GridSettings) -> None:
     assert isinstance(m, MLP)
     width, wide, bias = _linear(m.up)
     inner = _linear(m.down)[0]
@@ -151,7 +151,7 @@ def _mlp(m: nn.Module, s: Setting) -> None:
     _swap_norms(m, s)
 
 
-def _embedding(e: nn.Module, s: Setting) -> None:
+def _embedding(e: nn.Module, s: GridSettings) -> None:
     assert isinstance(e, Embedding)
     assert isinstance(e.tokens, nn.Embedding)
     residual = residual_side(s, e.tokens.embedding_dim)
@@ -166,7 +166,7 @@ def _embedding(e: nn.Module, s: Setting) -> None:
         e.norm = swap_norm(e.norm, s)
 
 
-def _head(h: nn.Module, s: Setting) -> None:
+def _head(h: nn.Module, s: GridSettings) -> None:
     assert isinstance(h, Head)
     width, vocab, bias = _linear(h.proj)
     residual, words = residual_side(s, width), even(vocab, s.grid.col.size)

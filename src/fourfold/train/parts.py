@@ -38,7 +38,7 @@ from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.late import Ahead, Sums
-from fourfold.tensor.linear import GridLinear, Setting
+from fourfold.tensor.linear import GridLinear, GridSettings
 from fourfold.tensor.slices import GridCutter
 from fourfold.tensor.swap import parallelize, pieces_of
 from fourfold.train.mesh import RankMesh
@@ -139,7 +139,7 @@ def put_on_grid(
     """Swap the model's layers for those of the grid, where it is more than one rank."""
     if grid.row.size * grid.col.size == 1:
         return
-    setting = Setting(
+    setting = GridSettings(
         grid,
         seq_len=config.model.seq_len,
         tokens=plan.micro_batch_size(config.train.global_batch) * config.model.seq_len,
