@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +152,85 @@ def test_a_model_of_real_size_is_traced_and_timed(folder: Path) -> None:
     assert [t["step"] for t in traced] == [1, 5, 10]
     busy = max(end for _, _, end, _ in traced[-1]["spans"])
     assert busy == pytest.approx(usual, rel=0.5)
+
+
+def test_the_life_of_a_run_of_real_size(tmp_path: Path) -> None:
+    """Llama 1B, 60 steps, evaluated, traced, saved three times, killed once and restarted: the bits of a run without a fault.
+
+    Takes about 45 GB of disk and five minutes.
+    """
+    if shutil.disk_usage(tmp_path).free < 60 << 30:
+        pytest.skip("needs 60 GiB of disk")
+
+    def run(name: str, *flags: str, faults: str = "") -> tuple[list[dict[str, Any]], str]:
+        path = tmp_path / name
+        fields = [
+            "--train.steps",
+            "60",
+            "--train.global-batch",
+            "8",
+            "--optim.warmup",
+            "20",
+            "--train.eval-every",
+            "30",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "fourfold",
+            "train",
+            "configs/llama-1b.toml",
+            "--data.source",
+            "stdlib",
+            *fields,
+        ]
+        env = os.environ | {"FOURFOLD_FAULTS": faults}
+        command += ["--train.run-dir", str(path), "--log.trace", "10", *flags]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
+        assert out.returncode == 0, out.stdout + out.stderr
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        digest = hashlib.sha256()
+        for part in sorted((path / "final").glob("*.safetensors")):
+            with part.open("rb") as f:
+                digest.update(hashlib.file_digest(f, "sha256").digest())
+        shutil.rmtree(path / "checkpoints")
+        return lines, digest.hexdigest() + out.stdout
+
+    whole, first = run("whole", "--checkpoint.every", "0")
+    killed, second = run("killed", "--checkpoint.every", "20", "--max-restarts", "1", faults="kill rank=0 step=50")
+    assert "was killed by SIGKILL" in second
+    keys = ("step", "loss", "grad_norm", "eval_loss")
+    assert [[m.get(k) for k in keys] for m in killed if "save_seconds" not in m] == [
+        [m.get(k) for k in keys] for m in whole if "save_seconds" not in m
+    ]
+    assert second[:64] == first[:64]
+    assert [m["step"] for m in killed if "save_seconds" in m] == [20, 40, 60]
+    seconds = [m["seconds"] for m in whole if "loss" in m]
+    assert seconds[-1] == pytest.approx(sorted(seconds)[30], rel=0.3)
+    traced = [
+        json.loads(line)["step"] for line in (tmp_path / "killed" / "trace" / "rank0.jsonl").read_text().splitlines()
+    ]
+    assert traced == [1, 10, 20, 30, 40, 50, 60]
+
+
+def test_a_stopped_rank_over_nccl_is_named_in_time(tmp_path: Path) -> None:
+    """Four ranks share the GPU, each a host of its own to NCCL."""
+    plans: dict[str, dict[str, Any]] = {
+        "data": {"mesh": {"data": 4}},
+        "zero3": {"mesh": {"data": 4}, "unit": [{"match": "*", "mode": "zero3"}]},
+        "col": {"mesh": {"col": 4}},
+        "pipe": {"mesh": {"pipe": 4}},
+    }
+    for name, plan in plans.items():
+        config = make_config(tmp_path / name, MODELS["gpt"] | {"layers": 4})
+        data = config.to_dict()
+        data["train"] |= {"steps": 200, "device": "cuda", "backend": "nccl", "timeout": 10.0, "global_batch": 16}
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+        (tmp_path / f"{name}.plan.json").write_text(json.dumps(plan))
+        command = [sys.executable, "-m", "fourfold", "train", str(tmp_path / f"{name}.json"), "--nproc", "4"]
+        command += ["--plan", str(tmp_path / f"{name}.plan.json")]
+        env = os.environ | {"FOURFOLD_FAULTS": "stop rank=2 step=5"}
+        out = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+        assert out.returncode == 1
+        assert "rank 2 is stopped (SIGSTOP)" in out.stderr, f"{name}: {out.stderr}"
+        assert "no rank has made progress for 10 s" in out.stderr

@@ -40,6 +40,7 @@ from fourfold.commands.look import (
 from fourfold.commands.plan import PlanArgs, plan_command
 from fourfold.commands.simulate import SimulateArgs, simulate_command
 from fourfold.commands.train import TrainArgs, loaded_defaults, train
+from fourfold.commands.verify import VerifyArgs, verify
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.view.text import markup
 
@@ -59,6 +60,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "calibrate": (CalibrateArgs, calibrate_command),
     "checkpoint": (CheckpointArgs, checkpoint_command),
     "doctor": (DoctorArgs, doctor),
+    "verify": (VerifyArgs, verify),
 }
 
 

@@ -280,6 +280,8 @@ def end_rank(place: Place, store: dist.Store | None, verdict: str) -> None:
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
     with contextlib.suppress(Exception):
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
         if isinstance(store, dist.FileStore):
             _note_error(file_of(store).parent, place.rank, HangError(verdict), "")
         elif "TORCHELASTIC_ERROR_FILE" in os.environ:

@@ -46,6 +46,7 @@ __all__ = [
     "choose_backend",
     "choose_device",
     "current_place",
+    "first_gpu",
     "gpu_cluster",
     "join",
     "leave",
@@ -249,7 +250,7 @@ def gpu_cluster(ranks: int, local_ranks: int) -> Cluster:
 
     Ranks that share a GPU have their part of it, and talk through the host. CUDA is not started in this process.
     """
-    name, memory = _first_gpu()
+    name, memory = first_gpu()
     preset, known = _preset(name, memory)
     cluster = Cluster.preset(preset)
     if not known:  # the console shows the name beside the prediction
@@ -274,7 +275,7 @@ def gpu_cluster(ranks: int, local_ranks: int) -> Cluster:
     return dataclasses.replace(made, level=through)
 
 
-def _first_gpu() -> tuple[str, int]:
+def first_gpu() -> tuple[str, int]:
     """Its name, and its bytes as torch finds them; nothing where the driver's tool is missing or does not say."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.reserved", "--format=csv,noheader,nounits"]
     try:

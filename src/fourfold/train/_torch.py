@@ -15,7 +15,9 @@ __all__ = ["communicator", "default_store", "fake_store", "make_communicator", "
 
 
 def make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make a group's communicator now; all members call it. Messages of the group use it, too, from then on."""
+    """Make a group's communicator now, unless it has one; all members call it. Messages of the group use it from then on."""
+    if communicator(group, device):
+        return
     backend: Any = group._get_backend(device)
     backend.eager_connect_single_device(device)
 

@@ -14,6 +14,7 @@ starts, on all ranks at once.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import resource
@@ -28,7 +29,7 @@ from fourfold import files
 from fourfold.errors import RunDirError
 from fourfold.train.rundir import RunDir, scan_metrics
 
-__all__ = ["MetricsFile", "peak_bytes", "peak_flops"]
+__all__ = ["MetricsFile", "measured_flops", "peak_bytes", "peak_flops"]
 
 # Dense matrix rate, FLOP/s, by a part of the device's name: (bf16, fp32 without TF32, fp64), vendor figures.
 _PEAKS = {
@@ -84,11 +85,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = [rates[column] for part, rates in _PEAKS.items() if part in name]
         if known:
             return known[0]
-    return _measure(device, dtype)
+    return measured_flops(device, dtype)
 
 
-def _measure(device: torch.device, dtype: torch.dtype, size: int = 384, seconds: float = 0.1) -> float:
-    """Rate of a square matrix product, best of what fits in `seconds`; on a busy machine, of 20 in at most ten times that."""
+@functools.cache
+def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 384, seconds: float = 0.1) -> float:
+    """Rate of a square matmul, best of what fits in `seconds`; on a busy machine, of 20 in at most ten times that; kept."""
     a: Tensor = torch.ones(size, size, dtype=dtype, device=device)
     best, count, begin = 0.0, 0, time.perf_counter()
     while (spent := time.perf_counter() - begin) < seconds or (count < 20 and spent < 10 * seconds):
