@@ -8,7 +8,7 @@ long). Contenders take turns, figures are medians. What is compared is order and
 
 Chimera's two pipelines in opposite directions run as two waves over half the ranks each, every rank with a share twice as large
 (the two are the same but for which rank holds what). Its price is two copies of all weights, whose gradients must be summed:
-`GRADIENT_SUM` says how long that takes where nothing hides it.
+`GRADIENT_SUM` is its exposed time.
 """
 
 from __future__ import annotations

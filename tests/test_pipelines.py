@@ -248,7 +248,7 @@ def test_pipelines_that_cannot_be_are_refused(tmp_path: Path, pipeline: dict[str
         Plan.from_dict({"mesh": {"pipe": 2}, "pipeline": pipeline}).check(config)
 
 
-def test_layers_are_dealt_by_their_work() -> None:
+def test_layers_are_partitioned_by_their_work() -> None:
     """A dear head: the last stage gets fewer blocks, and every unit is placed once."""
     model = (
         Config.from_dict({"model": MODEL["gpt"] | {"layers": 10, "vocab": 3000}, "train": {"run_dir": "x"}})

@@ -71,8 +71,8 @@ def test_parts_that_do_not_all_fit_beside_the_input(always: None, monkeypatch: p
 
 def same_bits(rank: int, ranks: int) -> Any:
     found = []
-    for wish in ("ring", "ring", "gloo"):
-        os.environ["FOURFOLD_COLLECTIVES"] = wish
+    for requested in ("ring", "ring", "gloo"):
+        os.environ["FOURFOLD_COLLECTIVES"] = requested
         x = torch.randn(50_001, generator=torch.Generator().manual_seed(rank))
         whole = torch.randn(ranks, 9_999, generator=torch.Generator().manual_seed(rank))
         found.append((c.summed(x, world(), "a sum"), c.scattered(whole, world(), "a scatter")))
@@ -154,8 +154,8 @@ def test_a_silent_peer_is_named(leaves: bool) -> None:
 
 def ledgers(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for wish in ("gloo", "ring"):
-        os.environ["FOURFOLD_COLLECTIVES"] = wish
+    for requested in ("gloo", "ring"):
+        os.environ["FOURFOLD_COLLECTIVES"] = requested
         with Ledger() as ledger:
             x = torch.ones(ranks, 1001)
             c.gathered(x, world(), "a gather")
@@ -165,7 +165,7 @@ def ledgers(rank: int, ranks: int) -> dict[str, Any]:
             c.reduced(x, 1, world(), "a reduction")
             c.exchanged(x, world(), "an exchange")
             c.summed(x, world(), "a maximum", "max")
-        found[wish] = ledger.entries
+        found[requested] = ledger.entries
     return found
 
 
@@ -219,8 +219,8 @@ def moved(rank: int, ranks: int) -> dict[tuple[str, str], float]:
     """Bytes through the busiest interface, over the ledger's: the least of three, as TCP may send a packet again."""
     found: dict[tuple[str, str], float] = {}
     whole, mine = torch.ones(1 << 18), torch.ones((1 << 18) // ranks)
-    for wish in ("ring", "gloo"):
-        os.environ["FOURFOLD_COLLECTIVES"] = wish
+    for requested in ("ring", "gloo"):
+        os.environ["FOURFOLD_COLLECTIVES"] = requested
         calls = {
             "all_gather": lambda: c.all_gather(whole, mine, world(), "a gather").wait(),
             "reduce_scatter": lambda: c.reduce_scatter(mine, whole, world(), "a scatter").wait(),
@@ -234,7 +234,7 @@ def moved(rank: int, ranks: int) -> dict[tuple[str, str], float]:
             seen = min(max(m.received, m.sent) for m in (measure(call) for _ in range(3)))
             needed = torch.tensor([ledger.received])
             dist.all_reduce(needed, op=dist.ReduceOp.MAX)
-            found[wish, kind] = seen / needed.item()
+            found[requested, kind] = seen / needed.item()
     return found
 
 
@@ -242,6 +242,8 @@ def moved(rank: int, ranks: int) -> dict[tuple[str, str], float]:
 def test_no_byte_is_moved_twice() -> None:
     with Network(hosts=4, rate="1gbit") as net:
         found = net.run_ranks(moved)[0]
-    assert {kind: ratio for (wish, kind), ratio in found.items() if wish == "ring" and not 1 <= ratio < 1.03} == {}
+    assert {
+        kind: ratio for (requested, kind), ratio in found.items() if requested == "ring" and not 1 <= ratio < 1.03
+    } == {}
     assert found["gloo", "reduce_scatter"] > 1.9
     assert found["gloo", "broadcast"] > 1.9

@@ -51,10 +51,10 @@ def lane_for(group: dist.ProcessGroup, x: Tensor, *, beside: bool = False) -> La
     """
     if not x.is_cpu:
         return None
-    wish = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
-    if wish == "gloo" or (beside and wish == "auto" and group.size() > 2):
+    requested = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
+    if requested == "gloo" or (beside and requested == "auto" and group.size() > 2):
         return None
-    if x.nbytes < SMALLEST and (wish != "ring" or x.numel() < group.size()):  # or empty parts
+    if x.nbytes < SMALLEST and (requested != "ring" or x.numel() < group.size()):  # or empty parts
         return None
     try:
         return _lanes[group]

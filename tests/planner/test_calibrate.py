@@ -65,7 +65,7 @@ def test_what_cannot_be_measured_is_refused_first(
     out = str(tmp_path / "x.json")
     assert main(["calibrate", "--nproc", "1000000", "-o", out]) == 2
     assert "1000000 ranks are too many for this machine" in capsys.readouterr().err
-    monkeypatch.setattr("fourfold.commands.calibrate._gpus", lambda wish: 0)
+    monkeypatch.setattr("fourfold.commands.calibrate._gpus", lambda device: 0)
     assert main(["calibrate", "--device", "cuda", "-o", out]) == 2
     assert "--device cuda: torch sees no GPU here; use auto or cpu" in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_training_without_a_plan_plans_first() -> None:
     # three ranks cannot share eight sequences, so the plan is a pipeline
     piped = plan_run(config(layers=4), Cluster.local(3))
     assert piped.mesh.pipe == 3
-    # a device too small for a whole copy: the state is spread, or the run is refused with what would do
+    # a device too small for a whole copy: the state is spread, or the run is refused with what would fit
     small = Cluster.local(2).what_if({"memory": "262MiB"})
     with pytest.raises(PlanError):
         plan_run(config(hidden=512, layers=8), small)

@@ -1,18 +1,17 @@
 """Which rank this process is, and how it joins the others: started by us, by torchrun, or by srun.
 
-torchrun and srun tell a process its place in environment variables, so the command is the same everywhere:
+torchrun and srun pass a process its rank in environment variables, so the command is the same everywhere:
 
     fourfold train CONFIG --nproc 4
     torchrun --nproc-per-node 4 -m fourfold train CONFIG
     srun fourfold train CONFIG
 
-[Note: a fresh name for every attempt]
-Ranks meet in a key-value store. After an elastic restart torchrun may hand them the store of the dead attempt, with the
-addresses of dead ranks in it, and they would try to connect to those. Its restart counter cannot tell attempts apart either: it
-is not the same on all nodes. So the ranks first agree on a name that no attempt had, and meet under it: every rank writes
-a random number of its own; rank 0 offers a session that lists the numbers it sees; a rank accepts a session that lists its
-own number; when all have accepted, rank 0 opens it. A number left by a dead rank makes a session that is never opened, and
-rank 0 offers another as soon as the living rank's number replaces it.
+[Note: a new key prefix for every attempt]
+Ranks meet in a key-value store (the rendezvous store). After an elastic restart torchrun may pass the store of the previous
+attempt, which still has the addresses of its ranks, and its restart counter may differ between nodes. So the ranks first agree
+on a key prefix that no attempt had: every rank writes a random number; rank 0 offers a session that lists the numbers it sees; a
+rank accepts a session that lists its own number; when all have accepted, rank 0 opens the session. With a number left by a
+dead rank a session is never opened, and rank 0 offers another one as soon as the living rank's number replaces it.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ def open_store(env: Mapping[str, str], place: Place, timeout: float) -> dist.Sto
 
 
 def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float = 0.02) -> dist.Store:
-    """A part of `store` that this attempt's ranks alone use: [Note: a fresh name for every attempt].
+    """A part of `store` that this attempt's ranks alone use: [Note: a new key prefix for every attempt].
 
     A poll is at most five operations on the store, whatever the number of ranks; polls are rarer the more ranks there are.
     """
@@ -226,10 +225,10 @@ def current_place() -> Place:
     return place if place and (place.rank, place.ranks) == (rank, ranks) else Place(rank, ranks, rank, ranks)
 
 
-def choose_device(wish: str, place: Place) -> torch.device:
-    """The device of a rank: `auto` takes a GPU when there is one. Several ranks may share a GPU."""
-    gpus = torch.cuda.device_count() if wish != "cpu" else 0
-    if wish == "cuda" and not gpus:
+def choose_device(requested: str, place: Place) -> torch.device:
+    """The device of a rank: `auto` uses a GPU if there is one. Several ranks may share a GPU."""
+    gpus = torch.cuda.device_count() if requested != "cpu" else 0
+    if requested == "cuda" and not gpus:
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu")
 

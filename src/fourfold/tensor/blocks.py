@@ -1,8 +1,8 @@
-"""How the elements of a dim are dealt to the ranks of an axis: blocks of equal size, padded, whole heads kept together.
+"""How the elements of a dim are divided among the ranks of an axis: padded blocks of equal size, without splitting heads.
 
-A **run** (start, stop, at) says that elements [start, stop) of the serial dim lie at places [at, …) of a rank's part. What no run
-covers is padding. Fused matrices are dealt part by part: with gate and up fused, a rank has [its gate | its up], so that
-what belongs together lies on one rank. Pure arithmetic, no torch.
+A **run** (start, stop, at): elements [start, stop) of the serial dim are at positions [at, …) of a rank's part. Positions without
+a run are padding. Fused matrices are divided one by one: with gate and up fused, a rank has [its gate | its up], so that
+corresponding elements are on one rank. Pure arithmetic, no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Runs = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class Blocks:
-    """`total` elements in `len(runs)` parts of `size` places each."""
+    """`total` elements divided into `len(runs)` parts of `size` positions each."""
 
     total: int
     size: int
@@ -30,7 +30,7 @@ class Blocks:
         return len(self.runs)
 
     def joined(self) -> Runs:
-        """All parts one after another, as one part of `parts · size` places; neighbouring runs are made one."""
+        """All parts concatenated into one of `parts · size` positions; adjacent runs are merged."""
         out: list[tuple[int, int, int]] = []
         for part, runs in enumerate(self.runs):
             for start, stop, at in runs:
@@ -42,7 +42,7 @@ class Blocks:
         return tuple(out)
 
     def filled(self, part: int) -> int:
-        """Places of a part that are not padding."""
+        """Number of positions of a part that are not padding."""
         return sum(stop - start for start, stop, _ in self.runs[part])
 
 
@@ -51,7 +51,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def single(total: int) -> Runs:
-    """The whole dim, as it is."""
+    """The undivided dim."""
     return ((0, total, 0),)
 
 
@@ -68,7 +68,7 @@ def even(total: int, parts: int, grain: int = 1) -> Blocks:
 
 
 def fuse(*blocks: Blocks) -> Blocks:
-    """Matrices stacked along the dim: every part has its block of each."""
+    """Matrices stacked along the dim: every part has a block of each matrix."""
     bases = [0, *accumulate(b.total for b in blocks)]
     places = [0, *accumulate(b.size for b in blocks)]
     runs = tuple(
@@ -83,11 +83,11 @@ def fuse(*blocks: Blocks) -> Blocks:
 
 
 def grouped_heads(heads: int, kv_heads: int, width: int, parts: int) -> tuple[Blocks, Blocks, tuple[int | None, ...]]:
-    """Query heads, key (or value) heads, and the key head each part attends to where parts share them.
+    """Blocks of the query heads, blocks of the key (or value) heads, and by part the key head that it shares.
 
-    With at least as many key heads as parts, whole groups (a key head and its query heads) are dealt out, and the last
-    answer is all None. With fewer, `parts // kv_heads` parts share a key head: its query heads are dealt to them, and the
-    key features are dealt evenly, to be gathered; a part beyond the last key head is padding, and has None.
+    With at least as many key heads as parts, whole groups (a key head and its query heads) are distributed, and no key
+    head is shared (None). With fewer, `parts // kv_heads` parts share a key head: its query heads are distributed over
+    them, and its features are divided evenly and gathered; a part beyond the last key head is padding (None).
     """
     group = heads // kv_heads
     if kv_heads >= parts:
@@ -107,7 +107,7 @@ def grouped_heads(heads: int, kv_heads: int, width: int, parts: int) -> tuple[Bl
 
 
 def cut(runs: Runs, size: int, ways: int, index: int) -> tuple[Runs, int]:
-    """The `index`-th of `ways` equal cuts of a part of `size` places: its runs and size."""
+    """The `index`-th of `ways` equal divisions of a part of `size` positions: its runs and size."""
     step = round_up(size, ways) // ways
     low, high = index * step, (index + 1) * step
     out = []
@@ -140,7 +140,7 @@ def slice_of(blocks: Blocks, count: int, index: int, ways: int = 1) -> Blocks:
 def make_pieces(
     name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], copies_over: tuple[str, ...]
 ) -> tuple[Piece, ...]:
-    """The pieces of a local parameter whose dims hold `runs` of the serial parameter `name`."""
+    """The pieces of a local parameter whose dims contain `runs` of the serial parameter `name`."""
     boxes: list[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]] = [((), ())]
     for dim in runs:
         boxes = [((*theirs, (a, b)), (*ours, (at, at + b - a))) for theirs, ours in boxes for a, b, at in dim]

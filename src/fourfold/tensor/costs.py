@@ -1,12 +1,12 @@
-"""What a matrix product on the grid costs: what one rank receives, in how many calls, and the seconds of it. No torch.
+"""Communication cost of a matmul on the grid: received elements per rank, calls, and seconds. No torch.
 
 Y[tokens, N] = X[tokens, K] · Wᵀ on a plane of `row` × `col` ranks. A rank (i, j) has n tokens of its row, and of X and Y one of
 
     tokens     m = n / col of them, every feature: [m, K]         the residual stream, split by sequence
     features   all n, one block of the features:   [n, k]         inside a layer; the residual stream of the paper
 
-(k, b: the blocks of K and N on a column, padding included.) Where a side is not what a flow works on, an all-to-all over col
-converts it: (col - 1) m · block elements. The flows, by what moves; w = (row - 1) · |W|, where |W| is the rank's share of W:
+(k, b: the blocks of K and N on a column, padding included.) If X or Y does not have the layout of a flow, an all-to-all over col
+converts it: (col - 1) m · block elements. The flows; w = (row - 1) · |W|, where |W| is the rank's part of W:
 
     flow    W on rank (i, j)     forward (F)                                gradient of the input (I)       of the weight (W)
     os      [b / row, K]         gather X over col, W over row              W again, scatter dX             X again, scatter dW
@@ -15,11 +15,11 @@ converts it: (col - 1) m · block elements. The flows, by what moves; w = (row -
     ws out  [N / row, k]         gather X over row, scatter Y over col and row           dY likewise, dX back     X again
     summa   [b, k]               q broadcasts of X over col and of W over row            q broadcasts, q reductions, each
 
-`ws` never moves W; it has two forms, for products that leave the residual stream and for those that come back to it. Sums over
-depth and data are the unit's, and the same for all flows.
+`ws` never communicates W; it has two forms, for matmuls that read the residual stream and for those that write to it. Reductions
+over depth and data belong to the unit, and are the same for all flows.
 
-A plan may keep `inputs` (X is not gathered again), `weights` (W is gathered once a step) and `gradients` (dW is scattered once a
-step). What a flow costs in seconds depends on the lines: `LinkSpeed`. What `hides` runs beside products, as far as they last.
+A plan may keep `inputs` (X is not gathered again), `weights` (W is gathered once per step) and `gradients` (dW is reduced once
+per step). Seconds depend on the links (`LinkSpeed`). Moves with `hides` can overlap with matmuls.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Flow = str
 
 @dataclass(frozen=True)
 class Product:
-    """The sizes of a product on one rank: see above."""
+    """The sizes of a matmul on one rank, as defined above."""
 
     n: int
     inputs: int
@@ -72,7 +72,7 @@ class Product:
         return round_up(self.n, self.col) // self.col
 
     def weight_shape(self, flow: Flow) -> tuple[int, int]:
-        """W's share of one rank, [outputs, inputs]."""
+        """Shape of one rank's part of W, [outputs, inputs]."""
         inputs = self.inputs if self.in_tokens else self.col * self.k
         outputs = self.outputs if self.out_tokens else self.col * self.b
         match flow:
@@ -88,7 +88,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements received, of activations, weights and weight gradients; and calls."""
+    """Received elements of activations, weights and weight gradients, and number of calls."""
 
     activations_forward: int = 0
     activations_backward: int = 0
@@ -102,29 +102,29 @@ class Traffic:
         return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def bytes(self, compute: int, reduce: int) -> int:
-        """Received bytes, with so many for an element of compute and of gradients."""
+        """Received bytes, given the bytes per element of the compute and reduce dtypes."""
         moved = self.activations_forward + self.activations_backward + self.weights_forward + self.weights_backward
         return moved * compute + self.weight_grads * reduce
 
 
 class Move(NamedTuple):
-    """One collective of a micro-batch, or `calls` alike."""
+    """One collective of a micro-batch, or `calls` equal ones."""
 
     op: Literal["F", "I", "W"]
     axis: Literal["row", "col"]
     what: Literal["activations", "weights", "gradients"]
     kind: Literal["all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"]
     elements: int
-    """Received."""
+    """Received elements."""
     calls: int = 1
     hides: bool = False
-    """Whether it runs beside products, where the plan overlaps."""
+    """Whether it can overlap with matmuls, if the plan enables overlap."""
     once: bool = False
-    """Once a step, not once a micro-batch."""
+    """Once per step, not once per micro-batch."""
 
 
 def moves(p: Product, flow: Flow, keep: Collection[str] = ()) -> tuple[Move, ...]:
-    """What `flow` moves for this product."""
+    """The collectives of a matmul with `flow`."""
     return _every(p, flow, tuple(keep))
 
 
@@ -207,7 +207,7 @@ def _moves(p: Product, flow: Flow, keep: Collection[str]) -> list[Move]:
 
 
 def _weights(w: int, keep: Collection[str]) -> list[Move]:
-    """W to all rows, its gradient back."""
+    """Gather of W over row, and reduce-scatter of its gradient."""
     kept = "weights" in keep
     again = [] if kept else [Move("I", "row", "weights", "all_gather", w, hides=True)]
     return [
@@ -218,7 +218,7 @@ def _weights(w: int, keep: Collection[str]) -> list[Move]:
 
 
 def lookup_moves(words: int, width: int, n: int, row: int, col: int) -> list[Move]:
-    """What an embedding table of `words` rows moves for n tokens of a row: itself over row, what it gives over col."""
+    """The collectives of an embedding table with `words` rows, for n tokens of a row: the table over row, its output over col."""
     block = round_up(words, col) // col
     table = (row - 1) * (round_up(block, row) // row) * width
     found = (col - 1) * (round_up(n, col) // col) * width
@@ -232,7 +232,7 @@ def lookup_moves(words: int, width: int, n: int, row: int, col: int) -> list[Mov
 
 
 def traffic(p: Product, flow: Flow, keep: Collection[str] = (), micro_batches: int = 1) -> Traffic:
-    """What `flow` costs for this product in a step."""
+    """Received elements and calls of a matmul with `flow` in one step."""
     out = Traffic()
     for m in moves(p, flow, keep):
         times = 1 if m.once else micro_batches
@@ -245,22 +245,22 @@ def traffic(p: Product, flow: Flow, keep: Collection[str] = (), micro_batches: i
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """A line of ranks: bytes a second that each receives, and seconds of a call, its hops together."""
+    """Speed of an axis of the grid: bytes/s received per rank, and latency of a collective in seconds."""
 
     rate: float = 25e9
     call: float = 1e-5
 
 
 class Timed(Protocol):
-    """The lines of a plane, of which moves take time."""
+    """Times moves on the axes of the grid."""
 
     def seconds(self, m: Move, width: int, /) -> float:
-        """Of a move of elements of `width` bytes."""
+        """Seconds of a move with elements of `width` bytes."""
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """The lines of a plane. Where nothing is known of them, both are alike, and a call is as dear as 250 kB."""
+    """Speeds of both axes. By default they are equal, and the latency of a call equals the time of 250 kB."""
 
     row: LinkSpeed = field(default_factory=LinkSpeed)
     col: LinkSpeed = field(default_factory=LinkSpeed)
@@ -271,7 +271,7 @@ class LinkSpeeds:
 
 
 def passed(m: Move) -> float:
-    """Elements that pass a rank's link, one way: those it receives, and of broadcasts and reductions its own, too."""
+    """Elements through a rank's link in one direction: those it receives; for broadcasts and reductions also its own."""
     own = m.kind in ("broadcast", "reduce") and m.calls > 1
     return m.elements * m.calls / (m.calls - 1) if own else float(m.elements)
 
@@ -279,17 +279,17 @@ def passed(m: Move) -> float:
 def seconds(
     every: Iterable[Move], links: Timed, compute: int, reduce: int, micro_batches: int = 1
 ) -> dict[str, tuple[float, float]]:
-    """By op, seconds of a micro-batch that nothing hides, and those that may hide; elements of so many bytes."""
+    """By op: exposed and overlappable seconds per micro-batch; `compute` and `reduce` are bytes per element."""
     out = {"F": (0.0, 0.0), "I": (0.0, 0.0), "W": (0.0, 0.0)}
     for m in every:
         time = links.seconds(m, reduce if m.what == "gradients" else compute) / (micro_batches if m.once else 1)
-        shown, hidden = out[m.op]
-        out[m.op] = (shown, hidden + time) if m.hides else (shown + time, hidden)
+        exposed, overlapped = out[m.op]
+        out[m.op] = (exposed, overlapped + time) if m.hides else (exposed + time, overlapped)
     return out
 
 
 def _natural(p: Product, flow: Flow) -> tuple[bool, bool]:
-    """Whether a flow takes and gives tokens (True) or features (False); as asked for where it does either."""
+    """(input, output) layout of a flow: tokens (True) or features (False); as in `p` if the flow supports both."""
     match flow:
         case "os":
             return p.in_tokens, False
@@ -303,9 +303,9 @@ def _natural(p: Product, flow: Flow) -> tuple[bool, bool]:
             return False, False
 
 
-def flows_of(wish: str, moves_output: bool = True) -> tuple[Flow, ...]:
-    """The flows that a plan's `wish` leaves to choose from; without `moves_output` (logits) those that leave it in place."""
-    flows = {"auto": ("os", "ls", "ws-in", "ws-out"), "ws": ("ws-in", "ws-out")}.get(wish, (wish,))
+def flows_of(requested: str, moves_output: bool = True) -> tuple[Flow, ...]:
+    """The flows that a plan's value allows; without `moves_output` (logits), those that do not communicate the output."""
+    flows = {"auto": ("os", "ls", "ws-in", "ws-out"), "ws": ("ws-in", "ws-out")}.get(requested, (requested,))
     if not moves_output:
         flows = tuple(f for f in flows if f in ("os", "summa")) or ("os",)
     return flows
@@ -313,7 +313,7 @@ def flows_of(wish: str, moves_output: bool = True) -> tuple[Flow, ...]:
 
 def choose_flow(
     p: Product,
-    wish: str,
+    requested: str,
     compute: int,
     reduce: int,
     *,
@@ -323,17 +323,17 @@ def choose_flow(
     micro_batches: int = 1,
     beside: float = 0.0,
 ) -> Flow:
-    """The flow a plan's `wish` means for this product: itself, or the one that takes least time on these links.
+    """The flow of a matmul: `requested`, or among several the one with the least exposed time on these links.
 
-    `beside`: seconds of its products, forward and backward, beside which moves that hide can run.
+    `beside`: seconds of compute, forward and backward, with which moves can overlap.
     """
     where = links or LinkSpeeds()
 
     def late(flow: Flow) -> float:
         parts = seconds(moves(p, flow, keep), where, compute, reduce, micro_batches).values()
-        return sum(shown for shown, _ in parts) + max(0.0, sum(hidden for _, hidden in parts) - beside)
+        return sum(exposed for exposed, _ in parts) + max(0.0, sum(overlapped for _, overlapped in parts) - beside)
 
-    flows = flows_of(wish, moves_output)
+    flows = flows_of(requested, moves_output)
     if len(flows) == 1:
         return flows[0]
     times = {flow: late(flow) for flow in flows}

@@ -1,16 +1,16 @@
-"""The flows: how a matrix product moves over a plane of the grid, forward and backward, on plain local tensors.
+"""The flows: distributed matmul algorithms on a plane of the grid, forward and backward, on local tensors.
 
-Shapes, costs and the two ways of holding activations (tokens, features) are in costs.py. A flow is four functions:
+Shapes, costs and the two layouts of activations (tokens, features) are in costs.py. A flow is four functions:
 
     forward(x, w) -> y, inputs      input_grad(dy, w) -> dx, kept      inputs(x)      weight_grad(inputs, kept, dtype) -> dw
 
-`x` is what the rank holds, `inputs` what the weight gradient needs of it: gathered again in the backward, or kept from the
-forward where a plan says so. `kept` is the gradient of y as the weight gradient needs it, gathered where it had to be for
-dx. So a weight gradient can be computed at once, or put off until W; its sum over row is done in `dtype` (fp32 or wider), and
-is part of it. The sum over depth and data is the unit's reduction.
+`x` is the rank's local input; `inputs` is what the weight gradient needs of it: gathered again in the backward, or kept from the
+forward if the plan says so. `kept` is the gradient of y as the weight gradient needs it, gathered if dx needed that. So a weight
+gradient can be computed at once, or deferred until W; its reduction over row is part of it, in `dtype` (at least fp32). The
+reduction over depth and data is the unit's.
 
-What is gathered for the weight gradient is on its way while dx is computed, and dx is scattered while the weight gradient
-is; weights arrive ahead of their use and weight gradients are summed behind it (late.py).
+The gather for the weight gradient overlaps with computing dx, and the scatter of dx with computing the weight gradient; weights
+are prefetched and weight gradients are reduced later (late.py).
 
 Letters: n tokens of this row, m = n / col (rounded up, padded with zeros), r = row, c = col.
 """
@@ -36,7 +36,7 @@ __all__ = ["Matmul", "join", "multiply", "scatter_sum", "to_features", "to_token
 
 
 def tokens_in(rows: int, col: Axis, seq_len: int) -> int:
-    """Tokens of whole sequences in col · rows places; the rest is padding, less than a sequence."""
+    """Number of tokens in col · rows positions: whole sequences; the rest, less than a sequence, is padding."""
     return rows * col.size // seq_len * seq_len
 
 
@@ -44,7 +44,7 @@ def tokens_in(rows: int, col: Axis, seq_len: int) -> int:
 
 
 def join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Tensor:
-    """Everything the columns hold, on each of them: [n, width]."""
+    """Gather over columns: [n, width] on each of them."""
     return _start_join(x, col, tokens, seq_len).get()
 
 
@@ -54,7 +54,7 @@ def _start_join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Coming:
 
 
 def scatter_sum(x: Tensor, col: Axis, tokens: bool) -> Tensor:
-    """The sum over columns of x [n, width], each keeping its tokens [m, width] or features [n, width / c]."""
+    """Reduce-scatter over columns of x [n, width]: to tokens [m, width] or features [n, width / c]."""
     return _start_scatter_sum(x, col, tokens).get()
 
 
@@ -124,12 +124,12 @@ def to_tokens(x: Tensor, col: Axis, width: int, seq_len: int) -> Tensor:
 
 
 Whole = Callable[[], Tensor]
-"""Gives W of all rows."""
+"""Returns W gathered over row."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product on the grid by one flow. With `keeps_inputs`, what was gathered of x is kept for the backward."""
+    """A matmul on the grid with one flow. With `keeps_inputs`, the gathered x is kept for the backward."""
 
     flow: str
     grid: Grid
@@ -147,11 +147,11 @@ class Matmul:
 
     @property
     def moves_weight(self) -> bool:
-        """Whether W is gathered over row, and its gradient scattered there."""
+        """Whether W is gathered over row, and its gradient reduce-scattered."""
         return self.flow in ("os", "ls")
 
     def forward(self, x: Tensor, w: Tensor, whole: Whole) -> tuple[Tensor, Tensor]:
-        """y, and what is kept of x for the backward."""
+        """(y, what is saved of x for the backward)."""
         row, col = self.grid.row, self.grid.col
         match self.flow:
             case "os":
@@ -172,7 +172,7 @@ class Matmul:
                 return functools.reduce(torch.add, (x_t @ w_t.t() for x_t, w_t in parts)), x
 
     def inputs(self, kept: Tensor) -> Coming:
-        """What the weight gradient needs of x, of which the forward kept this."""
+        """What the weight gradient needs of x, from what the forward saved."""
         return Coming(kept) if self.keeps_inputs else self._inputs(kept)
 
     def _inputs(self, x: Tensor) -> Coming:
@@ -187,7 +187,7 @@ class Matmul:
                 return Coming(x)
 
     def input_grad(self, dy: Tensor, w: Tensor, whole: Whole) -> tuple[Coming, Tensor]:
-        """dx, on its way, and what the weight gradient needs of dy."""
+        """(dx in flight, what the weight gradient needs of dy)."""
         row, col = self.grid.row, self.grid.col
         match self.flow:
             case "os":
@@ -206,7 +206,7 @@ class Matmul:
                 return Coming(_reduced(col, (dy @ w_t for w_t in _broadcasts(row, w)))), dy
 
     def weight_grad(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Coming:
-        """dw, summed over row."""
+        """dw, reduced over row."""
         if self.moves_weight:
             return self.row_sum(self.weight_product(inputs, kept, dtype))
         row, col = self.grid.row, self.grid.col
@@ -215,20 +215,20 @@ class Matmul:
         return Coming(_reduced(row, ((kept.t() @ x_t).to(dtype) for x_t in _broadcasts(col, inputs))))
 
     def weight_product(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """dw of all rows, from this row's tokens alone."""
+        """dw before the reduction over row: from this row's tokens only."""
         dw = (kept.t() @ inputs).to(dtype)
         return _pad(dw, round_up(dw.shape[0], self.grid.row.size))
 
     def row_sum(self, dw: Tensor) -> Coming:
-        """This row's part of the sum of all rows' `weight_product`s."""
+        """Start the reduce-scatter over row of `weight_product`."""
         return self.grid.row.start_scatter(dw)
 
     def start_whole(self, w: Tensor) -> Coming:
-        """W of all rows, without the padding that made them equal."""
+        """Start gathering W over row; the result has no padding."""
         filled = self.sizes.b if self.flow == "os" else self._width_out
         return self.grid.row.start_gather(w).then(lambda whole: whole[:filled])
 
-    # ---- parts of them ----
+    # ---- helpers ----
 
     @property
     def _width_in(self) -> int:
@@ -239,7 +239,7 @@ class Matmul:
         return self.sizes.outputs if self.sizes.out_tokens else self.sizes.col * self.sizes.b
 
     def _spread(self, x: Tensor) -> Tensor:
-        """[m, width] to the tokens of all rows and columns, of the features one block: [r, n, width / r]."""
+        """[m, width] to the tokens of all rows and columns, with one block of the features: [r, n, width / r]."""
         row, col = self.grid.row, self.grid.col
         n, wide = tokens_in(x.shape[0], col, self.seq_len), round_up(x.shape[1], row.size)
         mine = row.exchange(_stacked(F.pad(x, (0, wide - x.shape[1])), row.size))  # [r · m, width / r]
@@ -247,7 +247,7 @@ class Matmul:
         return whole.transpose(0, 1).flatten(1, 2)[:, :n]
 
     def _start_collect(self, x: Tensor, width: int) -> Coming:
-        """The way back of `_spread`, summed over col: [r, n, width / r] to [m, width]."""
+        """The inverse of `_spread`, summed over col: [r, n, width / r] to [m, width]."""
         row, col = self.grid.row, self.grid.col
         x = F.pad(x, (0, 0, 0, round_up(x.shape[1], col.size) - x.shape[1]))
         stacked = x.unflatten(1, (col.size, -1)).transpose(0, 1).flatten(0, 2)
@@ -256,7 +256,7 @@ class Matmul:
 
 
 def _broadcasts(axis: Axis, x: Tensor) -> Iterator[Tensor]:
-    """x of every rank in turn; the next is on its way while one is used."""
+    """Broadcasts of x from every rank in turn; the next is in flight while one is used."""
     coming = axis.start_broadcast(x, 0)
     for t in range(1, axis.size + 1):
         after = axis.start_broadcast(x, t) if t < axis.size else None
@@ -265,7 +265,7 @@ def _broadcasts(axis: Axis, x: Tensor) -> Iterator[Tensor]:
 
 
 def _reduced(axis: Axis, parts: Iterable[Tensor]) -> Tensor:
-    """The sum over ranks of part t, on rank t; one is summed while the next is computed."""
+    """Reductions of part t to rank t; each overlaps with computing the next part."""
     before: Coming | None = None
     for t, part in enumerate(parts):
         coming = axis.start_reduce(part, t)
@@ -283,17 +283,17 @@ PutOff = Callable[[Tensor, Tensor, Tensor, int, int], None]
 
 
 class Holder(Protocol):
-    """What holds the weight of a product, outside of compiled graphs."""
+    """The owner of a matmul's weight, outside compiled graphs."""
 
     def whole(self) -> Tensor:
-        """W of all rows."""
+        """W gathered over row."""
 
     def take_weight_grad(self, inputs: Tensor, kept: Tensor, /) -> bool:
-        """Compute the weight gradient and see to it; False: autograd is to have it."""
+        """Compute and accumulate the weight gradient; False: return it to autograd instead."""
 
 
 class _Multiply(torch.autograd.Function):
-    """y = x wᵀ by a flow. With `put_off`, (x, kept) goes to a queue and autograd gets no gradient of w."""
+    """y = x wᵀ with a flow. With `put_off`, (x, kept) goes to a queue and autograd gets no gradient of w."""
 
     @staticmethod
     def forward(
@@ -327,7 +327,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
         matmul, holder = ctx.matmul, ctx.holder
-        # what the weight gradient needs travels while dx is computed; without overlap, it is not held that long
+        # the gather for the weight gradient overlaps with dx; without overlap it starts later, to save memory
         early = matmul.inputs(x) if ctx.put_off is None and matmul.grid.col.overlap else None
         dx, kept = matmul.input_grad(dy, w, _whole(matmul, w, holder))
         dw = None
@@ -355,5 +355,5 @@ def multiply(
     place: int = 0,
     holder: Holder | None = None,
 ) -> Tensor:
-    """x wᵀ, differentiable; the input as the flow takes it, the output as it gives it."""
+    """x wᵀ, differentiable; input and output have the flow's layouts."""
     return _Multiply.apply(x, w, token, matmul, put_off, queue, place, holder)

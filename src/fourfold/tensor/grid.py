@@ -1,12 +1,12 @@
 """The grid: the depth × row × col part of the mesh, as one rank sees it.
 
-    depth   planes: copies of every matrix, other tokens. Their gradients meet in the units' reductions, never in a layer
+    depth   planes with copies of every matrix and different tokens; their gradients are reduced by the units, not in layers
     row     splits tokens (whole sequences) and every matrix
     col     splits features and heads inside a layer, and every matrix
 
-An `Axis` is the line of ranks through this one along an axis, with the collectives that layers use; on a line of one rank they
-are the identity and call nothing. Gathers and scatters can be started, and their result taken later (`Coming`): where an axis
-does not overlap, they are waited for where they start, and nothing else differs.
+An `Axis` is the line of ranks through this one along a mesh axis, with the collectives that layers use; for a single rank they
+are the identity. Gathers and scatters can be started and their results taken later (`Coming`); without overlap they complete
+where they start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Axis", "Coming", "Grid"]
 
 
 class Coming:
-    """A tensor that a collective under way makes, from `source`, which is held until then."""
+    """The result of a collective in flight; `source` is kept alive until it completes."""
 
     def __init__(self, value: Tensor, pending: Pending | None = None, source: Tensor | None = None):
         self._value, self._pending, self._source = value, pending, source
@@ -33,17 +33,17 @@ class Coming:
 
     @property
     def here(self) -> bool:
-        """Whether nothing has to be waited for."""
+        """Whether the result is complete."""
         return self._pending is None
 
     def then(self, make: Callable[[Tensor], Tensor]) -> Coming:
-        """This, with the tensor turned into another when it is here."""
+        """Apply a function to the result when it is taken."""
         before = self._then
         self._then = make if before is None else lambda value: make(before(value))
         return self
 
     def get(self) -> Tensor:
-        """The tensor, waited for."""
+        """Wait for the result and return it."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = self._source = None
@@ -53,7 +53,7 @@ class Coming:
 
 
 class Axis:
-    """`size` ranks, of which this is number `index`. Tensors are cut and joined along their first dim, in rank order."""
+    """A line of `size` ranks; this rank has number `index`. Tensors are split and concatenated along dim 0, in rank order."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class Axis:
         self.name, self.size, self.index, self.group, self.overlap = name, size, index, group, overlap
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, one after another."""
+        """All-gather: every rank's x, concatenated."""
         return x if self.group is None else collectives.gathered(x, self.group, f"a gather over {self.name}")
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum of all x."""
+        """Reduce-scatter: this rank's part of the sum of all x."""
         return x if self.group is None else collectives.scattered(x, self.group, f"a scatter over {self.name}")
 
     def start_gather(self, x: Tensor) -> Coming:
-        """`gather`, started. Compiled graphs order collectives themselves."""
+        """Start a `gather`; in a compiled graph it completes at once."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
             return Coming(self.gather(x))
         x = x.contiguous()
@@ -83,7 +83,7 @@ class Axis:
         return Coming(out, collectives.all_gather(out, x, self.group, f"a gather over {self.name}"), x)
 
     def start_scatter(self, x: Tensor) -> Coming:
-        """`scatter`, started."""
+        """Start a `scatter`."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
             return Coming(self.scatter(x))
         x = x.contiguous()
@@ -91,14 +91,14 @@ class Axis:
         return Coming(out, collectives.reduce_scatter(out, x, self.group, f"a scatter over {self.name}"), x)
 
     def start_broadcast(self, x: Tensor, source: int) -> Coming:
-        """`broadcast`, started."""
+        """Start a `broadcast`."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
             return Coming(self.broadcast(x, source))
         out = x.contiguous() if self.index == source else torch.empty_like(x, memory_format=torch.contiguous_format)
         return Coming(out, collectives.broadcast(out, source, self.group, f"a broadcast over {self.name}"))
 
     def start_reduce(self, x: Tensor, target: int) -> Coming:
-        """`reduce`, started; x is no longer the caller's."""
+        """Start a `reduce`, which may overwrite x."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
             return Coming(self.reduce(x, target))
         x = x.contiguous()
@@ -111,7 +111,7 @@ class Axis:
         return x if self.group is None else collectives.summed(x, self.group, f"a maximum over {self.name}", "max")
 
     def exchange(self, x: Tensor) -> Tensor:
-        """Part r of x goes to rank r."""
+        """All-to-all: part r of x goes to rank r."""
         return x if self.group is None else collectives.exchanged(x, self.group, f"an exchange over {self.name}")
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -121,18 +121,18 @@ class Axis:
         )
 
     def reduce(self, x: Tensor, target: int) -> Tensor:
-        """The sum of all x, of use on rank `target` alone."""
+        """The sum of all x; valid only on rank `target`."""
         return x if self.group is None else collectives.reduced(x, target, self.group, f"a reduction over {self.name}")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's lines, and the axes of degree > 1 beside them along which everything here is copied (`data`, `depth`)."""
+    """This rank's row and col axes, and the mesh axes of degree > 1 along which its matrices are replicated (`data`, `depth`)."""
 
     row: Axis
     col: Axis
     replicas: tuple[str, ...] = ()
 
     def copies(self, *axes: str) -> tuple[str, ...]:
-        """Axes along which a parameter that is not split over `axes` (of row, col) is copied."""
+        """Mesh axes along which a parameter that is not split over `axes` (of row, col) is replicated."""
         return (*self.replicas, *(a.name for a in (self.row, self.col) if a.name in axes and a.size > 1))

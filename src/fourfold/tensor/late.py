@@ -1,16 +1,15 @@
-"""What linears on the grid start early and finish late: weights gathered ahead of their use, gradients summed behind it.
+"""Overlap of the grid's collectives over row: weights are prefetched, and weight gradients are reduced later.
 
-`Ahead` gathers W of all rows one linear ahead. It learns the order in which an op (F, B, …) of a stage uses weights when the op
-first runs, recomputation included, and follows it from then on: whoever takes a weight starts the gather of the next one. A
-wrong guess costs a gather, never a result; nothing is in flight between two ops, so nothing outlives an update. A weight that
-is not here yet (its unit is being gathered) is not fetched ahead.
+`Ahead` gathers W over row one linear layer ahead. When an op (F, B, …) of a stage first runs, it records the order in which the
+op uses weights, recomputation included; from then on, taking a weight starts the gather of the next one. A wrong prediction
+costs a gather but never changes a result. Nothing is in flight between two ops, so no gathered weight outlives an update. A
+weight whose unit is still being gathered is not prefetched.
 
-`Sums` lets the sum over row of one weight gradient run while the next product is computed. Sums are added to the gradients in
-the order in which they were started, that of the micro-batches. A unit's reduction that comes inside an op waits for them
-with the rest of the op under way, and is started then.
+`Sums` runs the reduction over row of one weight gradient while the next matmul is computed. Sums are added to the gradients in
+the order in which they were started, which is micro-batch order. A unit's reduction inside an op is deferred until they are done.
 
-Both start collectives in the order of the ops alone, never by what has arrived: it is the same on all ranks of a row. Memory:
-one gathered W, and one weight gradient of all rows, more than without.
+Both issue collectives in the order of the ops, never by arrival, so it is the same on all ranks of a row. Extra memory: one
+gathered W, and one unreduced weight gradient.
 """
 
 from __future__ import annotations
@@ -30,22 +29,23 @@ class Weight(Protocol):
     """A weight that can be gathered over row."""
 
     def ready(self) -> bool:
-        """Whether it is here; the same on all ranks of a row."""
+        """Whether the weight is available; the same on all ranks of a row."""
 
     def start_whole(self) -> Coming: ...
 
 
 class Ahead:
-    """Weights of one stage, whose ops also open and close `sums`. Without overlap, each is gathered where it is taken."""
+    """Prefetches the weights of one stage; its ops also open and close `sums`. Without overlap, weights are gathered when
+    taken."""
 
     def __init__(self, sums: Sums) -> None:
         self._sums = sums
-        self._tapes: dict[str, list[Weight]] = {}  # by op: the weights it takes, in order
+        self._tapes: dict[str, list[Weight]] = {}  # by op: the weights that it uses, in order
         self._op, self._said, self._taken = "", list[Weight](), list[Weight]()
         self._next: tuple[Weight, Coming] | None = None
 
     def begin(self, op: str) -> None:
-        """An op begins; ops of the same name take weights in the same order."""
+        """Begin an op; ops of the same name use weights in the same order."""
         self._drop()
         self._sums.open()
         self._op, self._said, self._taken = op, self._tapes.get(op, []), []
@@ -56,7 +56,7 @@ class Ahead:
         self._tapes[self._op] = self._taken
 
     def take(self, weight: Weight) -> Coming:
-        """W of all rows."""
+        """The gathered W."""
         coming = None
         if self._next is not None and self._next[0] is weight:
             coming, self._next = self._next[1], None
@@ -76,27 +76,27 @@ class Ahead:
 
 
 class Sums:
-    """Sums over row of weight gradients, of which `in_flight` are under way at most; 0: no overlap."""
+    """Reductions over row of weight gradients, at most `in_flight` at a time; 0: no overlap."""
 
     def __init__(self, in_flight: int = 1):
         self.in_flight = in_flight
         self._under_way: deque[tuple[Coming, Callable[[Tensor], None]]] = deque()
-        self._after: list[Callable[[], None]] = []  # waits for those that are under way
+        self._after: list[Callable[[], None]] = []  # to be called when the reductions in flight are done
         self._open = False
 
     def open(self) -> None:
-        """An op begins: products follow, beside which sums can run."""
+        """Begin an op, whose matmuls reductions can overlap with."""
         self._open = True
 
     def close(self) -> None:
-        """An op ends, and what waited in it for sums is done."""
+        """End an op: wait for the reductions, then run the calls that were deferred."""
         self._open = False
         if self._after:
             self.settle()
 
     def start(self, coming: Coming, add: Callable[[Tensor], None]) -> None:
-        """`add` is given the sum when it is here."""
-        if coming.here:  # nothing moves: a single row, a flow that leaves weights where they are
+        """Pass a sum to `add` when it is complete."""
+        if coming.here:  # no communication: a single row, or a flow that keeps weights in place
             add(coming.get())
             return
         if self._after:
@@ -106,13 +106,13 @@ class Sums:
             self._complete()
 
     def then(self, act: Callable[[], None]) -> None:
-        """Do this when all that was started is added: now, or in the op under way."""
+        """Call a function after all started sums are added: now, or at the end of the current op."""
         self._after.append(act)
         if not (self._open and self._under_way):
             self.settle()
 
     def settle(self) -> None:
-        """Wait for everything."""
+        """Wait for all reductions."""
         while self._under_way:
             self._complete()
         after, self._after = self._after, []

@@ -1,16 +1,16 @@
-"""What a model has beside linears, on the grid: embedding tables, norms, key heads that columns share, cross entropy.
+"""Other layers on the grid: embedding tables, norms, key heads shared by columns, cross entropy.
 
-    table          W[V / (col · row), D]; a rank gathers its column's rows of W over row, looks up those of its tokens, and the
-                   columns' answers are summed into the residual stream. Received: (row - 1) |W| + (col - 1) m D, forward and
-                   backward. The same shares serve the output projection (flow `os`), so a tied weight is held once.
-    positions      copied: [P, D], or its block of features; token types, too
+    table          W[V / (col · row), D]; a rank gathers its column's rows of W over row and looks up its tokens; the columns'
+                   results are summed into the residual stream. Received: (row - 1) |W| + (col - 1) m D, forward and
+                   backward. The output projection (flow `os`) has the same partition, so a tied weight is stored once.
+    positions      replicated: [P, D], or a block of features; token types likewise
     norm           with features split, statistics over col: LayerNorm merges (mean, square sum) of all columns, which is stable,
                    RMSNorm sums squares; fp32 or wider. With tokens split, the serial norm is right as it is. So are norms of
                    queries and keys over each head; one over all heads (OLMo 2) has its statistics over col
-    cross entropy  logits [n, V / col] stay where they are: a maximum and two sums per token over col
+    cross entropy  logits [n, V / col] are not communicated: a maximum and two sums per token over col
 
-n tokens on this row, m = n / col. Padding: rows of W that no token has; places of logits that count as -inf; features that
-no statistic counts and whose gradient is 0.
+n tokens on this row, m = n / col. Padding: rows of W without a token; logits that count as -inf; features excluded from
+statistics, with gradient 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["GridCrossEntropy", "GridHeadNorm", "GridNorm", "GridPositions", "Gri
 
 
 class GridTable(nn.Module):
-    """Rows of a table by token id, into the residual stream."""
+    """Embedding lookup by token id, into the residual stream."""
 
     def __init__(self, setting: GridSettings, rows: int, residual: Side):
         super().__init__()
@@ -73,13 +73,13 @@ class _Lookup(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         grid, block = ctx.grid, ctx.block
         d = join(dy, grid.col, ctx.residual.tokens, ctx.seq_len)
-        rows = round_up(block, grid.row.size)  # ids of other columns have number `block`, which is left out
+        rows = round_up(block, grid.row.size)  # ids of other columns are mapped to `block`, which is ignored
         dw = torch.ops.aten.embedding_dense_backward(_wide(d), ids, max(rows, block + 1), block, False)
         return None, grid.row.scatter(dw[:rows]).to(ctx.dtype), None, None, None, None
 
 
 class GridPositions(nn.Module):
-    """Learned positions of the tokens that this rank holds, for the residual stream."""
+    """Learned position embedding of this rank's tokens, for the residual stream."""
 
     def __init__(self, setting: GridSettings, rows: int, residual: Side):
         super().__init__()
@@ -106,7 +106,7 @@ class GridPositions(nn.Module):
 
 
 class GridTypes(GridPositions):
-    """Token types: the first, for all tokens."""
+    """Token type embedding: the first type, for all tokens."""
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         return self.weight[0]
@@ -219,7 +219,7 @@ def _normal(x: Tensor, mean: Tensor | None, scale: Tensor, mine: int) -> Tensor:
 
 
 class SharedKeys(GridLinear):
-    """The q, k and v projection with fewer key heads than columns: k and v are dealt evenly by features, and gathered.
+    """The q, k and v projection with fewer key heads than columns: features of k and v are divided evenly, and gathered.
 
     A rank uses one key head, that of its query heads. Received, forward and backward: (col - 1) n · 2 |k| elements, where
     |k| is a column's share of the key features.
@@ -270,7 +270,7 @@ class _Gather(torch.autograd.Function):
 
 
 class GridCrossEntropy(nn.Module):
-    """The sum of the tokens' cross entropies from logits split over col; the same on every column. Fp32 or wider."""
+    """Sum of the tokens' cross entropies, from logits split over col; equal on every column. Computed in at least fp32."""
 
     def __init__(self, setting: GridSettings, vocab: Blocks):
         super().__init__()
@@ -313,5 +313,5 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _less(wide: Tensor, amount: Tensor, source: Tensor) -> Tensor:
-    """`wide` less a number for each token: in place, unless its memory is that of `source`."""
+    """Subtract a number per token from `wide`: in place, unless it shares memory with `source`."""
     return wide.sub_(amount[:, None]) if wide.dtype != source.dtype else wide - amount[:, None]

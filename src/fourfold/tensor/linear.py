@@ -1,12 +1,12 @@
-"""A linear layer on the grid: a serial `nn.Linear` [outputs, inputs], of which every rank holds row × col-th.
+"""A linear layer on the grid: a serial `nn.Linear` [outputs, inputs]; each rank holds 1/(row·col) of it.
 
-Its sides are the residual stream, held as tokens [m, width] or features [B, T, block], or the inside of a layer, held as
-features in blocks that suit what is done with them (whole heads, gate beside up). It works by one flow (costs.py), and
-converts where a side is not what the flow works on.
+Its input and output are the residual stream, as tokens [m, width] or features [B, T, block], or the inside of a layer, as
+features in blocks that suit the computation (whole heads, gate next to up). It uses one flow (costs.py), and converts an input
+or output that does not have the layout of the flow.
 
-Alone, a linear gathers its weight where it needs it, and autograd gets its gradient. In a stage (`serve`), weights are gathered
-ahead, and gradients are given to a unit, late. There it can also keep, until `forget`, `weights` (W of all rows: one gather a
-step) and `gradients` (of all rows, this row's tokens: one sum over row a step, at `flush`).
+On its own, it gathers its weight when needed, and autograd gets its gradient. In a stage (`serve`), weights are prefetched and
+gradients are passed to a unit after a deferred reduction. There it can also keep, until `forget`, the gathered `weights` (one
+gather per step) and the unreduced `gradients` (one reduction over row per step, at `flush`).
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class GridSettings:
     tokens: int
     flow: str = "auto"
     flows: Mapping[str, str] = field(default_factory=dict)
-    """By name of a product, its flow; auto, as one that is not named: `flow`."""
+    """Flow by name of a matmul; auto or absent: `flow`."""
     residual: str = "sequence"
     compute_bytes: int = 4
     reduce_bytes: int = 4
     keep: frozenset[str] = frozenset()
-    """Of `weights`, `inputs` and `gradients`: what is kept rather than communicated again."""
+    """Which of `weights`, `inputs` and `gradients` are kept instead of being communicated again."""
     micro_batches: int = 1
-    """Of a step."""
+    """Micro-batches per step."""
 
     def choose(self, sizes: Product, name: str, moves_output: bool) -> str:
-        """The flow of a product."""
-        wish = self.flows.get(name, "auto")
+        """The flow of a matmul."""
+        flow = self.flows.get(name, "auto")
         return choose_flow(
             sizes,
-            self.flow if wish == "auto" else wish,
+            self.flow if flow == "auto" else flow,
             self.compute_bytes,
             self.reduce_bytes,
             moves_output=moves_output,
@@ -66,7 +66,7 @@ class GridSettings:
 
 @dataclass(frozen=True)
 class Side:
-    """What goes into or comes out of a linear: as tokens [m, blocks.total], or as features [B, T, blocks.size]."""
+    """Layout of the input or output of a linear layer: tokens [m, blocks.total], or features [B, T, blocks.size]."""
 
     blocks: Blocks
     tokens: bool = False
@@ -77,10 +77,10 @@ def _always() -> bool:
 
 
 class GridLinear(nn.Module):
-    """y = x Wᵀ + b. The bias lies as y does, and is added once.
+    """y = x Wᵀ + b. The bias has the layout of y and is added once.
 
-    `name`: which product of the model it is, by which a plan may say its flow.
-    `trim`: the padding at the end of the input's block may hold something, and is taken as 0.
+    `name`: name of the matmul, by which a plan can select its flow.
+    `trim`: the padding at the end of the input's block may contain values, which are treated as 0.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class GridLinear(nn.Module):
         self._sums: Sums | None = None
         self._add: Callable[[Tensor], None] | None = None
         self._ready: Callable[[], bool] = _always
-        self._whole: Tensor | None = None  # kept: W of all rows
-        self._unsummed: Tensor | None = None  # kept: the gradients of all rows
+        self._whole: Tensor | None = None  # gathered W, if kept
+        self._unsummed: Tensor | None = None  # unreduced gradients, if kept
 
     def forward(self, x: Tensor) -> Tensor:
         matmul, grid, seq_len = self.matmul, self.setting.grid, self.setting.seq_len
@@ -157,7 +157,7 @@ class GridLinear(nn.Module):
         *,
         selective: bool = False,
     ) -> None:
-        """Be part of a stage: `add` takes gradients of the weight, `ready` says whether it is here.
+        """Become part of a stage: `add` receives gradients of the weight, `ready` returns whether the weight is gathered.
 
         `selective`: the forward runs under a selective checkpoint, which keeps the output and no gathered inputs.
         """
@@ -181,7 +181,7 @@ class GridLinear(nn.Module):
         return whole
 
     def take_weight_grad(self, inputs: Tensor, kept: Tensor) -> bool:
-        """Compute the gradient and give it to the unit, late; False where there is none."""
+        """Compute the gradient and pass it to the unit after its deferred reduction; False if there is no unit."""
         if self._sums is None or self._add is None:
             return False
         wide = torch.promote_types(self.weight.dtype, torch.float32)
@@ -195,13 +195,13 @@ class GridLinear(nn.Module):
         return True
 
     def flush(self) -> None:
-        """Start the sum over row of gradients that were kept."""
+        """Start the reduction over row of kept gradients."""
         if self._unsummed is not None and self._sums is not None and self._add is not None:
             unsummed, self._unsummed = self._unsummed, None
             self._sums.start(self.matmul.row_sum(unsummed), self._add)
 
     def forget(self) -> None:
-        """Let go of W of all rows."""
+        """Free the gathered W."""
         self._whole = None
 
     def defer(self, put_off: PutOff, token: Tensor, queue: int, place: int) -> None:
@@ -210,13 +210,13 @@ class GridLinear(nn.Module):
 
     @torch.no_grad()
     def weight_grad(self, x: Tensor, kept: Tensor, add: Callable[[Tensor], None]) -> None:
-        """Give the gradient of the weight, summed over row, fp32 or wider, to the unit, late, or else to `add`."""
+        """Pass the gradient of the weight, reduced over row in at least fp32, to the unit (deferred), or else to `add`."""
         inputs = self.matmul.inputs(x).get()
         if not self.take_weight_grad(inputs, kept):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             add(self.matmul.weight_grad(inputs, kept, wide).get())
 
-    # ---- which part of what ----
+    # ---- pieces ----
 
     def pieces(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
         grid, sizes, ins, outs = self.setting.grid, self.matmul.sizes, self.inputs, self.outputs

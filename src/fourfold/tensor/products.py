@@ -1,4 +1,4 @@
-"""The products of our models on a grid: their sizes on a rank and their flows, from config and plan alone, as a run has them.
+"""The matmuls of a model on the grid: their sizes on a rank and their flows, computed from config and plan.
 
 No torch.
 
@@ -21,7 +21,7 @@ WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 @lru_cache(maxsize=4096)
 def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str = "sequence") -> dict[str, Product]:
-    """By name, for `tokens` tokens of a micro-batch on a row."""
+    """The matmuls by name, for `tokens` tokens of a micro-batch on a row."""
     stream, sequence = even(m.hidden, col), residual == "sequence"
     q, k, _ = grouped_heads(m.heads, m.kv_heads, m.head_dim, col)
     inner = even(m.ffn, col)
@@ -44,15 +44,15 @@ def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str =
 
 
 def flows_of_plan(m: ModelConfig, plan: Plan, global_batch: int) -> dict[str, tuple[Product, str]]:
-    """By name, every product and the flow that a run of this plan takes for it."""
+    """By name, every matmul and its flow in a run of this plan."""
     tokens, tensor = plan.micro_batch_size(global_batch) * m.seq_len, plan.tensor
     compute = WIDTH[plan.precision.compute]
     out = {}
     for name, sizes in products_of(m, plan.mesh.row, plan.mesh.col, tokens, tensor.residual).items():
-        wish = getattr(tensor.flows, name)
+        flow = getattr(tensor.flows, name)
         chosen = choose_flow(
             sizes,
-            tensor.flow if wish == "auto" else wish,
+            tensor.flow if flow == "auto" else flow,
             compute,
             max(WIDTH[plan.precision.reduce], compute),
             moves_output=name != "proj",

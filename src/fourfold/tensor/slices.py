@@ -1,11 +1,11 @@
-"""Slices of layers on the grid, for operator splitting: each column cuts its block of an MLP's hidden size, or of the vocabulary.
+"""Operator splitting on the grid: each column slices its own block of an MLP's hidden size, or of the vocabulary.
 
-    MLP    slice j has places j of every column's block: rows of `up` (and gate), columns of `down`
-    head   slice j has rows j of what every rank holds of the projection, which are those of a tied embedding
+    MLP    slice j has positions j of every column's block: rows of `up` (and gate), columns of `down`
+    head   slice j has rows j of each rank's part of the projection, which are those of a tied embedding
 
-A slice's products move over the grid as those of a whole layer do, each by the flow that suits its size: activations move once
-for every slice, weights once in all. The log-sums of a head's slices stay on their column until the last: then two sums and a
-maximum per token over col, once.
+The matmuls of a slice use the grid like those of a whole layer, each with the flow that suits its size: activations are
+communicated once per slice, weights once in total. The logsumexp of a head's slices stays on its column until the last slice;
+then two sums and a maximum per token over col follow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Cut = tuple[nn.Module, dict[str, tuple[Piece, ...]]]
 
 
 class GridCutter:
-    """Makes the linears of slice `index` of `count` of layers that are on the grid (`Cutter` of shard/split.py)."""
+    """Makes the linear layers of slice `index` of `count` for layers on the grid (a `Cutter` of shard/split.py)."""
 
     def __init__(self, grid: Grid):
         self.grid = grid
@@ -47,7 +47,7 @@ class GridCutter:
         return _with_pieces(GridLinear(down.setting, inputs, down.outputs, bias=bias), down, name)
 
     def words(self, head: Head, name: str, index: int, count: int) -> tuple[nn.Module, dict[str, Any], Runs]:
-        """The projection to some words, its pieces, and where this column's words lie in its output."""
+        """The projection to a range of the vocabulary, its pieces, and the positions of this column's tokens in its output."""
         proj = _on_grid(head.proj)
         words = self._words(proj.outputs.blocks, count, index)
         flow, bias = proj.matmul.flow, proj.bias is not None
@@ -60,16 +60,16 @@ class GridCutter:
         return slice_of(words, count, index, self.grid.row.size)
 
     def tied_rows(self, head: Head, index: int, count: int) -> tuple[int, int]:
-        """The rows of this rank's part of the tied weight that a slice uses."""
+        """The rows that a slice uses of this rank's part of the tied weight."""
         sizes = [self._words(_on_grid(head.proj).outputs.blocks, count, i).size for i in range(index + 1)]
         return sum(sizes[:-1]) // self.grid.row.size, sum(sizes) // self.grid.row.size
 
     def whole(self, module: nn.Module, name: str) -> dict[str, tuple[Piece, ...]]:
-        """The pieces of a module that is not cut."""
+        """The pieces of a module that is not split."""
         return pieces_of(module, name, self.grid)
 
     def total(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """How log-sums and picked logits of a column become the loss: (lse [n], picked [n], valid [n])."""
+        """A function from a column's logsumexp, target logits and validity, each [n], to the loss."""
         return lambda lse, picked, valid: _Total.apply(lse, picked, valid, self.grid.col)
 
 
@@ -83,7 +83,7 @@ def _with_pieces(made: GridLinear, like: GridLinear, name: str) -> Cut:
 
 
 class _Total(torch.autograd.Function):
-    """The sum over valid tokens of log Σ exp - the target's logit, from every column's part of both; the same on all columns."""
+    """Σ over valid tokens of (logsumexp - target's logit), from each column's part of both; equal on all columns."""
 
     @staticmethod
     def forward(ctx: Any, lse: Tensor, picked: Tensor, valid: Tensor, col: Axis) -> Tensor:

@@ -1,12 +1,12 @@
-"""The swap: a serial model becomes a model on the grid, module by module, in place, by type.
+"""Puts a serial model on the grid: replaces its modules in place, by type.
 
     model = build_model(config)                               # no storage yet
     parallelize(model, GridSettings(grid, seq_len=…, tokens=…))    # its linears, tables, norms and loss are now this rank's
     pieces_of(model.embed, "embed", grid)                     # which parts of which serial parameters
 
-The rules for our attention, MLP, embedding and head are below. A module of another type that holds parameters needs a rule of
-its own, or is refused by name: a rule is a function of the module and the setting that replaces the module's children.
-Modules without parameters, and containers, stay as they are.
+The rules for attention, MLP, embedding and head are below. A rule is a function of the module and the setting that replaces the
+module's children. A module of another type with parameters needs its own rule, otherwise it is refused by name. Modules without
+parameters, and containers, are not changed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _walk(name: str, module: nn.Module, setting: GridSettings, rules: Mapping[ty
 
 
 def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Piece, ...]]:
-    """What every parameter of `module` (whose serial name is `prefix`) is; one that no grid module holds is copied."""
+    """The pieces of every parameter of `module` (serial name `prefix`); parameters outside grid modules are replicated."""
     found: dict[str, tuple[Piece, ...]] = {}
     for name, child in module.named_modules():
         inner = f"{name}." if name else ""

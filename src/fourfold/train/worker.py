@@ -85,7 +85,7 @@ def fit(
     """Train `config` by `plan` (default: every rank a replica), in this process as one rank of a job or as the only one.
 
     Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the process group that
-    is there, or joins the one of torchrun or srun, or is alone. With `resume`, the run in `train.run_dir` goes on from its
+    is there, or joins the one of torchrun or srun, or is alone. With `resume`, the run in `train.run_dir` continues from its
     newest checkpoint.
     """
     config, place = config.resolve(), current_place()
