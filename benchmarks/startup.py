@@ -57,9 +57,9 @@ def counts(quick: bool) -> Iterator[Row]:
     for ranks in (8, 1024) if quick else (8, 64, 256, 1024):
         for name, (mesh, sharded) in meshes(ranks).items():
             rule = [{"match": "*", "mode": "keep" if mesh.pipe > 1 else "zero3"}] if sharded else []
-            plan = Plan.from_dict({"mesh": mesh.degrees, "unit": rule})
+            plan = Plan.from_dict({"mesh": mesh.degrees, "batch": {"micro_batches": 4}, "unit": rule})
             model = ModelConfig(family="gpt", layers=128, hidden=64, heads=8, seq_len=16, tie=True).resolve()
-            layout = lay_out_pipeline(model, plan, plan.mesh.batch_ways * 2 * plan.mesh.pipe)
+            layout = lay_out_pipeline(model, plan, plan.mesh.batch_ways * 4)
             rank = ranks // 2
             groups = groups_of(model, plan, layout, rank)
             communicators = sum(not group.gloo for group in groups)

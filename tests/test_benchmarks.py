@@ -1,0 +1,78 @@
+"""Every benchmark runs: the quickest part of each here, all of `--quick` with FOURFOLD_SLOW_TESTS=1.
+
+Benchmarks use the project's own classes and stand-ins for them, which a change of an interface breaks without a word.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "common"))
+PARTS = ("exhaustive", "tensor_layers")
+"""Used by other benchmarks and by tests; no commands."""
+
+QUICK: dict[str, list[str]] = {
+    "pipeline": ["--quick", "--only", "overhead"],
+    "soak": ["--steps", "4", "--ranks", "2"],
+    "startup": ["--quick", "--only", "counts"],
+}
+"""Run in every test run: a few seconds each."""
+ELSEWHERE = {
+    "fits": "tests/planner/test_fits.py",
+    "fuzz": "tests/test_fuzz.py",
+    "memory": "tests/planner/test_memory.py",
+    "network_plans": "tests/lab/test_network_benchmarks.py",
+    "published": "tests/planner/test_published.py",
+    "sharding": "tests/lab/test_network_benchmarks.py",
+    "sharding_engine": "tests/test_sharding_costs.py",
+}
+"""Their parts are run by other tests."""
+ARGUMENTS = {"monotone": ["--seconds", "5"], "soak": ["--steps", "100"], "fuzz": ["--count", "200"]}
+"""Where there is no `--quick`."""
+GPU = ("device_plans", "sharding_device", "single_gpu", "tensor_device")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_can_be_imported(name: str) -> None:
+    """Names that it imports from the project exist."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert name in PARTS or callable(module.main)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_quickest_part_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module, path = importlib.import_module(f"benchmarks.{name}"), tmp_path / "rows.json"
+    writes = "--quick" in QUICK[name]
+    monkeypatch.setattr(sys, "argv", [name, *QUICK[name], *(["--json", str(path)] if writes else [])])
+    module.main()
+    if writes:
+        found = json.loads(path.read_text())
+        assert found["benchmark"] == name
+        assert all(row["ours"] > 0 and row["theirs"] > 0 for row in found["rows"])
+        assert found["rows"]
+
+
+def test_tests_that_run_parts_of_other_benchmarks_exist() -> None:
+    for name, path in ELSEWHERE.items():
+        assert name in NAMES
+        assert f"{name}" in (FOLDER.parent / path).read_text()
+
+
+@pytest.mark.skipif(not os.environ.get("FOURFOLD_SLOW_TESTS"), reason="FOURFOLD_SLOW_TESTS=1 runs all benchmarks")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PARTS])
+def test_a_benchmark_runs(name: str) -> None:
+    if name in GPU and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU here")
+    command = [sys.executable, "-m", f"benchmarks.{name}", *ARGUMENTS.get(name, ["--quick"])]
+    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
