@@ -1,11 +1,13 @@
-"""A weight that two ranks use: the embedding's on the first stage, tied to the head on the last.
+"""A weight used on two ranks: the embedding's on the first stage, tied to the head on the last.
 
-The embedding's rank owns it: it holds the optimizer state, counts it in the norm and writes it to checkpoints. The head's rank
-holds a copy of the embedding's unit, sharded alike, from which the head borrows. In a step the copy's gradient goes to the
-owner, which adds it once, after its own; after the update the new weights come back, each rank's shard to the rank that holds
-the same one. So the two are equal by construction, and memory for the optimizer is paid once.
+The rank of the embedding owns the weight: it holds the optimizer state, counts it in the gradient norm and writes it to
+checkpoints. The rank of the head has a copy of the embedding's unit, sharded the same way, whose parameter the head uses. In
+each step the copy's gradient is sent to the owner, which adds it once, after its own; after the update the owner sends the new
+weights, each shard to the rank with the same shard of the copy. The two are therefore always equal, and there is one set of
+optimizer state.
 
-Per step and rank of N shards: V·D elements of the reduce dtype one way, V·D / N of the compute dtype the other.
+Per step and rank of N shards: V·D elements of the reduce dtype one way, V·D / N of the compute dtype the other. The two ranks
+have a process group of their own, connected before the first step (train/connect.py): a send never waits for the receiver's call.
 """
 
 from __future__ import annotations
@@ -15,18 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import CommunicationError
+from fourfold.record import RECORD, Ticket
 from fourfold.shard.unit import Unit
 
 __all__ = ["TiedCopy", "TiedOwner"]
 
 
 class _Verbs:
-    """The verbs of a unit, of which the reduction does more."""
+    """The operations of a unit that a program calls; the reduction also exchanges the tied weight."""
 
     def __init__(self, unit: Unit, group: dist.ProcessGroup, peer: int, name: str):
         self.unit, self.group, self.peer, self.name = unit, group, peer, name
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._staged = "nccl" not in str(dist.get_backend_config(group))  # gloo sends from host memory alone
+        self._staged = "nccl" not in str(dist.get_backend_config(group))  # gloo sends only from host memory
 
     def gather(self) -> None:
         self.unit.gather()
@@ -42,10 +45,13 @@ class _Verbs:
 
     def _receive(self, tensor: Tensor, what: str) -> Tensor:
         into = torch.empty_like(tensor, device="cpu") if self._staged and tensor.is_cuda else tensor
+        peer = dist.get_global_rank(self.group, self.peer)
+        ticket = RECORD.wait(Ticket(f"{what} of {self.name}", peer=peer))
         try:
             dist.recv(into, group=self.group, group_src=self.peer)
         except RuntimeError as e:
-            raise CommunicationError(f"failed waiting for {what} of {self.name}: {e}") from e
+            raise CommunicationError(f"failed waiting for {what} of {self.name} from rank {peer}: {e}") from e
+        RECORD.done(ticket, on_device=into.is_cuda)
         return tensor if into is tensor else tensor.copy_(into)
 
     def flush(self) -> None:
@@ -71,7 +77,7 @@ class TiedOwner(_Verbs):
 
 
 class TiedCopy(_Verbs):
-    """The last of the head's units to be reduced; its projection is `copy`'s parameter, whose gradient goes to the owner."""
+    """The head's unit that is reduced last; its projection is the parameter of `copy`, whose gradient goes to the owner."""
 
     def __init__(self, unit: Unit, copy: Unit, group: dist.ProcessGroup, peer: int, name: str):
         super().__init__(unit, group, peer, name)

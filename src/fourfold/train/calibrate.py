@@ -308,7 +308,7 @@ class _Calibration:
 
     def _collectives(self, start: Start, groups: list[list[int]]) -> list[float]:
         """Seconds of a collective for every buffer size, with all groups active."""
-        made = [(members, dist.new_group(members)) for members in groups]
+        made = [(members, dist.new_group(members, group_desc="calibration")) for members in groups]
         mine = next(((m, g) for m, g in made if self.place.rank in m), None)
         out = []
         for elements in self.sizes.buffers:
@@ -333,7 +333,7 @@ class _Calibration:
             port = DevicePort(self.device) if "nccl" in str(dist.get_backend_config()) else StagedPort(self.device)
 
         def new_group(ranks: list[int]) -> dist.ProcessGroup:
-            made = dist.new_group(ranks, use_local_synchronization=True)
+            made = dist.new_group(ranks, use_local_synchronization=True, group_desc="calibration")
             assert made is not None
             return made
 
@@ -408,13 +408,13 @@ class _Calibration:
             return 0.0
         lines = [list(range(i, ranks, stride)) for i in range(stride)]
         made = [
-            (pair, dist.new_group(pair))
+            (pair, dist.new_group(pair, group_desc="calibration"))
             for line in lines
             for i in range(0, len(line) - 1, 2)
             for pair in [line[i : i + 2]]
         ]
         pair = next((group for members, group in made if self.place.rank in members), None)
-        everyone = dist.new_group(list(range(ranks)))
+        everyone = dist.new_group(list(range(ranks)), group_desc="calibration")
         small, part = torch.ones(2 * self.sizes.buffers[0]), torch.ones(self.sizes.buffers[0])
         large = torch.ones(self.sizes.buffers[-1] // ranks * ranks)
         mine = torch.ones(len(large) // ranks)
