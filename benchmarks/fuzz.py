@@ -585,7 +585,38 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
 
         return make
 
+    def weights(kind: str) -> Reader:
+        """Weights of others: a safetensors file, its index, or a DCP folder."""
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from safetensors.torch import save
+
+        where = folder / f"weights-{kind}"
+        where.mkdir()
+        tensors = {"a.weight": torch.randn(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
+        name = {"dcp": ".metadata", "index": "model.safetensors.index.json"}.get(kind, "model.safetensors")
+        if kind == "dcp":
+            dcp.save({**tensors, "step": 3}, checkpoint_id=where, no_dist=True)
+        elif kind == "index":
+            (where / "x.safetensors").write_bytes(save(tensors))
+            content = {"metadata": {"total_size": 58}, "weight_map": dict.fromkeys(tensors, "x.safetensors")}
+            (where / name).write_text(json.dumps(content))
+        else:
+            (where / name).write_bytes(save(tensors))
+
+        def use(path: Path) -> None:
+            from fourfold.train.weights import open_source
+
+            source = open_source(str(where))
+            for found, (shape, _) in source.tensors.items():
+                source.read(found, tuple((0, n) for n in shape))
+
+        return Reader([(where / name).read_bytes()], _file(where, name, use))
+
     return {
+        "safetensors": lambda: weights("safetensors"),
+        "safetensors index": lambda: weights("index"),
+        "DCP of others": lambda: weights("dcp"),
         "complete.json": reader("complete.json", mend=False),
         "index.json": reader("index.json"),
         ".metadata (old index)": reader(".metadata", old=True),

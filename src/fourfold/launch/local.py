@@ -236,7 +236,7 @@ def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, conso
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    log = os.open(logs / f"rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(logs / f"rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)

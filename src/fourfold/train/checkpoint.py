@@ -26,12 +26,10 @@ own process group. One save is in flight at a time; the next one, or the end of 
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import threading
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -72,6 +70,7 @@ from fourfold.train.checkpoint_index import (
     dump_index,
     read_index,
 )
+from fourfold.train.dcp import read_tensor
 from fourfold.train.holdings import Chunks, Holding, chunks_of, holding_of, narrow
 
 if TYPE_CHECKING:
@@ -246,31 +245,9 @@ def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
     for file, parts in reads.items():
         with files.open_for_reading(directory / file, CheckpointError, follow=False) as f:
             for chunk, stored, copies in sorted(parts, key=lambda part: part[0].at):
-                tensor = _read_tensor(f, chunk, _dtype(stored.dtype), directory / file)
+                tensor = read_tensor(f, chunk, _dtype(stored.dtype), directory / file, CheckpointError)
                 for to, source, view in copies:
                     narrow(view, to).copy_(narrow(tensor, source))
-
-
-def _read_tensor(f: IO[bytes], chunk: StoredChunk, dtype: torch.dtype, path: Path) -> Tensor:
-    """A chunk as `torch.save` wrote it: a zip archive of uncompressed records, so it takes no more memory than disk."""
-    try:
-        f.seek(chunk.at)
-        data = io.BytesIO(f.read(chunk.bytes))
-        with zipfile.ZipFile(data) as archive:
-            records = archive.infolist()
-        if (
-            any(r.compress_type != zipfile.ZIP_STORED for r in records)
-            or sum(r.file_size for r in records) > chunk.bytes
-        ):
-            raise ValueError("a record is compressed")
-        data.seek(0)
-        tensor = torch.load(data, map_location="cpu", weights_only=True)
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
-            raise ValueError("it is not the tensor that the index says")
-    except Exception as e:  # zipfile and torch raise a dozen kinds for damaged bytes
-        why = files.why(e) if isinstance(e, OSError) else " ".join(str(e).split())[:200]
-        raise CheckpointError(f"{path}: damaged at byte {chunk.at}: {why or type(e).__name__}") from None
-    return tensor
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:

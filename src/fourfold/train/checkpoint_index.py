@@ -28,7 +28,18 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import CheckpointError
 
-__all__ = ["ITEM_BYTES", "FileInfo", "Index", "StoredChunk", "StoredTensor", "read_index", "read_marker"]
+__all__ = [
+    "ITEM_BYTES",
+    "FileInfo",
+    "Index",
+    "StoredChunk",
+    "StoredTensor",
+    "check_index",
+    "dump_index",
+    "parse_dcp_index",
+    "read_index",
+    "read_marker",
+]
 
 MARKER, INDEX, OLD_INDEX = "complete.json", "index.json", ".metadata"
 ITEM_BYTES = {
@@ -118,9 +129,8 @@ def read_index(directory: Path) -> Index:
     path = directory / name
     data = files.read_bytes(path, CheckpointError, most=INDEX_BYTES, follow=False)
     try:
-        index = _from_json(data, path) if name == INDEX else _from_pickle(data)
-        for tensor_name, tensor in index.items():
-            _check_tensor(tensor_name, tensor, listed)
+        index = _from_json(data, path) if name == INDEX else parse_dcp_index(data)
+        check_index(index, listed)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, MemoryError) as e:
         raise CheckpointError(f"{path}: damaged: {_reason(e)}") from None
     return index
@@ -145,6 +155,12 @@ def _from_json(data: bytes, path: Path) -> Index:
         )
         for name, t in parsed["tensors"].items()
     }
+
+
+def check_index(index: Index, listed: Mapping[str, FileInfo]) -> None:
+    """Raise ValueError unless every tensor is whole, and its parts lie inside the files that are listed."""
+    for name, tensor in index.items():
+        _check_tensor(name, tensor, listed)
 
 
 def _check_tensor(name: str, tensor: StoredTensor, listed: Mapping[str, FileInfo]) -> None:
@@ -276,8 +292,12 @@ class _Machine:
                 self.stack.append(None)
             case "NEWTRUE" | "NEWFALSE":
                 self.stack.append(name == "NEWTRUE")
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE" | "BINFLOAT":
                 self.stack.append(argument)
+            case "SHORT_BINBYTES" | "BINBYTES":
+                self.stack.append(None)  # no field that is read has bytes
+            case "EMPTY_SET":
+                self.stack.append([])
             case "MEMOIZE":
                 self.memo[len(self.memo)] = self.stack[-1]
             case "BINPUT" | "LONG_BINPUT":
@@ -300,7 +320,7 @@ class _Machine:
                 self.stack.append(target)
             case "APPEND":
                 self.extend(self.popped(1))
-            case "APPENDS":
+            case "APPENDS" | "ADDITEMS":
                 self.extend(self.above_mark())
             case "SETITEM":
                 self.put(self.popped(2))
@@ -354,8 +374,11 @@ def _size(value: Any) -> tuple[int, ...]:
     return _shape(value)
 
 
-def _from_pickle(data: bytes) -> Index:
-    """torch's `.metadata`, version 1 of our checkpoints."""
+def parse_dcp_index(data: bytes, *, tensors_alone: bool = False) -> Index:
+    """The tensors of torch's `.metadata`: [Note: old checkpoints]. Raises ValueError and the like for a damaged one.
+
+    `tensors_alone`: objects that are not tensors, and tensors of types that are not in ITEM_BYTES, are left out.
+    """
     metadata = _object(_Machine().run(data), "Metadata")
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     for key, value in metadata["storage_data"].items:
@@ -363,18 +386,24 @@ def _from_pickle(data: bytes) -> Index:
         if info.get("transform_descriptors"):
             raise ValueError("the index asks for a transformation of its files; refused")
         place = info["relative_path"], _count(info["offset"]), _count(info["length"])
-        places[_text(index["fqn"]), _size(index["offset"])] = place
+        offset = () if index.get("offset") is None else _size(index["offset"])
+        places[_text(index["fqn"]), offset] = place
     out: Index = {}
     for name, stored in metadata["state_dict_metadata"].items:
+        if tensors_alone and _named(stored).endswith(".BytesStorageMetadata"):
+            continue
         tensor = _object(stored, "TensorStorageMetadata")
         properties = _object(tensor["properties"], "TensorProperties")
         dtype = properties[""][0] if "" in properties else properties["dtype"]
         if not isinstance(dtype, _Class):
             raise ValueError("a tensor has no type")
+        if tensors_alone and dtype.name.removeprefix("torch.") not in ITEM_BYTES:
+            continue
         chunks = []
         for part in tensor["chunks"]:
             chunk = _object(part, "ChunkStorageMetadata")
             offset = _size(chunk["offsets"])
-            chunks.append(StoredChunk(offset, _size(chunk["sizes"]), *places[_text(name), offset]))
+            place = places.get((_text(name), offset)) or places[_text(name), () if not any(offset) else offset]
+            chunks.append(StoredChunk(offset, _size(chunk["sizes"]), *place))
         out[_text(name)] = StoredTensor(dtype.name.removeprefix("torch."), _size(tensor["size"]), tuple(chunks))
     return out

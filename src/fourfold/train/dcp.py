@@ -1,7 +1,7 @@
 """Tensors in distributed checkpoints of torch (DCP) that others wrote: shapes and types by name, boxes on demand.
 
-A DCP folder has files of tensors, `__<rank>_<n>.distcp`, and an index, `.metadata`, which is a pickle. It is read by an unpickler
-that knows the dozen classes such an index is made of and refuses anything else, and file names in it must be plain names. Tensors
+A DCP folder has files of tensors, `__<rank>_<n>.distcp`, and an index, `.metadata`, which is a pickle. It is not unpickled but
+interpreted into inert values (checkpoint_index.py, [Note: old checkpoints]), and file names in it have one component. Tensors
 are read with `weights_only=True`. No process group is needed; a rank reads the chunks that its boxes touch.
 """
 
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
-from collections import defaultdict
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Protocol
 
 import torch
 from torch import Tensor
 
-from fourfold.errors import ConfigError
+from fourfold import files
+from fourfold.errors import ConfigError, FourfoldError
 from fourfold.piece import Box, intersect, shape_of
+from fourfold.train.checkpoint_index import FileInfo, Index, StoredChunk, check_index, parse_dcp_index
 
-__all__ = ["DTYPES", "Source", "open_dcp"]
+__all__ = ["DTYPES", "Source", "open_dcp", "read_tensor"]
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of weights, as safetensors spells them."""
@@ -42,84 +43,61 @@ class Source(Protocol):
         ...
 
 
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        raise ConfigError(f"it names {module}.{name}, which no index of tensors needs; refused")
-
-
 class _Dcp:
-    def __init__(self, path: Path, metadata: Any):
+    def __init__(self, path: Path, index: Index):
         self.path = path
-        self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._chunks: dict[str, list[tuple[Box, Any]]] = defaultdict(list)
-        sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
-        for name, stored in metadata.state_dict_metadata.items():
-            if hasattr(stored, "chunks") and stored.properties.dtype in DTYPES.values():
-                self.tensors[name] = tuple(stored.size), stored.properties.dtype
-                sizes[name] = {tuple(c.offsets): tuple(c.sizes) for c in stored.chunks}
-        for index, info in metadata.storage_data.items():
-            if index.fqn not in self.tensors:
-                continue
-            file = str(info.relative_path)
-            if Path(file).name != file or getattr(info, "transform_descriptors", None):
-                raise ConfigError(f"it names the file {file!r}; refused")
-            if not (path / file).is_file():
-                raise ConfigError(f"it names {file}, which is not there")
-            offset = tuple(index.offset) if index.offset is not None else (0,) * len(self.tensors[index.fqn][0])
-            box = tuple((a, a + n) for a, n in zip(offset, sizes[index.fqn][offset], strict=True))
-            self._chunks[index.fqn].append((box, info))
+        self._index = {n: t for n, t in index.items() if getattr(torch, t.dtype) in DTYPES.values()}
+        self.tensors = {n: (t.shape, getattr(torch, t.dtype)) for n, t in self._index.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         out, filled = torch.empty(shape_of(box), dtype=self.tensors[name][1]), 0
-        for held, info in self._chunks[name]:
-            common = intersect(held, box)
+        for chunk in self._index[name].chunks:
+            held, common = chunk.box, intersect(chunk.box, box)
             if common is None:
                 continue
-            with (self.path / info.relative_path).open("rb") as f:
-                f.seek(info.offset)
-                stored = io.BytesIO(f.read(info.length))
-            chunk = torch.load(stored, map_location="cpu", weights_only=True)
+            with files.open_for_reading(self.path / chunk.file, ConfigError) as f:
+                stored = read_tensor(f, chunk, out.dtype, self.path / chunk.file, ConfigError)
             inside = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, held, strict=True))
             at = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, box, strict=True))
-            out[at] = chunk[inside]
+            out[at] = stored[inside]
             filled += math.prod(shape_of(common))
         if filled != out.numel():
             raise ConfigError(f"{self.path}: has {filled} of {out.numel()} elements of a part of {name}")
         return out
 
 
+def read_tensor(f: IO[bytes], chunk: StoredChunk, dtype: torch.dtype, path: Path, error: type[FourfoldError]) -> Tensor:
+    """A chunk as `torch.save` wrote it: a zip archive of uncompressed records, so it takes no more memory than disk."""
+    try:
+        f.seek(chunk.at)
+        data = io.BytesIO(f.read(chunk.bytes))
+        with zipfile.ZipFile(data) as archive:
+            records = archive.infolist()
+        stored = all(r.compress_type == zipfile.ZIP_STORED for r in records)
+        if not stored or sum(r.file_size for r in records) > chunk.bytes:
+            raise ValueError("a record is compressed")
+        data.seek(0)
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
+            raise ValueError("it is not the tensor that the index says")
+    except Exception as e:  # zipfile and torch raise a dozen kinds for damaged bytes
+        why = files.why(e) if isinstance(e, OSError) else " ".join(str(e).split())[:200]
+        raise error(f"{path}: damaged at byte {chunk.at}: {why or type(e).__name__}") from None
+    return tensor
+
+
 def open_dcp(path: Path) -> Source:
     """The floating-point tensors of a DCP folder; raises ConfigError for an index that is damaged or not to be trusted."""
-    index = path / ".metadata"
-    if index.stat().st_size > LONGEST_INDEX:
-        raise ConfigError(f"{index}: longer than {LONGEST_INDEX} bytes")
+    file = path / ".metadata"
+    data = files.read_bytes(file, ConfigError, most=LONGEST_INDEX)
     try:
-        return _Dcp(path, _Unpickler(io.BytesIO(index.read_bytes())).load())
-    except ConfigError as e:
-        raise ConfigError(f"{index}: {e}") from None
-    except Exception as e:  # a damaged pickle raises anything
-        raise ConfigError(f"{index}: damaged: {type(e).__name__}: {e}") from None
+        index = parse_dcp_index(data, tensors_alone=True)
+        for chunk in (c for t in index.values() for c in t.chunks):
+            if not files.is_plain_name(chunk.file):
+                raise ValueError(f"it names the file {str(chunk.file)[:100]!r}; refused")
+            if not (path / chunk.file).is_file():
+                raise ValueError(f"it names {chunk.file}, which is not there")
+        check_index(index, {p.name: FileInfo(p.stat().st_size, "") for p in path.iterdir() if p.is_file()})
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, OSError) as e:
+        raise ConfigError(f"{file}: damaged: {' '.join(str(e).split())[:300] or type(e).__name__}") from None
+    return _Dcp(path, index)

@@ -10,15 +10,14 @@ so nothing is gathered, and a model is never in memory twice:
 [Note: files are not trusted]
 Names in an index must be plain file names in the folder; a header may not be longer than 100 MB, give a name twice, or promise
 bytes that the file does not have; only floating-point types are read. Pickled weights (.bin, .pt) are never opened. The index of
-a DCP is a pickle: it is read by an unpickler that knows the classes of such an index alone (train/dcp.py).
+a DCP is a pickle: it is not unpickled but interpreted into inert values (train/dcp.py).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fourfold import files
 from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, Family, Link, canonical_name, links, tied_names
@@ -147,25 +147,14 @@ def _same_names(folder: Path, file: Path, wanted: set[str], found: set[str]) -> 
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > LONGEST_HEADER:
-        raise ConfigError(f"{path}: longer than {LONGEST_HEADER} bytes")
-    return _table(path, path.read_bytes())
+    return _table(path, files.read_bytes(path, ConfigError, most=LONGEST_HEADER))
 
 
 def _table(path: Path, text: bytes) -> dict[str, Any]:
     """A JSON object in which no name is given twice."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-        if twice:
-            raise ConfigError(f"{path}: {twice[0]!r} is given twice")
-        return dict(pairs)
-
     try:
-        data = json.loads(text.decode(), object_pairs_hook=once)
-    except (ValueError, RecursionError) as e:
-        if isinstance(e, ConfigError):
-            raise
+        data = files.parse_json(text.decode("utf-8"), f"{path}: damaged", ConfigError)
+    except UnicodeDecodeError:
         raise ConfigError(f"{path}: damaged: its header is not JSON") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: damaged: its header is not a JSON object")
