@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fourfold.config import Config
+from fourfold.plan import Plan
 from fourfold.runtime.executor import Span
+from fourfold.testing.ranks import run_ranks
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.clock import HostClock
 from fourfold.train.rundir import RunDir, read_metrics
+from fourfold.train.stragglers import Stragglers
 from fourfold.train.trace import TraceFile
 from fourfold.train.worker import fit
 from tests.helpers import make_config
@@ -136,3 +140,39 @@ def test_damaged_lines_of_a_trace_are_dropped_on_resume(tmp_path: Path) -> None:
     )
     TraceFile(tmp_path, 0, 0, 1, 5, HostClock()).close()
     assert (tmp_path / "rank0.jsonl").read_text() == f"{good}\n"
+
+
+def test_who_is_slow_is_said_when_it_lasts() -> None:
+    found = Stragglers({"pipe": 2, "data": 3, "depth": 1, "row": 1, "col": 1}, 6)
+    usual = [[1.0, 2.0, 0.0]] * 3 + [[3.0, 6.0, 0.0]] * 3  # stages differ: that is no straggler
+    assert not any(found.add(usual) for _ in range(100))
+    slow = [*usual[:4], [3.0, 9.0, 0.0], usual[5]]
+    assert not any(found.add(slow) for _ in range(20))
+    assert not any(found.add(usual) for _ in range(10))  # it was a moment
+    reports = [found.add(slow) for _ in range(40)]
+    assert [i for i, r in enumerate(reports, 1) if r] == [30, 40]
+    assert reports[29] == {"rank": 4, "op": "B", "slower": 1.5}
+    alone = Stragglers({"pipe": 2, "data": 1, "depth": 1, "row": 1, "col": 1}, 2)
+    assert not any(alone.add([[1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]) for _ in range(50))
+
+
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    run_ranks(_slow, 2, make_config(tmp_path / "run", train={"steps": 33}))
+    said = lines(tmp_path / "run", "straggler")
+    assert [m["step"] for m in said] == [30]
+    assert (said[0]["straggler"]["rank"], said[0]["straggler"]["op"]) == (1, "F")
+    assert said[0]["straggler"]["slower"] > 1.3
+
+
+def _slow(rank: int, ranks: int, config: Config) -> None:
+    from fourfold.runtime.stage import Stage
+
+    forward = Stage.forward
+
+    def slow(self: Stage, *args: Any, **options: Any) -> Any:
+        time.sleep(0.1 * (rank == 1))
+        return forward(self, *args, **options)
+
+    Stage.forward = slow  # type: ignore[method-assign]
+    with open(os.devnull, "w") as nowhere:
+        fit(config, Plan.from_dict({"mesh": {"data": 2}}), console=nowhere)

@@ -356,8 +356,13 @@ def _gpus(device: str) -> int:
     return torch.cuda.device_count()
 
 
+def _rate(value: float, unit: str) -> str:
+    prefix, size = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
+    return f"{value / size:.3g} {prefix}{unit}"
+
+
 def _show(report: _Report) -> None:
-    from fourfold.view.console import number, short_duration
+    from fourfold.view.console import short_duration
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
@@ -379,12 +384,8 @@ def _show(report: _Report) -> None:
         for row in report.measured:
             assumed = row["assumed"]
             ratio = f"{row['found'] / assumed:.2f}" if assumed else ""
-            rates.add_row(
-                row["what"],
-                f"{number(row['found'])}{row['unit']}",
-                f"{number(assumed)}{row['unit']} ({row['preset']})",
-                ratio,
-            )
+            found, usual = (_rate(x, row["unit"]) for x in (row["found"], assumed))
+            rates.add_row(row["what"], found, f"{usual} ({row['preset']})", ratio)
         console.print()
         console.print(rates)
     about = report.about

@@ -23,6 +23,7 @@ from fourfold.collectives import all_gather, all_reduce
 from fourfold.errors import CommunicationError
 from fourfold.model.spec import flops_per_token
 from fourfold.offload.split import square_sum
+from fourfold.runtime.executor import Span
 from fourfold.runtime.runner import Runner
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Unit
@@ -34,15 +35,20 @@ from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
 from fourfold.train.optim import AdamW
+from fourfold.train.stragglers import KINDS, Stragglers, op_seconds
 from fourfold.train.streamed import StreamedUnits
 from fourfold.train.trace import TraceFile
 
 __all__ = ["Engine", "Loop", "RankContext", "RunServices"]
 
 
+COLUMNS = 4 + len(KINDS)
+
+
 @dataclass
 class _Result:
-    """What a step left: `values` are the count of tokens and, [ranks, 4], (loss sum, square sum, peak bytes, stop) of every rank.
+    """What a step left: `values` are the count of tokens and, [ranks, COLUMNS], what every rank told all others: loss sum, square
+    sum, peak bytes, stop, and the seconds that its ops of an earlier step took, by kind.
 
     On their way to the host until the device has reached `ready`, the end of the step: reading them waits for that step and
     not for what was issued since.
@@ -52,9 +58,10 @@ class _Result:
     values: Tensor
     ready: Any
     lr: float
+    spans: Sequence[Span]
 
     def read(self) -> tuple[float, Tensor]:
-        return float(self.values[0]), self.values[1:].view(-1, 4)
+        return float(self.values[0]), self.values[1:].view(-1, COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,8 @@ class Loop:
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
         self.counts_loss = mesh.coordinates["col"] == 0  # the ranks of a column have the same
         self.saved_step = -1
+        self.stragglers = Stragglers(mesh.degrees, info.ranks)
+        self._op_seconds: tuple[float, ...] = (0.0,) * len(KINDS)  # of the last step that was reported
         self._since: Any = None  # mark from which the next step's seconds count
 
     def run(self, done: int) -> int:
@@ -160,7 +169,8 @@ class Loop:
             loss_sum += losses[m]
         if self.trace is not None:
             self.trace.hold(index + 1, self.runner.spans)
-        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), self.guard.stop_requested())
+        stop = self.guard.stop_requested()
+        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), stop, *self._op_seconds)
         norm = gathered[:, 1].sum().sqrt()
         finite = (norm + gathered[:, 0].sum()).isfinite().float()
         self.optimizer.step(lr, norm, 1 - finite if self.config.train.guard else None)
@@ -175,7 +185,7 @@ class Loop:
         if self.device.type == "cuda":
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = there.copy_(values, non_blocking=True)
-        return _Result(step, values, self.clock.mark(), lr)
+        return _Result(step, values, self.clock.mark(), lr, self.runner.spans)
 
     def _micro_batches(self, samples: Samples, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step."""
@@ -252,12 +262,14 @@ class Loop:
         if self.trace is not None:
             self.trace.write(result.step)
         count, gathered = result.read()
+        if self.world is not None:
+            self._op_seconds = op_seconds(result.spans, self.clock.seconds)
         seconds, self._since = self.clock.seconds(self._since, result.ready), result.ready
         tokens = self.config.train.global_batch * self.config.model.seq_len
         rate = tokens / seconds
         loss, norm = float(gathered[:, 0].sum()) / count, float(gathered[:, 1].sum().sqrt())
         self.guard.judge(result.step, loss, norm)
-        metrics = {
+        metrics: dict[str, Any] = {
             "step": result.step,
             "loss": loss,
             "grad_norm": norm,
@@ -269,6 +281,8 @@ class Loop:
             "peak_bytes": int(gathered[:, 2].max()),
             "skipped": self.guard.skipped,
         }
+        if straggler := self.stragglers.add(gathered[:, 4:].tolist()):
+            metrics["straggler"] = straggler
         self._call(lambda c: c.on_step(self.info, metrics))
         return bool(gathered[:, 3].any())
 

@@ -54,6 +54,7 @@ from fourfold.train.parts import (
     put_on_grid,
 )
 from fourfold.train.rundir import RunDir
+from fourfold.train.stragglers import WINDOW, WINDOWS
 from fourfold.train.streamed import make_keeper, make_optimizer
 from fourfold.train.trace import TraceFile
 from fourfold.train.watch import Limits, Watch, make_board
@@ -323,6 +324,10 @@ class Recorder(Callback):
     def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
         self.progress.step(metrics)
+        if slow := metrics.get("straggler"):
+            op = {"F": "forwards", "B": "backwards", "W": "weight gradients"}[slow["op"]]
+            who = f"rank {slow['rank']} takes {slow['slower']:g} times as long as its replicas for {op}"
+            self.progress.note(f"  [yellow]slow:[/] {who} (the last {WINDOW * WINDOWS} steps)")
 
     def on_eval(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
