@@ -10,7 +10,7 @@ test: .venv/installed-dev  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-gpu: .venv/installed-dev  ## run the tests of one NVIDIA GPU, a process to a test: CUDA forbids to fork once it has started
-	FOURFOLD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/test_kernels.py tests/test_cuda.py
+	FOURFOLD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/test_kernels.py tests/test_cuda.py tests/test_nccl.py
 	for ranks in 2 4 8; do $(BIN)/fourfold verify --nproc $$ranks --device cuda --backend nccl --quick || exit 1; done
 	export FOURFOLD_TEST_DEVICE=cuda; $(BIN)/python -m pytest tests/offload -o addopts= --collect-only -q | grep :: \
 		| xargs -d '\n' -n 1 -P 8 $(BIN)/python -m pytest -q
