@@ -185,6 +185,29 @@ def test_nccl_without_a_gpu_is_refused_before_anything_starts(
     assert not run.exists()
 
 
+def test_ranks_that_share_a_gpu_are_told_what_it_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fourfold.commands.train._gpus", lambda config: 1)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[mesh]\ndata = 2\n")
+    command = [
+        "train",
+        "configs/gpt-tiny.toml",
+        "--plan",
+        str(plan),
+        "--train.run-dir",
+        str(tmp_path / "run"),
+        "--dry-run",
+    ]
+    for backend, wanted in (("auto", "goes through host memory (gloo)"), ("nccl", "for tests, not for speed")):
+        assert main([*command, "--train.backend", backend]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "2 ranks share 1 GPU" in out
+        assert wanted in out
+
+
 def test_a_group_that_was_made_otherwise_is_refused() -> None:
     assert run_ranks(_joined, 2) == [True, True]
 
