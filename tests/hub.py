@@ -189,6 +189,22 @@ MISTRAL = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+
+
+def _decoder(
+    kind: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    """The main keys of a file of one of Llama's relatives."""
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {
+        "model_type": kind,
+        **sizes,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+    } | more
+
+
 HUB: dict[str, tuple[dict[str, Any], int, float]] = {
     "gpt2": (GPT2, 124_439_808, 0.1),
     "bert-base-uncased": (BERT, 109_514_298, 0.1),
@@ -204,5 +220,15 @@ HUB: dict[str, tuple[dict[str, Any], int, float]] = {
     ),
     "Mistral-7B-v0.1": (MISTRAL, 7_241_732_096, 0.0),
     "Mistral-7B-v0.3": (MISTRAL | {"sliding_window": None, "vocab_size": 32768, "rope_theta": 1e6}, 7_248_023_552, 0.0),
+    "gemma-2b": (_decoder("gemma", 2048, 16384, 18, 8, 1, 256000, head_dim=256), 2_506_172_416, 0.0),
+    "gemma-2-9b": (_decoder("gemma2", 3584, 14336, 42, 16, 8, 256000, head_dim=256), 9_241_705_984, 0.0),
+    "gemma-3-1b": (_decoder("gemma3_text", 1152, 6912, 26, 4, 1, 262144, head_dim=256), 999_885_952, 0.0),
+    "Phi-3-mini": (_decoder("phi3", 3072, 8192, 32, 32, 32, 32064, sliding_window=2047), 3_821_079_552, 0.0),
+    "OLMo-2-7B": (_decoder("olmo2", 4096, 11008, 32, 32, 32, 100352), 7_298_617_344, 0.0),
+    "SmolLM3-3B": (_decoder("smollm3", 2048, 11008, 36, 16, 4, 128256), 3_075_098_624, 0.0),
+    "GLM-4-9B-0414": (_decoder("glm4", 4096, 13696, 40, 32, 2, 151552, head_dim=128), 9_400_279_040, 0.0),
+    "starcoder2-3b": (_decoder("starcoder2", 3072, 12288, 30, 24, 2, 49152, sliding_window=4096), 3_030_371_328, 0.0),
+    "stablelm-2-1_6b": (_decoder("stablelm", 2048, 5632, 24, 32, 32, 100352, use_qkv_bias=True), 1_644_515_328, 0.0),
+    "pythia-70m": (_decoder("gpt_neox", 512, 2048, 6, 8, 8, 50304), 70_426_624, 0.0),
 }
 """By name: the file, parameters, and the dropout that it asks for."""

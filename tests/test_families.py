@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from fourfold.config import Config, ModelConfig
+from fourfold.model.build import serial_model
 from fourfold.model.families import FAMILIES
 from fourfold.model.hf import read_config
+from fourfold.model.operators import ModelSpec
 from fourfold.model.spec import parameter_count, parameter_shapes, unit_names
 from fourfold.plan import Plan
 from fourfold.testing.ranks import run_ranks
@@ -52,6 +54,20 @@ def test_logits_and_gradients_are_those_of_transformers(
         assert (model(tokens) - expected).abs().max() < min(close, 1e-5) * expected.abs().max()
     model(tokens, targets).backward()
     assert gradients_gap(model, name, other) < close
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "gpt_neox"])
+def test_models_of_transformers_are_traced_as_they_are(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **CASES[name]))
+    traced = ModelSpec.from_module(model, torch.zeros(2, TOKENS, dtype=torch.long))
+    m = config_of(model, tmp_path)
+    spec = ModelSpec.from_config(m)
+    assert (traced.parameters, traced.layers, traced.tied) == (spec.parameters, spec.layers, spec.tied)
+    more = 1.1 if any(m.windows) else 1.0  # theirs multiplies with keys outside of a window, too
+    assert spec.flops_per_token * (1 - 1e-9) < traced.flops_per_token < spec.flops_per_token * more * (1 + 1e-9)
+    ours = ModelSpec.from_module(serial_model(m, 0), torch.zeros(2, TOKENS, dtype=torch.long))
+    assert ours.flops_per_token == pytest.approx(spec.flops_per_token)
 
 
 # ---- any plan trains like one process ----

@@ -392,7 +392,11 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     operators = [
         *(norms.operators(d) if norms.before else []),
         _product("qkv", d, qkv),
-        *([Operator("norm", "memory", moved=2.0 * (q + kv), backward=2.0)] if m.qk_norm else []),
+        *(
+            [Operator(_HEAD_NORM[m.qk_norm == "all"], "memory", moved=2.0 * (q + kv), backward=2.0)]
+            if m.qk_norm
+            else []
+        ),
         *([Operator("rotary", "memory", moved=2.0 * qkv, backward=1.0)] if rotary else []),
         Operator(
             "attention",
@@ -470,6 +474,10 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         unread="" if m.block == "post" or norms.after else "out",
         output=2.0 * d if parallel else d,
     )
+
+
+_HEAD_NORM = {False: "norm", True: "norm of all heads"}
+"""Names of the norm of queries and keys: over all heads, it has its statistics over the columns of a grid."""
 
 
 def _attention_kind(m: ModelConfig, index: int) -> str:

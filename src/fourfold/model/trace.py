@@ -113,6 +113,11 @@ class _Counter(TorchDispatchMode):
         elif name == "convolution":
             notes.products.append(_convolution(args[0], args[1], out, transposed=args[6]))
             notes.product_outputs += made
+        elif name == "attend":  # ours, over a window or with soft-capped scores: model/attention.py
+            q, k, window, causal = args[0], args[1], args[5], args[6]
+            keys = (window or k.shape[2]) - (window or k.shape[2]) ** 2 / (2 * k.shape[2]) if causal else k.shape[2]
+            notes.attention += 4.0 * q.numel() * keys
+            notes.product_outputs += q.numel()
         elif name in _BATCHED:
             a, b = args[-2], args[-1]
             notes.attention += 2.0 * a.numel() * b.shape[-1]

@@ -32,7 +32,18 @@ from fourfold.planner.compute_cost import matmul_seconds, operator_seconds
 from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem
 from fourfold.tensor.blocks import round_up
-from fourfold.tensor.costs import FLOWS, Move, Product, choose_flow, flows_of, lookup_moves, moves, passed, seconds
+from fourfold.tensor.costs import (
+    FLOWS,
+    Move,
+    Product,
+    choose_flow,
+    flows_of,
+    lookup_moves,
+    moves,
+    passed,
+    seconds,
+    statistics_moves,
+)
 from fourfold.tensor.products import products_of
 
 __all__ = [
@@ -124,7 +135,10 @@ def _collectives(
     `once`: include those that only one micro-batch of a step has.
     """
     axes, config = grid_axes(problem, row, col), problem.spec.config
-    if o.kind != "product":
+    every: Sequence[Move]
+    if o.name == "norm of all heads":
+        every = statistics_moves(tokens, col)
+    elif o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
         every = tuple(lookup_moves(words, problem.spec.hidden, tokens, row, col)) if words else ()
     else:

@@ -46,6 +46,7 @@ __all__ = [
     "moves",
     "passed",
     "seconds",
+    "statistics_moves",
     "traffic",
 ]
 
@@ -229,6 +230,17 @@ def lookup_moves(words: int, width: int, n: int, row: int, col: int) -> list[Mov
         Move("W", "row", "gradients", "reduce_scatter", table),
     ]
     return [m for m in every if (row if m.axis == "row" else col) > 1]
+
+
+def statistics_moves(n: int, col: int) -> list[Move]:
+    """Collectives of norms of queries and keys over all heads, for n tokens of a row: a sum of squares of each, both ways."""
+    half = 2 * (col - 1) * (round_up(n, col) // col)
+    return [
+        Move(op, "col", "activations", kind, half, calls=2)
+        for op in ("F", "I")
+        for kind in ("reduce_scatter", "all_gather")
+        if col > 1
+    ]
 
 
 def traffic(p: Product, flow: Flow, keep: Collection[str] = (), micro_batches: int = 1) -> Traffic:
