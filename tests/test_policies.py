@@ -83,6 +83,16 @@ def test_file(path: Path) -> None:
         assert "fourfold.train.worker" not in imports(path)
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    """A reader who knows a class by its name must not meet another of the same name."""
+    files: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(module_name(path))
+    assert not {name: where for name, where in files.items() if len(where) > 1}
+
+
 def test_public_names_exist_and_are_listed() -> None:
     import fourfold
 

@@ -12,20 +12,20 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision
-from fourfold.planner.export import Exported, export
+from fourfold.planner.export import ExportedPlan, export
 from fourfold.planner.problem import PlanProblem
 from fourfold.program.ops import Schedule
 
 SPEC = ModelSpec.from_config(Config.load("configs/llama-8b.toml").model, "llama-8b")  # 32 layers
 
 
-def exported(system: str, pipe: int, **pipeline: object) -> Exported:
+def exported(system: str, pipe: int, **pipeline: object) -> ExportedPlan:
     problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
     plan = Plan(mesh=Mesh(pipe=pipe), batch=Batch(micro_batches=16), pipeline=Pipeline(**pipeline))  # type: ignore[arg-type]
     return export(plan, problem, system)  # type: ignore[arg-type]
 
 
-def option(found: Exported, name: str) -> str | None:
+def option(found: ExportedPlan, name: str) -> str | None:
     return next((o.split()[1] for o in found.options if o.split()[0].endswith(name)), None)
 
 

@@ -24,7 +24,7 @@ from fourfold.planner.report import with_report
 from fourfold.planner.search import Progress
 
 if TYPE_CHECKING:
-    from fourfold.planner.export import Exported
+    from fourfold.planner.export import ExportedPlan
 
 __all__ = ["PlanArgs", "plan_command"]
 
@@ -157,7 +157,7 @@ def _json(plan: Plan | str) -> dict[str, Any]:
     return plan.to_dict() if isinstance(plan, Plan) else {"error": plan}
 
 
-def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> Exported | None:
+def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> ExportedPlan | None:
     """The plan's file, and its export with the files that it names."""
     if args.out:
         plan.save(args.out)

@@ -18,14 +18,14 @@ from fourfold.planner.evaluate import fits, predict
 from fourfold.planner.problem import PlanProblem
 from fourfold.schema import format_bytes
 
-__all__ = ["Exported", "common_losses", "export", "uniform_units"]
+__all__ = ["ExportedPlan", "common_losses", "export", "uniform_units"]
 
 RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 """From the least recomputation to the most."""
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedPlan:
     """Options for another system."""
 
     system: str
@@ -46,7 +46,7 @@ class Exported:
             schema.write_text(Path(name), text)
 
 
-def export(plan: Plan, problem: PlanProblem, system: Literal["torchtitan", "megatron"], csv: str = "") -> Exported:
+def export(plan: Plan, problem: PlanProblem, system: Literal["torchtitan", "megatron"], csv: str = "") -> ExportedPlan:
     """The plan for another system. `csv`: name of the schedule's file, where one is needed."""
     problem = replace(problem, precision=plan.precision, moments=plan.memory.moments)
     if system == "torchtitan":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fourfold.plan import Plan
-from fourfold.planner.export import Exported, common_losses, uniform_units
+from fourfold.planner.export import ExportedPlan, common_losses, uniform_units
 from fourfold.planner.problem import PlanProblem
 
 __all__ = ["to_megatron"]
 
 
-def to_megatron(plan: Plan, problem: PlanProblem) -> Exported:
+def to_megatron(plan: Plan, problem: PlanProblem) -> ExportedPlan:
     lost: list[str] = []
     units = uniform_units(plan, problem, lost, plan.memory.optimizer)
     on_host = units["host_state"] > 0
@@ -52,7 +52,7 @@ def to_megatron(plan: Plan, problem: PlanProblem) -> Exported:
         lost.append("the streamed update: its optimizer runs on the CPU")
     if plan.memory.activations != "device":
         lost.append("activations on the host")
-    return Exported("Megatron-LM", tuple(options), tuple(lost))
+    return ExportedPlan("Megatron-LM", tuple(options), tuple(lost))
 
 
 def _pipeline(plan: Plan, problem: PlanProblem, options: list[str], lost: list[str]) -> None:

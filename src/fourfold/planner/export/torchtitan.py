@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.plan import Plan
-from fourfold.planner.export import Exported, common_losses, uniform_units
+from fourfold.planner.export import ExportedPlan, common_losses, uniform_units
 from fourfold.planner.problem import PlanProblem
 from fourfold.program.from_plan import schedule_of_plan
 
 __all__ = ["to_torchtitan"]
 
 
-def to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> Exported:
+def to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> ExportedPlan:
     lost: list[str] = []
     units = uniform_units(plan, problem, lost, "device")
     common_losses(plan, lost)
@@ -52,7 +52,9 @@ def to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> Exported:
     options["training.mixed_precision_reduce"] = "float32"
     if plan.precision.reduce == "bf16":
         lost.append("gradients reduced in bf16: it supports float32 only")
-    return Exported("torchtitan", tuple(f"--{k} {shlex.quote(str(v))}" for k, v in options.items()), tuple(lost), files)
+    return ExportedPlan(
+        "torchtitan", tuple(f"--{k} {shlex.quote(str(v))}" for k, v in options.items()), tuple(lost), files
+    )
 
 
 def _pipeline(
