@@ -55,7 +55,8 @@ def test_token_types_are_saved_and_opened_with_the_rest(tmp_path: Path) -> None:
     plan = {"mesh": {"data": 2}, "unit": [{"match": "*", "mode": "zero3"}]}
     run_training(config, plan, 2)
     opened, step = load_model(RunDir(tmp_path / "run"))
-    types = load_file(tmp_path / "run" / "final" / "model.safetensors")["embed.types.weight"]
+    written = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    types = written["bert.embeddings.token_type_embeddings.weight"]
     assert step == 2
     assert torch.equal(opened.embed.types.weight, types)
     first = serial_model(config.resolve().model, config.train.seed).embed.types.weight
@@ -84,12 +85,15 @@ def test_saved_on_n_opened_on_m(tmp_path: Path) -> None:
 def _reopen_and_save(rank: int, ranks: int, path: Path) -> None:
     from fourfold.launch.place import current_place
     from fourfold.plan import Plan
+    from fourfold.train.watch import Limits
     from fourfold.train.worker import assemble
 
     config, _ = RunDir(path).read()
     plan = Plan.from_dict({"mesh": {"data": ranks}})
     layout = plan.check(config, ranks)
-    loop, done = assemble(current_place(), torch.device("cpu"), 20.0, config, plan, layout, RunDir(path), (), None)
+    loop, done = assemble(
+        current_place(), torch.device("cpu"), Limits.of(20.0), config, plan, layout, RunDir(path), (), None
+    )
     assert done == 2
     loop.saved_step = -1
     loop.save(2)
@@ -491,6 +495,24 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     with pytest.raises(CheckpointError, match="no checkpoint verifies"):
         checkpoint.open_newest(tmp_path)
     assert (tmp_path / "step-000001").is_dir()
+
+
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    """Same bits as without the damage."""
+    whole = make_config(tmp_path / "whole", train={"steps": 6}, checkpoint={"every": 2, "keep": 3})
+    reference = run_training(whole, {}, 1)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000006")
+    index = tmp_path / "cut" / "checkpoints" / "step-000004" / "index.json"
+    index.write_bytes(index.read_bytes().replace(b"float32", b"float64", 1))
+    (tmp_path / "cut" / "metrics.jsonl").open("a").write('{"step": 6, "lo')
+    cut = make_config(tmp_path / "cut", train={"steps": 6}, checkpoint={"every": 2, "keep": 3})
+    resumed = run_training(cut, {}, 1, resume=True)
+    for key in ("step", "loss", "grad_norm"):
+        assert series(reference, key) == series(resumed, key)
+    assert state_digest(tmp_path / "whole", 6) == state_digest(tmp_path / "cut", 6)
+    assert (tmp_path / "cut" / "checkpoints" / "damaged-step-000004").is_dir()
+    assert [step for step, _ in checkpoint.complete(tmp_path / "cut" / "checkpoints")] == [2, 4, 6]
 
 
 # ---- the command ----
