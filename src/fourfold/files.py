@@ -238,7 +238,7 @@ def parse_yaml(text: str, where: str, error: type[FourfoldError] = FileError) ->
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
     try:
-        value = yaml.load(text, Loader)  # a subclass of the safe loader
+        value = yaml.load(text, Loader)  # noqa: S506 - a subclass of the safe loader
         _check(value, finite=False)
     except RecursionError:
         raise error(_say(where, "not valid YAML", _TOO_DEEP)) from None
