@@ -43,7 +43,7 @@ from benchmarks.tensor_layers import (
 )
 from fourfold import collectives
 from fourfold.tensor.blocks import even, fuse
-from fourfold.tensor.costs import Product, choose_flow, traffic
+from fourfold.tensor.costs import MatmulSizes, choose_flow, traffic
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.network import Network, measure, missing
 from fourfold.testing.ranks import run_ranks
@@ -335,7 +335,7 @@ def predicted_bytes(shape: Shape, degrees: Degrees) -> float:
     ]
     total = 0.0
     for ins, outs, leaves in sides:
-        p = Product(shape.tokens // (d * r), ins.total, outs.total, ins.size, outs.size, leaves, not leaves, r, c)
+        p = MatmulSizes(shape.tokens // (d * r), ins.total, outs.total, ins.size, outs.size, leaves, not leaves, r, c)
         flow = choose_flow(p, "auto", 4, 4)
         a, b = p.weight_shape(flow)
         total += traffic(p, flow).bytes(4, 4) + 2 * (d - 1) / d * 4 * a * b

@@ -24,7 +24,7 @@ from fourfold.plan import Mesh
 from fourfold.tensor.blocks import even
 from fourfold.tensor.flows import _side_by_side, _stacked
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.linear import GridLinear, GridSettings, Side
+from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 from fourfold.train.mesh import RankMesh
 from fourfold.train.one_rank import one_of_many
 
@@ -104,8 +104,8 @@ def linear(
     """One of a layer's linears, out of the residual stream or (outputs = 1) back to it, and an input of it."""
     col, tokens = setting.grid.col.size, setting.residual == "sequence"
     back = outputs == 1
-    ins = Side(even(inputs * hidden, col), tokens=tokens and not back)
-    outs = Side(even(outputs * hidden, col), tokens=tokens and back)
+    ins = ActivationLayout(even(inputs * hidden, col), tokens=tokens and not back)
+    outs = ActivationLayout(even(outputs * hidden, col), tokens=tokens and back)
     made = GridLinear(setting, ins, outs, bias=False).to(dtype).to_empty(device=torch.get_default_device())
     torch.nn.init.normal_(made.weight, std=0.02)
     shape = (setting.tokens // col, inputs * hidden) if ins.tokens else (setting.tokens // SEQ, SEQ, ins.blocks.size)
@@ -149,7 +149,7 @@ def padding(grid: Grid, hidden: int, tokens: int, dtype: torch.dtype, clock: Clo
         grain = hidden // 32 if "heads" in case else 1
         made = []
         for width in (odd, even_width):
-            residual, outs = Side(even(hidden, col), tokens=True), Side(even(width, col, grain))
+            residual, outs = ActivationLayout(even(hidden, col), tokens=True), ActivationLayout(even(width, col, grain))
             x = GridLinear(setting, residual, outs, bias=False).to(dtype).to_empty(device=torch.get_default_device())
             torch.nn.init.normal_(x.weight, std=0.02)
             made.append([(x, torch.randn(tokens // col, hidden, dtype=dtype, requires_grad=True))])

@@ -31,9 +31,9 @@ from fourfold.shard.sharing import Sharing
 from fourfold.shard.unit import Unit
 from fourfold.tensor.blocks import even, fuse
 from fourfold.tensor.flows import Matmul, Whole
-from fourfold.tensor.grid import Axis, Coming, Grid
-from fourfold.tensor.late import Ahead, Sums
-from fourfold.tensor.linear import GridLinear, GridSettings, Side
+from fourfold.tensor.grid import Axis, Grid, PendingTensor
+from fourfold.tensor.late import GradientSums, WeightPrefetch
+from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 
 __all__ = ["GridLayer", "Groups", "OneDimension", "Options", "Serial", "Shape", "TorchLayer", "replace_products"]
 
@@ -152,18 +152,18 @@ class GridLayer:
             compute_bytes=dtype.itemsize, reduce_bytes=dtype.itemsize,
         )  # fmt: skip
         third, inner = even(h, c), even(4 * h, c)
-        stream = Side(even(h, c), tokens=options.residual == "sequence")
+        stream = ActivationLayout(even(h, c), tokens=options.residual == "sequence")
         sides = {
-            "qkv": (stream, Side(fuse(third, third, third))),
-            "out": (Side(third), stream),
-            "up": (stream, Side(inner)),
-            "down": (Side(inner), stream),
+            "qkv": (stream, ActivationLayout(fuse(third, third, third))),
+            "out": (ActivationLayout(third), stream),
+            "up": (stream, ActivationLayout(inner)),
+            "down": (ActivationLayout(inner), stream),
         }
         self.linears = {name: GridLinear(setting, *both, bias=False) for name, both in sides.items()}
         self.flows = {name: linear.matmul.flow for name, linear in self.linears.items()}
         self.pieces = {name: linear.pieces(name)["weight"] for name, linear in self.linears.items()}
-        self.sums = Sums(int(options.overlap))
-        self.ahead = Ahead(self.sums)
+        self.sums = GradientSums(int(options.overlap))
+        self.ahead = WeightPrefetch(self.sums)
         sharing = Sharing(copies=d, copy=k, across=depth)
         self.units = {}
         for unit_name, names in (("attn", ("qkv", "out")), ("mlp", ("up", "down"))):
@@ -192,7 +192,7 @@ class GridLayer:
         self.stream = stream
         self.y: Tensor | None = None
 
-    def _held(self, x: Tensor | None, side: Side, n: int, h: int, dtype: torch.dtype) -> Tensor:
+    def _held(self, x: Tensor | None, side: ActivationLayout, n: int, h: int, dtype: torch.dtype) -> Tensor:
         """This rank's part of activations [T, h]."""
         (d, r, c), (k, i, j) = self.degrees, self.place
         if x is None:
@@ -280,13 +280,13 @@ class LookAhead(Matmul):
             y = y + x_t @ w_t.t()
         return y, x
 
-    def input_grad(self, dy: Tensor, w: Tensor, whole: Whole) -> tuple[Coming, Tensor]:
+    def input_grad(self, dy: Tensor, w: Tensor, whole: Whole) -> tuple[PendingTensor, Tensor]:
         parts = (dy @ w_t for w_t in _broadcasts(w, self.grid.row))
-        return Coming(_reductions(parts, self.grid.col)), dy
+        return PendingTensor(_reductions(parts, self.grid.col)), dy
 
-    def weight_grad(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Coming:
+    def weight_grad(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> PendingTensor:
         parts = ((kept.t() @ x_t).to(dtype) for x_t in _broadcasts(inputs, self.grid.col))
-        return Coming(_reductions(parts, self.grid.row))
+        return PendingTensor(_reductions(parts, self.grid.row))
 
 
 def _broadcasts(x: Tensor, axis: Axis) -> Any:

@@ -15,8 +15,8 @@ from fourfold.collectives import Pending
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
 from fourfold.tensor.costs import traffic
-from fourfold.tensor.grid import Coming
-from fourfold.tensor.late import Ahead, Sums
+from fourfold.tensor.grid import PendingTensor
+from fourfold.tensor.late import GradientSums, WeightPrefetch
 from fourfold.tensor.linear import GridLinear
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.ranks import run_ranks
@@ -226,15 +226,15 @@ class Weight:
     def ready(self) -> bool:
         return self.here
 
-    def start_whole(self) -> Coming:
+    def start_whole(self) -> PendingTensor:
         self.log.append(self.name)
-        return Coming(torch.zeros(1))
+        return PendingTensor(torch.zeros(1))
 
 
 def test_weights_are_gathered_one_ahead_in_the_order_learnt() -> None:
     log: list[str] = []
     a, b, c = (Weight(name, log) for name in "abc")
-    ahead = Ahead(Sums(1))
+    ahead = WeightPrefetch(GradientSums(1))
 
     def op(*weights: Weight) -> list[str]:
         log.clear()
@@ -256,13 +256,13 @@ def test_weights_are_gathered_one_ahead_in_the_order_learnt() -> None:
 
 def test_sums_are_added_in_the_order_in_which_they_were_started() -> None:
     added: list[float] = []
-    sums = Sums(1)
+    sums = GradientSums(1)
 
     def add(x: Tensor) -> None:
         added.append(float(x))
 
     for n in range(3):
-        sums.start(Coming(torch.tensor(float(n)), Pending(None, "")), add)
+        sums.start(PendingTensor(torch.tensor(float(n)), Pending(None, "")), add)
         assert added == [float(i) for i in range(n)]
     sums.open()
     sums.then(lambda: added.append(-1.0))

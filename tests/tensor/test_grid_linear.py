@@ -17,9 +17,9 @@ from fourfold.model.build import build_model
 from fourfold.plan import Mesh, Plan
 from fourfold.plan import Tensor as TensorPlan
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
-from fourfold.tensor.costs import LinkSpeed, LinkSpeeds, Product, Traffic, choose_flow, traffic
-from fourfold.tensor.grid import Axis, Coming, Grid
-from fourfold.tensor.linear import GridLinear, GridSettings, Side
+from fourfold.tensor.costs import LinkSpeed, LinkSpeeds, MatmulSizes, Traffic, choose_flow, traffic
+from fourfold.tensor.grid import Axis, Grid, PendingTensor
+from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 from fourfold.tensor.products import flows_of_plan, products_of
 from fourfold.tensor.swap import parallelize
 from fourfold.testing.grid import run_grid
@@ -32,7 +32,7 @@ SEQ, SEQUENCES = 5, 2  # of a rank
 ALL_FLOWS = ("os", "ls", "ws", "summa")
 
 
-def hold(x: Tensor, side: Side, place: tuple[int, int, int], degrees: tuple[int, int, int]) -> Tensor:
+def hold(x: Tensor, side: ActivationLayout, place: tuple[int, int, int], degrees: tuple[int, int, int]) -> Tensor:
     """What a rank holds of serial activations [tokens, width]."""
     (k, i, j), (d, r, c) = place, degrees
     mine = x.chunk(d * r)[k * r + i]
@@ -49,12 +49,12 @@ def hold(x: Tensor, side: Side, place: tuple[int, int, int], degrees: tuple[int,
     return out.unflatten(0, (-1, SEQ))
 
 
-def sides(col: int, inputs: int, outputs: int) -> list[tuple[Side, Side]]:
+def sides(col: int, inputs: int, outputs: int) -> list[tuple[ActivationLayout, ActivationLayout]]:
     """Out of the residual stream, held in both ways, and back to it, and from it to it; blocks with padding in the middle."""
 
-    def three(width: int) -> tuple[Side, Side, Side]:
-        inside = Side(fuse(even(width // 3, col), even(width - width // 3, col)))
-        return Side(even(width, col), tokens=True), Side(even(width, col)), inside
+    def three(width: int) -> tuple[ActivationLayout, ActivationLayout, ActivationLayout]:
+        inside = ActivationLayout(fuse(even(width // 3, col), even(width - width // 3, col)))
+        return ActivationLayout(even(width, col), tokens=True), ActivationLayout(even(width, col)), inside
 
     (t, f, i), (to, fo, io) = three(inputs), three(outputs)
     return [(t, io), (i, to), (f, io), (i, fo), (t, to), (t, fo), (f, to)]
@@ -136,9 +136,9 @@ def test_linear_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
             assert worst_linear((2, 2, 2), "os", True) > 1e-3
 
 
-def _no_row_sum(self: Any, dw: Tensor) -> Coming:
+def _no_row_sum(self: Any, dw: Tensor) -> PendingTensor:
     row = self.grid.row
-    return Coming(dw.chunk(row.size)[row.index])
+    return PendingTensor(dw.chunk(row.size)[row.index])
 
 
 def test_ranks_that_disagree_are_named() -> None:
@@ -202,12 +202,12 @@ def measure_layer(
         mesh = RankMesh(Mesh(row=r, col=c), rank)
         row, col = (Axis(a, mesh.size(a), mesh.coordinates[a], mesh.group(a)) for a in ("row", "col"))
         setting = GridSettings(Grid(row, col), SEQ, 8 * SEQ, flow, keep=frozenset(("inputs",) if keep else ()))
-        residual = Side(even(h, c), tokens=tokens)
+        residual = ActivationLayout(even(h, c), tokens=tokens)
         with Ledger() as forward:
             outs = []
             for ins, to in ((residual, 3), (1, residual), (residual, 4), (4, residual)):
-                into = ins if isinstance(ins, Side) else Side(even(ins * h, c))
-                out = to if isinstance(to, Side) else Side(even(to * h, c))
+                into = ins if isinstance(ins, ActivationLayout) else ActivationLayout(even(ins * h, c))
+                out = to if isinstance(to, ActivationLayout) else ActivationLayout(even(to * h, c))
                 linear = GridLinear(setting, into, out, bias=False).to_empty(device="cpu")
                 nn.init.normal_(linear.weight)
                 shape = (8 * SEQ // c, h) if into.tokens else (8, SEQ, into.blocks.size)
@@ -243,7 +243,7 @@ def layer(n: int, h: int, r: int, c: int, flow: str, tokens: bool) -> Traffic:
     total = Traffic()
     for k, b in ((1, 3), (1, 1), (1, 4), (4, 1)):
         back = (k, b) in ((1, 1), (4, 1))
-        sizes = Product(n, k * h, b * h, k * h // c, b * h // c, tokens and not back, tokens and back, r, c)
+        sizes = MatmulSizes(n, k * h, b * h, k * h // c, b * h // c, tokens and not back, tokens and back, r, c)
         total += traffic(sizes, choose_flow(sizes, flow, 1, 1, links=FREE_CALLS) if flow == "auto" else flow)
     return total
 
@@ -291,7 +291,7 @@ def test_auto_is_never_worse_than_any_one_flow() -> None:
 
 def test_keeping_saves_what_would_move_again() -> None:
     """Inputs: a gather in the backward. Weights: all gathers but one a step. Gradients: all sums but one a step."""
-    p = Product(64, 16, 48, 4, 12, True, False, 2, 4)
+    p = MatmulSizes(64, 16, 48, 4, 12, True, False, 2, 4)
     plain, w, x = traffic(p, "os", (), 3), 6 * 16, 3 * 16 * 16
     assert traffic(p, "os", ("inputs",), 3) == plain + Traffic(activations_backward=-3 * x, calls_backward=-3)
     kept = Traffic(weights_forward=-2 * w, weights_backward=-3 * w, calls_forward=-2, calls_backward=-3)
@@ -303,7 +303,7 @@ def test_keeping_saves_what_would_move_again() -> None:
 
 def test_the_links_decide() -> None:
     """Weights that move over a slow row, or activations over a slow column; dear calls; what hides and what does not."""
-    p = Product(2048, 4096, 12288, 1024, 3072, True, False, 4, 4)
+    p = MatmulSizes(2048, 4096, 12288, 1024, 3072, True, False, 4, 4)
     fast, slow = LinkSpeed(400e9, 1e-5), LinkSpeed(5e9, 3e-5)
     assert choose_flow(p, "auto", 2, 4, links=LinkSpeeds(slow, slow)) == "os"
     assert choose_flow(p, "auto", 2, 4, links=LinkSpeeds(fast, slow)) == "os"
@@ -314,7 +314,7 @@ def test_the_links_decide() -> None:
         == "os"
     )
     assert choose_flow(few, "auto", 2, 4, links=LinkSpeeds(slow, fast), beside=1.0) == "os"  # all of it hides
-    back = Product(64, 256, 256, 64, 64, False, True, 4, 4)
+    back = MatmulSizes(64, 256, 256, 64, 64, False, True, 4, 4)
     dear = LinkSpeed(400e9, 1e-2)
     assert choose_flow(back, "auto", 2, 4, links=LinkSpeeds(dear, dear)) == "ls"
 
@@ -333,7 +333,7 @@ def test_products_of_a_config_are_those_of_the_model() -> None:
 
 
 def test_few_tokens_leave_the_weights_where_they_are() -> None:
-    sizes = Product(8, 4096, 4096, 1024, 1024, True, False, 4, 4)
+    sizes = MatmulSizes(8, 4096, 4096, 1024, 1024, True, False, 4, 4)
     assert choose_flow(sizes, "auto", 2, 4) == "ws-in"
     assert choose_flow(sizes, "auto", 2, 4, moves_output=False) == "os"
 

@@ -19,7 +19,7 @@ from fourfold.model.transformer import Transformer
 from fourfold.tensor.blocks import even
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.layers import GridNorm
-from fourfold.tensor.linear import GridLinear, GridSettings, Side
+from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 from fourfold.tensor.swap import parallelize
 from fourfold.testing.grid import run_grid
 from tests.tensor.common import CONFIGS, GRIDS, config_of, gap, on_grid, restless_model, total_over
@@ -147,7 +147,12 @@ def test_statistics_are_stable_and_wide() -> None:
 
 def test_weight_gradients_are_summed_in_fp32() -> None:
     def sums(place: Degrees, grid: Grid, depth: Axis) -> torch.dtype:
-        linear = GridLinear(GridSettings(grid, 6, 12, "os"), Side(even(8, 2), True), Side(even(8, 2)), bias=False)
+        linear = GridLinear(
+            GridSettings(grid, 6, 12, "os"),
+            ActivationLayout(even(8, 2), True),
+            ActivationLayout(even(8, 2)),
+            bias=False,
+        )
         linear = linear.to(torch.bfloat16).to_empty(device="cpu")
         x, dy = torch.ones(6, 8, dtype=torch.bfloat16), torch.ones(12, 4, dtype=torch.bfloat16)
         found: list[Tensor] = []
@@ -161,9 +166,9 @@ def test_weight_gradients_are_summed_in_fp32() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     def check(place: Degrees, grid: Grid, depth: Axis) -> None:
-        linear = GridLinear(GridSettings(grid, 6, 12), Side(even(8, 2), True), Side(even(8, 2)), bias=False).to_empty(
-            device="cpu"
-        )
+        linear = GridLinear(
+            GridSettings(grid, 6, 12), ActivationLayout(even(8, 2), True), ActivationLayout(even(8, 2)), bias=False
+        ).to_empty(device="cpu")
         x = torch.ones(6, 8, requires_grad=True)
         (dx,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):

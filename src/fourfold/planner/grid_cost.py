@@ -34,8 +34,8 @@ from fourfold.planner.problem import PlanProblem
 from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import (
     FLOWS,
+    MatmulSizes,
     Move,
-    Product,
     choose_flow,
     flows_of,
     lookup_moves,
@@ -91,18 +91,18 @@ def grid_axes(problem: PlanProblem, row: int, col: int) -> GridAxes:
 
 
 @lru_cache(maxsize=20_000)
-def _products(problem: PlanProblem, tokens: int, row: int, col: int, residual: str) -> dict[str, Product] | None:
+def _products(problem: PlanProblem, tokens: int, row: int, col: int, residual: str) -> dict[str, MatmulSizes] | None:
     config = problem.spec.config
     return None if config is None else products_of(config, row, col, tokens, residual)
 
 
-def _sizes(problem: PlanProblem, o: Operator, tokens: int, row: int, col: int, residual: str) -> Product:
+def _sizes(problem: PlanProblem, o: Operator, tokens: int, row: int, col: int, residual: str) -> MatmulSizes:
     known = _products(problem, tokens, row, col, residual)
     if known is not None:
         return known[o.name]
     k, b = round_up(o.inputs, col) // col, round_up(o.outputs, col) // col
     back = o.inputs >= o.outputs
-    return Product(max(1, round(tokens * o.rows)), o.inputs, o.outputs, k, b, not back, back, row, col)
+    return MatmulSizes(max(1, round(tokens * o.rows)), o.inputs, o.outputs, k, b, not back, back, row, col)
 
 
 @lru_cache(maxsize=200_000)

@@ -36,9 +36,9 @@ __all__ = [
     "Flow",
     "LinkSpeed",
     "LinkSpeeds",
+    "MatmulSizes",
     "Move",
-    "Product",
-    "Timed",
+    "MoveTimes",
     "Traffic",
     "choose_flow",
     "flows_of",
@@ -55,7 +55,7 @@ Flow = str
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulSizes:
     """The sizes of a matmul on one rank, as defined above."""
 
     n: int
@@ -124,18 +124,18 @@ class Move(NamedTuple):
     """Once per step, not once per micro-batch."""
 
 
-def moves(p: Product, flow: Flow, keep: Collection[str] = ()) -> tuple[Move, ...]:
+def moves(p: MatmulSizes, flow: Flow, keep: Collection[str] = ()) -> tuple[Move, ...]:
     """The collectives of a matmul with `flow`."""
     return _every(p, flow, tuple(keep))
 
 
 @lru_cache(maxsize=50_000)
-def _every(p: Product, flow: Flow, keep: tuple[str, ...]) -> tuple[Move, ...]:
+def _every(p: MatmulSizes, flow: Flow, keep: tuple[str, ...]) -> tuple[Move, ...]:
     every = _converted(p, flow) + _moves(p, flow, keep)
     return tuple(m for m in every if (p.row if m.axis == "row" else p.col) > 1)
 
 
-def _converted(p: Product, flow: Flow) -> list[Move]:
+def _converted(p: MatmulSizes, flow: Flow) -> list[Move]:
     natural_in, natural_out = _natural(p, flow)
     out = []
     for converted, block in ((natural_in != p.in_tokens, p.k), (natural_out != p.out_tokens, p.b)):
@@ -148,7 +148,7 @@ def _converted(p: Product, flow: Flow) -> list[Move]:
     return out
 
 
-def _moves(p: Product, flow: Flow, keep: Collection[str]) -> list[Move]:
+def _moves(p: MatmulSizes, flow: Flow, keep: Collection[str]) -> list[Move]:
     r, c, m, n = p.row, p.col, p.m, p.n
     rows, columns = p.weight_shape(flow)
     w = (r - 1) * rows * columns
@@ -243,7 +243,7 @@ def statistics_moves(n: int, col: int) -> list[Move]:
     ]
 
 
-def traffic(p: Product, flow: Flow, keep: Collection[str] = (), micro_batches: int = 1) -> Traffic:
+def traffic(p: MatmulSizes, flow: Flow, keep: Collection[str] = (), micro_batches: int = 1) -> Traffic:
     """Received elements and calls of a matmul with `flow` in one step."""
     out = Traffic()
     for m in moves(p, flow, keep):
@@ -263,7 +263,7 @@ class LinkSpeed:
     call: float = 1e-5
 
 
-class Timed(Protocol):
+class MoveTimes(Protocol):
     """Times moves on the axes of the grid."""
 
     def seconds(self, m: Move, width: int, /) -> float:
@@ -289,7 +289,7 @@ def passed(m: Move) -> float:
 
 
 def seconds(
-    every: Iterable[Move], links: Timed, compute: int, reduce: int, micro_batches: int = 1
+    every: Iterable[Move], links: MoveTimes, compute: int, reduce: int, micro_batches: int = 1
 ) -> dict[str, tuple[float, float]]:
     """By op: exposed and overlappable seconds per micro-batch; `compute` and `reduce` are bytes per element."""
     out = {"F": (0.0, 0.0), "I": (0.0, 0.0), "W": (0.0, 0.0)}
@@ -300,7 +300,7 @@ def seconds(
     return out
 
 
-def _natural(p: Product, flow: Flow) -> tuple[bool, bool]:
+def _natural(p: MatmulSizes, flow: Flow) -> tuple[bool, bool]:
     """(input, output) layout of a flow: tokens (True) or features (False); as in `p` if the flow supports both."""
     match flow:
         case "os":
@@ -324,13 +324,13 @@ def flows_of(requested: str, moves_output: bool = True) -> tuple[Flow, ...]:
 
 
 def choose_flow(
-    p: Product,
+    p: MatmulSizes,
     requested: str,
     compute: int,
     reduce: int,
     *,
     moves_output: bool = True,
-    links: Timed | None = None,
+    links: MoveTimes | None = None,
     keep: Collection[str] = (),
     micro_batches: int = 1,
     beside: float = 0.0,

@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 
 from fourfold.tensor._torch import selective_region
 from fourfold.tensor.blocks import round_up
-from fourfold.tensor.costs import Product
-from fourfold.tensor.grid import Axis, Coming, Grid
+from fourfold.tensor.costs import MatmulSizes
+from fourfold.tensor.grid import Axis, Grid, PendingTensor
 
 __all__ = ["Matmul", "join", "multiply", "scatter_sum", "to_features", "to_tokens", "tokens_in"]
 
@@ -48,7 +48,7 @@ def join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Tensor:
     return _start_join(x, col, tokens, seq_len).get()
 
 
-def _start_join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Coming:
+def _start_join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> PendingTensor:
     n = tokens_in(x.shape[0], col, seq_len) if tokens else 0
     return col.start_gather(x).then(lambda whole: whole[:n] if tokens else _side_by_side(whole, col.size))
 
@@ -58,7 +58,7 @@ def scatter_sum(x: Tensor, col: Axis, tokens: bool) -> Tensor:
     return _start_scatter_sum(x, col, tokens).get()
 
 
-def _start_scatter_sum(x: Tensor, col: Axis, tokens: bool) -> Coming:
+def _start_scatter_sum(x: Tensor, col: Axis, tokens: bool) -> PendingTensor:
     return col.start_scatter(_pad(x, round_up(x.shape[0], col.size)) if tokens else _stacked(x, col.size))
 
 
@@ -133,7 +133,7 @@ class Matmul:
 
     flow: str
     grid: Grid
-    sizes: Product
+    sizes: MatmulSizes
     seq_len: int
     keeps_inputs: bool = False
 
@@ -171,22 +171,22 @@ class Matmul:
                 parts = zip(_broadcasts(col, x), _broadcasts(row, w), strict=True)
                 return functools.reduce(torch.add, (x_t @ w_t.t() for x_t, w_t in parts)), x
 
-    def inputs(self, kept: Tensor) -> Coming:
+    def inputs(self, kept: Tensor) -> PendingTensor:
         """What the weight gradient needs of x, from what the forward saved."""
-        return Coming(kept) if self.keeps_inputs else self._inputs(kept)
+        return PendingTensor(kept) if self.keeps_inputs else self._inputs(kept)
 
-    def _inputs(self, x: Tensor) -> Coming:
+    def _inputs(self, x: Tensor) -> PendingTensor:
         match self.flow:
             case "os":
                 return _start_join(x, self.grid.col, self.takes_tokens, self.seq_len)
             case "ws-in":
-                return Coming(self._spread(x).flatten(0, 1))
+                return PendingTensor(self._spread(x).flatten(0, 1))
             case "ws-out":
                 return self.grid.row.start_gather(x)
             case _:
-                return Coming(x)
+                return PendingTensor(x)
 
-    def input_grad(self, dy: Tensor, w: Tensor, whole: Whole) -> tuple[Coming, Tensor]:
+    def input_grad(self, dy: Tensor, w: Tensor, whole: Whole) -> tuple[PendingTensor, Tensor]:
         """(dx in flight, what the weight gradient needs of dy)."""
         row, col = self.grid.row, self.grid.col
         match self.flow:
@@ -195,7 +195,7 @@ class Matmul:
             case "ls":
                 coming, all_rows = _start_join(dy, col, self.gives_tokens, self.seq_len), whole()
                 joined = coming.get()
-                return Coming(joined @ all_rows), joined
+                return PendingTensor(joined @ all_rows), joined
             case "ws-in":
                 joined = row.gather(dy)
                 return self._start_collect((joined @ w).unflatten(0, (row.size, -1)), self._width_in), joined
@@ -203,27 +203,27 @@ class Matmul:
                 spread = self._spread(dy).flatten(0, 1)
                 return row.start_scatter(spread @ w), spread
             case _:
-                return Coming(_reduced(col, (dy @ w_t for w_t in _broadcasts(row, w)))), dy
+                return PendingTensor(_reduced(col, (dy @ w_t for w_t in _broadcasts(row, w)))), dy
 
-    def weight_grad(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Coming:
+    def weight_grad(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> PendingTensor:
         """dw, reduced over row."""
         if self.moves_weight:
             return self.row_sum(self.weight_product(inputs, kept, dtype))
         row, col = self.grid.row, self.grid.col
         if self.flow != "summa":
-            return Coming((kept.t() @ inputs).to(dtype))
-        return Coming(_reduced(row, ((kept.t() @ x_t).to(dtype) for x_t in _broadcasts(col, inputs))))
+            return PendingTensor((kept.t() @ inputs).to(dtype))
+        return PendingTensor(_reduced(row, ((kept.t() @ x_t).to(dtype) for x_t in _broadcasts(col, inputs))))
 
     def weight_product(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """dw before the reduction over row: from this row's tokens only."""
         dw = (kept.t() @ inputs).to(dtype)
         return _pad(dw, round_up(dw.shape[0], self.grid.row.size))
 
-    def row_sum(self, dw: Tensor) -> Coming:
+    def row_sum(self, dw: Tensor) -> PendingTensor:
         """Start the reduce-scatter over row of `weight_product`."""
         return self.grid.row.start_scatter(dw)
 
-    def start_whole(self, w: Tensor) -> Coming:
+    def start_whole(self, w: Tensor) -> PendingTensor:
         """Start gathering W over row; the result has no padding."""
         filled = self.sizes.b if self.flow == "os" else self._width_out
         return self.grid.row.start_gather(w).then(lambda whole: whole[:filled])
@@ -246,7 +246,7 @@ class Matmul:
         whole = col.gather(mine).unflatten(0, (col.size, row.size, -1))
         return whole.transpose(0, 1).flatten(1, 2)[:, :n]
 
-    def _start_collect(self, x: Tensor, width: int) -> Coming:
+    def _start_collect(self, x: Tensor, width: int) -> PendingTensor:
         """The inverse of `_spread`, summed over col: [r, n, width / r] to [m, width]."""
         row, col = self.grid.row, self.grid.col
         x = F.pad(x, (0, 0, 0, round_up(x.shape[1], col.size) - x.shape[1]))
@@ -266,7 +266,7 @@ def _broadcasts(axis: Axis, x: Tensor) -> Iterator[Tensor]:
 
 def _reduced(axis: Axis, parts: Iterable[Tensor]) -> Tensor:
     """Reductions of part t to rank t; each overlaps with computing the next part."""
-    before: Coming | None = None
+    before: PendingTensor | None = None
     for t, part in enumerate(parts):
         coming = axis.start_reduce(part, t)
         if before is not None:
@@ -282,7 +282,7 @@ def _reduced(axis: Axis, parts: Iterable[Tensor]) -> Tensor:
 PutOff = Callable[[Tensor, Tensor, Tensor, int, int], None]
 
 
-class Holder(Protocol):
+class WeightHolder(Protocol):
     """The owner of a matmul's weight, outside compiled graphs."""
 
     def whole(self) -> Tensor:
@@ -305,7 +305,7 @@ class _Multiply(torch.autograd.Function):
         put_off: PutOff | None,
         queue: int,
         place: int,
-        holder: Holder | None,
+        holder: WeightHolder | None,
     ) -> Tensor:
         ctx.matmul, ctx.token, ctx.put_off, ctx.queue, ctx.place = matmul, token, put_off, queue, place
         ctx.holder = holder
@@ -341,7 +341,7 @@ class _Multiply(torch.autograd.Function):
         return dx.get(), dw, None, None, None, None, None, None
 
 
-def _whole(matmul: Matmul, w: Tensor, holder: Holder | None) -> Whole:
+def _whole(matmul: Matmul, w: Tensor, holder: WeightHolder | None) -> Whole:
     return (lambda: matmul.start_whole(w).get()) if holder is None else holder.whole
 
 
@@ -353,7 +353,7 @@ def multiply(
     put_off: PutOff | None = None,
     queue: int = 0,
     place: int = 0,
-    holder: Holder | None = None,
+    holder: WeightHolder | None = None,
 ) -> Tensor:
     """x wᵀ, differentiable; input and output have the flow's layouts."""
     return _Multiply.apply(x, w, token, matmul, put_off, queue, place, holder)

@@ -5,8 +5,8 @@
     col     splits features and heads inside a layer, and every matrix
 
 An `Axis` is the line of ranks through this one along a mesh axis, with the collectives that layers use; for a single rank they
-are the identity. Gathers and scatters can be started and their results taken later (`Coming`); without overlap they complete
-where they start.
+are the identity. Gathers and scatters can be started and their results taken later (`PendingTensor`); without overlap they
+complete where they start.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from fourfold import collectives
 from fourfold.collectives import Pending
 
-__all__ = ["Axis", "Coming", "Grid"]
+__all__ = ["Axis", "Grid", "PendingTensor"]
 
 
-class Coming:
+class PendingTensor:
     """The result of a collective in flight; `source` is kept alive until it completes."""
 
     def __init__(self, value: Tensor, pending: Pending | None = None, source: Tensor | None = None):
@@ -36,7 +36,7 @@ class Coming:
         """Whether the result is complete."""
         return self._pending is None
 
-    def then(self, make: Callable[[Tensor], Tensor]) -> Coming:
+    def then(self, make: Callable[[Tensor], Tensor]) -> PendingTensor:
         """Apply a function to the result when it is taken."""
         before = self._then
         self._then = make if before is None else lambda value: make(before(value))
@@ -74,35 +74,35 @@ class Axis:
         """Reduce-scatter: this rank's part of the sum of all x."""
         return x if self.group is None else collectives.scattered(x, self.group, f"a scatter over {self.name}")
 
-    def start_gather(self, x: Tensor) -> Coming:
+    def start_gather(self, x: Tensor) -> PendingTensor:
         """Start a `gather`; in a compiled graph it completes at once."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
-            return Coming(self.gather(x))
+            return PendingTensor(self.gather(x))
         x = x.contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return Coming(out, collectives.all_gather(out, x, self.group, f"a gather over {self.name}"), x)
+        return PendingTensor(out, collectives.all_gather(out, x, self.group, f"a gather over {self.name}"), x)
 
-    def start_scatter(self, x: Tensor) -> Coming:
+    def start_scatter(self, x: Tensor) -> PendingTensor:
         """Start a `scatter`."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
-            return Coming(self.scatter(x))
+            return PendingTensor(self.scatter(x))
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return Coming(out, collectives.reduce_scatter(out, x, self.group, f"a scatter over {self.name}"), x)
+        return PendingTensor(out, collectives.reduce_scatter(out, x, self.group, f"a scatter over {self.name}"), x)
 
-    def start_broadcast(self, x: Tensor, source: int) -> Coming:
+    def start_broadcast(self, x: Tensor, source: int) -> PendingTensor:
         """Start a `broadcast`."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
-            return Coming(self.broadcast(x, source))
+            return PendingTensor(self.broadcast(x, source))
         out = x.contiguous() if self.index == source else torch.empty_like(x, memory_format=torch.contiguous_format)
-        return Coming(out, collectives.broadcast(out, source, self.group, f"a broadcast over {self.name}"))
+        return PendingTensor(out, collectives.broadcast(out, source, self.group, f"a broadcast over {self.name}"))
 
-    def start_reduce(self, x: Tensor, target: int) -> Coming:
+    def start_reduce(self, x: Tensor, target: int) -> PendingTensor:
         """Start a `reduce`, which may overwrite x."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
-            return Coming(self.reduce(x, target))
+            return PendingTensor(self.reduce(x, target))
         x = x.contiguous()
-        return Coming(x, collectives.reduce(x, target, self.group, f"a reduction over {self.name}"))
+        return PendingTensor(x, collectives.reduce(x, target, self.group, f"a reduction over {self.name}"))
 
     def sum(self, x: Tensor) -> Tensor:
         return x if self.group is None else collectives.summed(x, self.group, f"a sum over {self.name}")

@@ -1,12 +1,13 @@
 """Overlap of the grid's collectives over row: weights are prefetched, and weight gradients are reduced later.
 
-`Ahead` gathers W over row one linear layer ahead. When an op (F, B, …) of a stage first runs, it records the order in which the
-op uses weights, recomputation included; from then on, taking a weight starts the gather of the next one. A wrong prediction
-costs a gather but never changes a result. Nothing is in flight between two ops, so no gathered weight outlives an update. A
-weight whose unit is still being gathered is not prefetched.
+`WeightPrefetch` gathers W over row one linear layer ahead. When an op (F, B, …) of a stage first runs, it records the order in
+which the op uses weights, recomputation included; from then on, taking a weight starts the gather of the next one. A wrong
+prediction costs a gather but never changes a result. Nothing is in flight between two ops, so no gathered weight outlives an
+update. A weight whose unit is still being gathered is not prefetched.
 
-`Sums` runs the reduction over row of one weight gradient while the next matmul is computed. Sums are added to the gradients in
-the order in which they were started, which is micro-batch order. A unit's reduction inside an op is deferred until they are done.
+`GradientSums` runs the reduction over row of one weight gradient while the next matmul is computed. Sums are added to the
+gradients in the order in which they were started, which is micro-batch order. A unit's reduction inside an op is deferred
+until they are done.
 
 Both issue collectives in the order of the ops, never by arrival, so it is the same on all ranks of a row. Extra memory: one
 gathered W, and one unreduced weight gradient.
@@ -20,9 +21,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fourfold.tensor.grid import Coming
+from fourfold.tensor.grid import PendingTensor
 
-__all__ = ["Ahead", "Sums"]
+__all__ = ["GradientSums", "WeightPrefetch"]
 
 
 class Weight(Protocol):
@@ -31,18 +32,18 @@ class Weight(Protocol):
     def ready(self) -> bool:
         """Whether the weight is available; the same on all ranks of a row."""
 
-    def start_whole(self) -> Coming: ...
+    def start_whole(self) -> PendingTensor: ...
 
 
-class Ahead:
+class WeightPrefetch:
     """Prefetches the weights of one stage; its ops also open and close `sums`. Without overlap, weights are gathered when
     taken."""
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: GradientSums) -> None:
         self._sums = sums
         self._tapes: dict[str, list[Weight]] = {}  # by op: the weights that it uses, in order
         self._op, self._said, self._taken = "", list[Weight](), list[Weight]()
-        self._next: tuple[Weight, Coming] | None = None
+        self._next: tuple[Weight, PendingTensor] | None = None
 
     def begin(self, op: str) -> None:
         """Begin an op; ops of the same name use weights in the same order."""
@@ -55,7 +56,7 @@ class Ahead:
         self._sums.close()
         self._tapes[self._op] = self._taken
 
-    def take(self, weight: Weight) -> Coming:
+    def take(self, weight: Weight) -> PendingTensor:
         """The gathered W."""
         coming = None
         if self._next is not None and self._next[0] is weight:
@@ -75,12 +76,12 @@ class Ahead:
             self._next = None
 
 
-class Sums:
+class GradientSums:
     """Reductions over row of weight gradients, at most `in_flight` at a time; 0: no overlap."""
 
     def __init__(self, in_flight: int = 1):
         self.in_flight = in_flight
-        self._under_way: deque[tuple[Coming, Callable[[Tensor], None]]] = deque()
+        self._under_way: deque[tuple[PendingTensor, Callable[[Tensor], None]]] = deque()
         self._after: list[Callable[[], None]] = []  # to be called when the reductions in flight are done
         self._open = False
 
@@ -94,7 +95,7 @@ class Sums:
         if self._after:
             self.settle()
 
-    def start(self, coming: Coming, add: Callable[[Tensor], None]) -> None:
+    def start(self, coming: PendingTensor, add: Callable[[Tensor], None]) -> None:
         """Pass a sum to `add` when it is complete."""
         if coming.here:  # no communication: a single row, or a flow that keeps weights in place
             add(coming.get())

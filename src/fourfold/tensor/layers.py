@@ -27,7 +27,7 @@ from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
 from fourfold.tensor.flows import join, scatter_sum
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.linear import GridLinear, GridSettings, Side
+from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 
 __all__ = ["GridCrossEntropy", "GridHeadNorm", "GridNorm", "GridPositions", "GridTable", "GridTypes", "SharedKeys"]
 
@@ -35,7 +35,7 @@ __all__ = ["GridCrossEntropy", "GridHeadNorm", "GridNorm", "GridPositions", "Gri
 class GridTable(nn.Module):
     """Embedding lookup by token id, into the residual stream."""
 
-    def __init__(self, setting: GridSettings, rows: int, residual: Side):
+    def __init__(self, setting: GridSettings, rows: int, residual: ActivationLayout):
         super().__init__()
         grid = setting.grid
         self.setting, self.residual, self.rows = setting, residual, even(rows, grid.col.size)
@@ -60,7 +60,9 @@ class GridTable(nn.Module):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, w: Tensor, grid: Grid, block: int, residual: Side, seq_len: int) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, w: Tensor, grid: Grid, block: int, residual: ActivationLayout, seq_len: int
+    ) -> Tensor:
         mine = (ids >= 0) & (ids < block)
         ctx.save_for_backward(torch.where(mine, ids, block))
         ctx.grid, ctx.block, ctx.residual, ctx.seq_len, ctx.dtype = grid, block, residual, seq_len, w.dtype
@@ -81,7 +83,7 @@ class _Lookup(torch.autograd.Function):
 class GridPositions(nn.Module):
     """Learned position embedding of this rank's tokens, for the residual stream."""
 
-    def __init__(self, setting: GridSettings, rows: int, residual: Side):
+    def __init__(self, setting: GridSettings, rows: int, residual: ActivationLayout):
         super().__init__()
         self.setting, self.residual, self.rows = setting, residual, rows
         width = residual.blocks.total if residual.tokens else residual.blocks.size
@@ -228,9 +230,9 @@ class SharedKeys(GridLinear):
     def __init__(
         self,
         setting: GridSettings,
-        inputs: Side,
+        inputs: ActivationLayout,
         blocks: tuple[Blocks, Blocks, Blocks],
-        outputs: Side,
+        outputs: ActivationLayout,
         head: int | None,
         head_dim: int,
         *,

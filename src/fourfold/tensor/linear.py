@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, make_pieces, single
-from fourfold.tensor.costs import Product, choose_flow
+from fourfold.tensor.costs import MatmulSizes, choose_flow
 from fourfold.tensor.flows import Matmul, PutOff, multiply, to_features, to_tokens
-from fourfold.tensor.grid import Coming, Grid
-from fourfold.tensor.late import Ahead, Sums
+from fourfold.tensor.grid import Grid, PendingTensor
+from fourfold.tensor.late import GradientSums, WeightPrefetch
 
-__all__ = ["GridLinear", "GridSettings", "Side"]
+__all__ = ["ActivationLayout", "GridLinear", "GridSettings"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GridSettings:
     micro_batches: int = 1
     """Micro-batches per step."""
 
-    def choose(self, sizes: Product, name: str, moves_output: bool) -> str:
+    def choose(self, sizes: MatmulSizes, name: str, moves_output: bool) -> str:
         """The flow of a matmul."""
         flow = self.flows.get(name, "auto")
         return choose_flow(
@@ -65,7 +65,7 @@ class GridSettings:
 
 
 @dataclass(frozen=True)
-class Side:
+class ActivationLayout:
     """Layout of the input or output of a linear layer: tokens [m, blocks.total], or features [B, T, blocks.size]."""
 
     blocks: Blocks
@@ -86,8 +86,8 @@ class GridLinear(nn.Module):
     def __init__(
         self,
         setting: GridSettings,
-        inputs: Side,
-        outputs: Side,
+        inputs: ActivationLayout,
+        outputs: ActivationLayout,
         *,
         bias: bool,
         name: str = "",
@@ -97,7 +97,7 @@ class GridLinear(nn.Module):
     ):
         super().__init__()
         grid = setting.grid
-        sizes = Product(
+        sizes = MatmulSizes(
             setting.tokens,
             inputs.blocks.total,
             outputs.blocks.total,
@@ -119,8 +119,8 @@ class GridLinear(nn.Module):
         self._queue = self._place = 0
         self.register_buffer("token", None, persistent=False)
         self.token: Tensor | None
-        self._ahead: Ahead | None = None
-        self._sums: Sums | None = None
+        self._ahead: WeightPrefetch | None = None
+        self._sums: GradientSums | None = None
         self._add: Callable[[Tensor], None] | None = None
         self._ready: Callable[[], bool] = _always
         self._whole: Tensor | None = None  # gathered W, if kept
@@ -150,8 +150,8 @@ class GridLinear(nn.Module):
 
     def serve(
         self,
-        ahead: Ahead,
-        sums: Sums,
+        ahead: WeightPrefetch,
+        sums: GradientSums,
         add: Callable[[Tensor], None],
         ready: Callable[[], bool] = _always,
         *,
@@ -168,8 +168,8 @@ class GridLinear(nn.Module):
     def ready(self) -> bool:
         return self._ready()
 
-    def start_whole(self) -> Coming:
-        return Coming(self._whole) if self._whole is not None else self.matmul.start_whole(self.weight)
+    def start_whole(self) -> PendingTensor:
+        return PendingTensor(self._whole) if self._whole is not None else self.matmul.start_whole(self.weight)
 
     def whole(self) -> Tensor:
         """W of all rows."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from fourfold.config import ModelConfig
 from fourfold.plan import Plan
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
-from fourfold.tensor.costs import Product, choose_flow
+from fourfold.tensor.costs import MatmulSizes, choose_flow
 
 __all__ = ["flows_of_plan", "products_of"]
 
@@ -20,16 +20,16 @@ WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
 @lru_cache(maxsize=4096)
-def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str = "sequence") -> dict[str, Product]:
+def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str = "sequence") -> dict[str, MatmulSizes]:
     """The matmuls by name, for `tokens` tokens of a micro-batch on a row."""
     stream, sequence = even(m.hidden, col), residual == "sequence"
     q, k, _ = grouped_heads(m.heads, m.kv_heads, m.head_dim, col)
     inner = even(m.ffn, col)
     wide = fuse(*[inner] * (2 if m.gated else 1))
 
-    def product(ins: Blocks, outs: Blocks, leaves: bool, comes: bool) -> Product:
+    def product(ins: Blocks, outs: Blocks, leaves: bool, comes: bool) -> MatmulSizes:
         in_tokens, out_tokens = leaves and sequence, comes and sequence
-        return Product(tokens, ins.total, outs.total, ins.size, outs.size, in_tokens, out_tokens, row, col)
+        return MatmulSizes(tokens, ins.total, outs.total, ins.size, outs.size, in_tokens, out_tokens, row, col)
 
     found = {
         "qkv": product(stream, fuse(q, k, k), True, False),
@@ -43,7 +43,7 @@ def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str =
     return found
 
 
-def flows_of_plan(m: ModelConfig, plan: Plan, global_batch: int) -> dict[str, tuple[Product, str]]:
+def flows_of_plan(m: ModelConfig, plan: Plan, global_batch: int) -> dict[str, tuple[MatmulSizes, str]]:
     """By name, every matmul and its flow in a run of this plan."""
     tokens, tensor = plan.micro_batch_size(global_batch) * m.seq_len, plan.tensor
     compute = WIDTH[plan.precision.compute]

@@ -21,7 +21,7 @@ from fourfold.model.layers import MLP, Head
 from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, Runs, fuse, slice_of
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.linear import GridLinear, Side
+from fourfold.tensor.linear import ActivationLayout, GridLinear
 from fourfold.tensor.swap import pieces_of
 
 __all__ = ["GridCutter"]
@@ -38,12 +38,15 @@ class GridCutter:
     def up(self, mlp: MLP, name: str, index: int, count: int) -> Cut:
         up, down = _on_grid(mlp.up), _on_grid(mlp.down)
         ways = up.outputs.blocks.total // down.inputs.blocks.total
-        outputs = Side(fuse(*[slice_of(down.inputs.blocks, count, index)] * ways))
+        outputs = ActivationLayout(fuse(*[slice_of(down.inputs.blocks, count, index)] * ways))
         return _with_pieces(GridLinear(up.setting, up.inputs, outputs, bias=up.bias is not None), up, name)
 
     def down(self, mlp: MLP, name: str, index: int, count: int) -> Cut:
         down = _on_grid(mlp.down)
-        inputs, bias = Side(slice_of(down.inputs.blocks, count, index)), index == 0 and down.bias is not None
+        inputs, bias = (
+            ActivationLayout(slice_of(down.inputs.blocks, count, index)),
+            index == 0 and down.bias is not None,
+        )
         return _with_pieces(GridLinear(down.setting, inputs, down.outputs, bias=bias), down, name)
 
     def words(self, head: Head, name: str, index: int, count: int) -> tuple[nn.Module, dict[str, Any], Runs]:
@@ -52,7 +55,7 @@ class GridCutter:
         words = self._words(proj.outputs.blocks, count, index)
         flow, bias = proj.matmul.flow, proj.bias is not None
         made, pieces = _with_pieces(
-            GridLinear(proj.setting, proj.inputs, Side(words), bias=bias, flow=flow), proj, name
+            GridLinear(proj.setting, proj.inputs, ActivationLayout(words), bias=bias, flow=flow), proj, name
         )
         return made, pieces, words.runs[self.grid.col.index]
 

@@ -29,7 +29,7 @@ from fourfold.tensor.layers import (
     GridTypes,
     SharedKeys,
 )
-from fourfold.tensor.linear import GridLinear, GridSettings, Side
+from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 
 __all__ = ["Rule", "parallelize", "pieces_of", "residual_side", "swap_norm"]
 
@@ -72,9 +72,9 @@ def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Pie
     return found
 
 
-def residual_side(setting: GridSettings, width: int) -> Side:
+def residual_side(setting: GridSettings, width: int) -> ActivationLayout:
     """How the residual stream is held."""
-    return Side(even(width, setting.grid.col.size), tokens=setting.residual == "sequence")
+    return ActivationLayout(even(width, setting.grid.col.size), tokens=setting.residual == "sequence")
 
 
 def swap_norm(norm: nn.Module, setting: GridSettings) -> nn.Module:
@@ -111,14 +111,14 @@ def _attention(a: nn.Module, s: GridSettings) -> None:
     residual, col = residual_side(s, width), s.grid.col
     heads, kv_heads = a.widths[0] // a.head_dim, a.widths[1] // a.head_dim
     q, k, shared = grouped_heads(heads, kv_heads, a.head_dim, col.size)
-    inside, sharing = Side(fuse(q, k, k)), kv_heads < col.size
+    inside, sharing = ActivationLayout(fuse(q, k, k)), kv_heads < col.size
     if sharing:
         a.qkv = SharedKeys(s, residual, (q, k, k), inside, shared[col.index], a.head_dim, bias=qkv_bias)
     else:
         a.qkv = GridLinear(s, residual, inside, bias=qkv_bias, name="qkv")
     keys = a.head_dim if sharing else k.size
     a.widths, a.grouped = (q.size, keys, keys), q.size != keys
-    a.out = GridLinear(s, Side(q), residual, bias=_linear(a.out)[2], name="out", trim=sharing)
+    a.out = GridLinear(s, ActivationLayout(q), residual, bias=_linear(a.out)[2], name="out", trim=sharing)
     _swap_norms(a, s)
     if a.q_norm is not None and not a.norms_heads:
         a.q_norm = _features_norm(a.q_norm, s, q)
@@ -146,8 +146,8 @@ def _mlp(m: nn.Module, s: GridSettings) -> None:
     width, wide, bias = _linear(m.up)
     inner = _linear(m.down)[0]
     residual, block = residual_side(s, width), even(inner, s.grid.col.size)
-    m.up = GridLinear(s, residual, Side(fuse(*[block] * (wide // inner))), bias=bias, name="up")
-    m.down = GridLinear(s, Side(block), residual, bias=bias, name="down")
+    m.up = GridLinear(s, residual, ActivationLayout(fuse(*[block] * (wide // inner))), bias=bias, name="up")
+    m.down = GridLinear(s, ActivationLayout(block), residual, bias=bias, name="down")
     _swap_norms(m, s)
 
 
@@ -174,5 +174,5 @@ def _head(h: nn.Module, s: GridSettings) -> None:
         h.dense = GridLinear(s, residual, residual, bias=True, name="dense")
     h.norm = swap_norm(h.norm, s)
     flow = "os" if h.tied else None
-    h.proj = GridLinear(s, residual, Side(words), bias=bias, name="proj", flow=flow, moves_output=False)
+    h.proj = GridLinear(s, residual, ActivationLayout(words), bias=bias, name="proj", flow=flow, moves_output=False)
     h.loss = GridCrossEntropy(s, words)

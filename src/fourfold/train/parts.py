@@ -37,7 +37,7 @@ from fourfold.shard.split import Serial, Slice, adds_to_sum, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Borrowed, Unit
 from fourfold.tensor.grid import Axis, Grid
-from fourfold.tensor.late import Ahead, Sums
+from fourfold.tensor.late import GradientSums, WeightPrefetch
 from fourfold.tensor.linear import GridLinear, GridSettings
 from fourfold.tensor.slices import GridCutter
 from fourfold.tensor.swap import parallelize, pieces_of
@@ -83,7 +83,7 @@ class RankStages:
     stages: dict[int, Stage]
     linears: dict[str, list[GridLinear]]
     """By unit; empty without a grid."""
-    sums: Sums
+    sums: GradientSums
     """Weight gradients that are being summed over `row`."""
 
 
@@ -99,7 +99,7 @@ class UnitHandle:
         unit: Unit,
         tie: TiedOwner | TiedCopy | None,
         linears: Sequence[GridLinear],
-        sums: Sums,
+        sums: GradientSums,
         optimizer: AdamW | StreamedUnits | None,
     ):
         self.unit, self.tie, self.linears, self.sums, self.optimizer = unit, tie, linears, sums, optimizer
@@ -259,7 +259,7 @@ def make_stages(
     """This rank's stages, each a chain of its units' modules."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
     number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
-    made = RankStages({}, {}, Sums(int(plan.tensor.overlap)))
+    made = RankStages({}, {}, GradientSums(int(plan.tensor.overlap)))
     for number, names in enumerate(layout.units):
         if layout.schedule.placement[number] == mesh.coordinates["pipe"]:
             links = []
@@ -280,13 +280,13 @@ def make_stages(
             reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
             watch = None
             if mesh.size("row", "col") > 1:
-                watch = Ahead(made.sums)
+                watch = WeightPrefetch(made.sums)
                 made.linears.update((link.name, _serve_linears(link, watch, made.sums)) for link in links)
             made.stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper, watch=watch)
     return made
 
 
-def _serve_linears(link: ChainLink, ahead: Ahead, sums: Sums) -> list[GridLinear]:
+def _serve_linears(link: ChainLink, ahead: WeightPrefetch, sums: GradientSums) -> list[GridLinear]:
     """Let the linears of a unit gather their weights ahead of use and sum their gradients late; returns them."""
     linears = []
     for name, linear in link.module.named_modules():
