@@ -388,7 +388,7 @@ class DataConfig:
     eval_fraction: float = 0.01
     """Fraction of the corpus, at its end, held out for evaluation."""
     template: str = "auto"
-    """How chats become text: auto (the template beside the tokenizer), plain ("role: content"), or the path of a jinja file."""
+    """How chats become text: auto (the template next to the tokenizer), plain ("role: content"), or the path of a jinja file."""
     template_date: str = "2024-07-26"
     """What a template that asks for today's date is told, so that data does not depend on the day."""
     loss_on: Literal["assistant", "all"] = "assistant"
@@ -510,7 +510,7 @@ class CheckpointConfig:
     keep_every: int = 0
     """Besides those, keep the checkpoints of every N-th step; 0: none."""
     mode: Literal["async", "sync"] = "async"
-    """async: a thread writes a copy while training goes on; sync: training waits."""
+    """async: a thread writes a copy while training continues; sync: training waits."""
     timeout: float = 0.0
     """As train.timeout, while training waits for a save; 0: train.timeout, at least 600."""
 

@@ -19,7 +19,7 @@ SPELLED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
 
 @dataclass(frozen=True)
 class ExportArgs:
-    """Write a checkpoint as a Hugging Face folder that `transformers` opens, also while its run goes on."""
+    """Write a checkpoint as a Hugging Face folder that `transformers` opens, also while its run continues."""
 
     source: Annotated[str, tyro.conf.Positional]
     """Run directory (its newest checkpoint), or a checkpoint in one."""

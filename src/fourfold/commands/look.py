@@ -71,9 +71,9 @@ class ViewArgs:
     save_schedule: str | None = None
     """Write the measured order of ops to this file (.json, .csv), as a schedule that a plan can use."""
     html: bool = False
-    """Write the timeline as a page that opens offline: timeline.html in the run directory, or beside the plan."""
+    """Write the timeline as a page that opens offline: timeline.html in the run directory, or next to the plan."""
     perfetto: bool = False
-    """Write the timeline as a Chrome trace for ui.perfetto.dev: timeline.trace.json in the run directory, or beside the plan."""
+    """Write the timeline as a Chrome trace for ui.perfetto.dev: timeline.trace.json in the run directory, or next to the plan."""
     open: bool = False
     """With --html: open the page in a browser."""
     json: bool = False
@@ -107,7 +107,7 @@ class TokenizeArgs:
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json (extra `hf`)."""
     template: str = "auto"
-    """How chats become text: auto (the template beside the tokenizer), plain, or the path of a jinja file."""
+    """How chats become text: auto (the template next to the tokenizer), plain, or the path of a jinja file."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens of an example that the loss counts."""
     json: bool = False

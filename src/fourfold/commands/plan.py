@@ -36,7 +36,7 @@ class PlanArgs:
     model: Annotated[str, tyro.conf.Positional]
     """A config file of ours (.toml), or a Hugging Face config.json or the folder that holds it."""
     cluster: str
-    """v100-16g, a100-40g, a100-80g, h100-sxm, h200, b200, l4-pcie, local, or a cluster file."""
+    """A preset (a100-80g, h100-sxm, h200, b200, rtx-4090, local, …) or a cluster file."""
     nodes: int | None = None
     """Nodes of the cluster (local: ranks)."""
     global_batch: int | None = None
@@ -54,7 +54,7 @@ class PlanArgs:
     schedule: str | None = None
     """Only this schedule: 1f1b, interleaved, wave, zb-h1, zb-v, gpipe, synthesized."""
     max_ranks: int | None = None
-    """Use at most so many devices."""
+    """Use at most this many devices."""
     what_if: tuple[str, ...] = ()
     """Also plan (or judge) with the cluster changed: memory=40GiB nodes=16 bandwidth=x2 flops=x1.5."""
     judge: str | None = None

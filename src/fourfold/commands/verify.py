@@ -43,7 +43,7 @@ FAILED = "fourfold-verify-failed"
 
 @dataclass(frozen=True)
 class VerifyArgs:
-    """Prove this machine or job: train a tiny model by every kind of plan and compare with one rank; exit code 0: all passed."""
+    """Verify this machine or job: train a tiny model with every kind of plan, compare with one rank; exit code 0: all passed."""
 
     nproc: int | None = None
     """Ranks to start on this machine; default: one per GPU, else 4. Ignored under torchrun or srun."""
@@ -312,7 +312,7 @@ def _collected(
 
 
 def _beside_preset(rates: dict[str, float], place: Place) -> list[dict[str, Any]]:
-    """Measured rates beside those that a plan for this machine assumes."""
+    """Measured rates, next to those that a plan for this machine assumes."""
     import torch
 
     from fourfold.cluster import Cluster

@@ -196,7 +196,7 @@ class _Part(nn.Module):
         return self._close(x_btd, h_btd, self.inner(h_btd), sum_btd)
 
     def again(self, x_btd: Tensor, sum_btd: Tensor | None = None) -> Any:
-        """`forward` for the sake of its graph (recomputation): nobody reads what it returns.
+        """`forward` for recomputation: only its graph is needed, not its result.
 
         So the last matmul need not be computed, unless a norm comes after it.
         """

@@ -102,7 +102,7 @@ class UnitSpec:
     backward: tuple[Moment, ...]
     """When a backward holds most, everything that `none` keeps being there; the gradient of the output is among it."""
     split: tuple[Moment, ...] = ()
-    """The same for I, where the products of weight gradients are put off."""
+    """The same for I, if the matmuls of weight gradients are deferred."""
     closing: float = 0.0
     """Elements that are left when the gradients of the weights are added up: gradients of output and input, and the input."""
     cast: float = 0.0
@@ -118,7 +118,7 @@ class UnitSpec:
     again: tuple[str, ...] = ()
     """Operators that selective recomputation runs again; none named: all memory-bound ones."""
     unread: str = ""
-    """The product that full recomputation leaves out, since nobody reads its result (on a grid, it is computed)."""
+    """The matmul that full recomputation skips, since its result is not needed (on a grid it is computed)."""
     slices: int = 1
     """Into how many slices operator splitting may cut it."""
     output: float = 0.0

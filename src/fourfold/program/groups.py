@@ -4,7 +4,7 @@ On NCCL a process group is a communicator: buffers and threads on every member, 
 made before the first step, in one order that all ranks share, so their number must be known and small. A rank is a member of
 
     world                    1   the end of a step, evaluation
-    save                     1   (gloo only) checkpoints, which a thread may write beside training
+    save                     1   (gloo only) checkpoints, which a thread may write during training
     gradients                    the data-parallel reductions: one group, or two for each size of shard group (shards, copies)
     parameters                   gathers of sharded units: one for each size of shard group
     row, col, plane        ≤ 3   the tensor grid

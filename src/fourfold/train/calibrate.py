@@ -116,7 +116,7 @@ class _Calibration:
             level=levels,
             source="; ".join([f"measured with torch {torch.__version__} on {self.place.ranks} ranks", *self.doubts]),
         )
-        self.tell("a small model's step, and what goes on beside it")
+        self.tell("a step of a small model, and its overhead")
         if self.device.type != "cuda":
             made = replace(made, device=replace(made.device, operator=self._operator_of_a_step(made)))
         else:

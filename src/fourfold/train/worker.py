@@ -126,7 +126,7 @@ def join_and_work(
 def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
     """The run directory, claimed by rank 0 for all; its refusal is raised on every rank.
 
-    A job that its launcher restarted goes on with the run it began: one of its ranks says so, or the directory carries
+    A job that its launcher restarted continues the run that it began: one of its ranks says so, or the directory carries
     the job's name.
     """
     restarted = any(_everyone(place.restarted, place))
