@@ -1,8 +1,8 @@
 """A timeline as one HTML file that opens offline by double click, or as a Chrome trace for Perfetto. No torch.
 
-The page (`timeline.html` next to this file) holds panels, such as the plan and the measured step, on one time scale. A panel has a
-row per rank; a row has ops, waits before them, and a lane for messages, collectives and updates, which run concurrently with the ops. All of
-it is data in the page: names reach it as JSON, are escaped, and are shown as text alone.
+The page (`timeline.html` next to this file) holds panels, such as the plan and the measured step, on one time scale. A panel
+has a row per rank; a row has ops, waits before them, and a lane for messages, collectives and updates, which run concurrently
+with the ops. All of it is data in the page: names reach it as JSON, are escaped, and are shown as text alone.
 """
 
 from __future__ import annotations
