@@ -1,13 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-fast test-gpu lint clean
 
 demo: .venv/installed-run  ## train a small GPT in four processes and sample from it
 	$(BIN)/fourfold demo
 
 test: .venv/installed-dev  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-fast: .venv/installed-dev  ## run the tests for the edit loop: all but whole training runs, plan searches and benchmarks
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-gpu: .venv/installed-dev  ## run the tests of one NVIDIA GPU, a process to a test: CUDA forbids to fork once it has started
 	FOURFOLD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/test_kernels.py tests/test_cuda.py tests/test_nccl.py

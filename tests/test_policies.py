@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,30 @@ WITHOUT_TORCH = (
 ROOMS_WITHOUT_TORCH = ("program", "planner", "view")
 APART = ("runtime", "tensor", "shard", "offload")
 
+SAME_THING = {
+    "adamw": "the optimizer, and the kernel of its update",
+    "build": "a model built from its config, a layout built out into a plan",
+    "costs": "of the ops of a schedule, of a matmul on the grid",
+    "grid": "the tensor grid, and one whose ranks are threads",
+    "layers": "of a model, and the same on the grid",
+    "split": "of an operator into slices, of a master weight into two halves",
+    "trace": "of a module's operators, of a training step",
+}
+
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -76,6 +93,8 @@ def test_file(path: Path) -> None:
     assert not re.search(r"torch\.load\((?![^)]*weights_only=True)", text)
     assert not re.search(r"\bTODO\b|\bFIXME\b", text)
     room = name.split(".")[0]
+    if room != "testing":
+        assert not any(i.startswith("fourfold.testing") for i in imports(path)), "production code imports testing/"
     if room in APART:
         others = {f"fourfold.{other}" for other in APART if other != room}
         assert not any(i.startswith(tuple(others)) for i in imports(path)), f"{room} imports another room"
@@ -87,10 +106,92 @@ def test_a_class_name_stands_for_one_thing() -> None:
     """A reader who knows a class by its name must not meet another of the same name."""
     files: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(module_name(path))
     assert not {name: where for name, where in files.items() if len(where) > 1}
+
+
+def test_the_four_rooms_meet_in_train() -> None:
+    """CONTRIBUTING says so; testing/ has ranks that are assembled without training."""
+    for path in FILES:
+        met = {room for room in APART if any(i.startswith(f"fourfold.{room}.") for i in imports(path))}
+        assert len(met) < 2 or module_name(path).split(".")[0] == "train", f"{module_name(path)} joins {sorted(met)}"
+
+
+# ---- imports of other trees ----
+
+TREES = {name: sorted((ROOT / name).rglob("*.py")) for name in ("src", "tests", "benchmarks", "examples")}
+
+
+def test_benchmarks_and_tests_do_not_import_each_other() -> None:
+    """Tests of benchmarks are `benchmarks/test_*.py`; what both need is in fourfold.testing."""
+    for name, other in (("benchmarks", "tests"), ("tests", "benchmarks"), ("examples", "tests")):
+        for path in TREES[name]:
+            if path.name in ("test_lower_bounds.py", "test_search.py"):
+                continue  # they draw from the benchmark's list of models
+            found = {i for i in imports(path) if i.split(".")[0] == other}
+            assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
+
+
+def defined(path: Path) -> set[str]:
+    """The names that a module has at its top level."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [tree_of(path)]
+    while todo:
+        for node in ast.iter_child_nodes(todo.pop()):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            else:
+                todo.append(node)
+    return found
+
+
+def module_file(name: str) -> Path | None:
+    base = (ROOT / "src" if name.split(".")[0] == "fourfold" else ROOT) / Path(*name.split("."))
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists()), None)
+
+
+def imported_names(tree: ast.AST) -> set[tuple[str, str]]:
+    """(module, name) of every `from module import name` of our own packages."""
+    return {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if node.module.split(".")[0] in ("fourfold", "benchmarks", "tests")
+    }
+
+
+def test_imported_names_exist() -> None:
+    """Also in what is imported late, by a test that is skipped here, or in an example of the docs."""
+    trees = [(path, tree_of(path)) for paths in TREES.values() for path in paths]
+    for page in (ROOT / "docs").glob("*.md"):
+        trees += [(page, ast.parse(c)) for c in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
+    missing, names = [], {}
+    for path, tree in trees:
+        for module, name in imported_names(tree):
+            home = module_file(module)
+            if home is not None and home not in names:
+                names[home] = defined(home)
+            if home is None or (name not in names[home] and module_file(f"{module}.{name}") is None):
+                missing.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
+    assert not missing, "\n".join(sorted(missing))
+
+
+def test_a_file_name_stands_for_one_thing() -> None:
+    """The same name twice is fine where it is the same thing seen from two rooms, as listed; not elsewhere."""
+    fronts = ("commands", "view")  # named for what they show
+    names = [
+        p.stem for p in FILES if p.stem not in ("__init__", "_torch") and module_name(p).split(".")[0] not in fronts
+    ]
+    twice = {name for name in names if names.count(name) > 1}
+    unlisted = twice - SAME_THING.keys()
+    assert not unlisted, f"{sorted(unlisted)}: rename one, or say in SAME_THING why both have the name"
 
 
 def test_public_names_exist_and_are_listed() -> None:
@@ -120,3 +221,54 @@ def test_nothing_is_left_in_the_tree() -> None:
     assert not [f for f in tracked if f.startswith("runs/") or "__pycache__" in f or f.endswith(".pyc")]
     for script in (".ci/run",):
         assert os.access(ROOT / script, os.X_OK)
+
+
+# ---- what the documentation names ----
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
+
+
+def code_of(page: Path) -> list[str]:
+    """Lines of a page's shell blocks, and its code spans."""
+    text = page.read_text()
+    blocks = re.findall(r"```(?:bash|console|sh)\n(.*?)```", text, re.DOTALL)
+    lines = [line.split("  #")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [*lines, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))]
+
+
+def test_commands_in_the_docs_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    from fourfold.cli import COMMANDS, main
+
+    make_targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    options: dict[str, set[str]] = {}
+    for page in PAGES:
+        for line in code_of(page):
+            where = f"{page.name}: {line.strip()}"
+            for target in re.findall(r"^\$? ?make ([a-z-]+)", line):
+                assert target in make_targets, where
+            for module in re.findall(r"python -m (benchmarks\.\w+)", line):
+                assert module_file(module), where
+            found = re.search(r"(?:^|[\s;&|=`])fourfold ([a-z][a-z-]*)(.*)", line)
+            if not found or found[1] in ("import", "as"):
+                continue
+            command, rest = found[1], found[2].split(" && ")[0].split("|")[0]
+            assert command in COMMANDS, where
+            if command not in options:
+                with pytest.raises(SystemExit):
+                    main([command, "--help"])
+                options[command] = set(re.findall(r"--[a-z][\w.-]*", capsys.readouterr().out)) | {"--help", "--debug"}
+            for option in re.findall(r"(?<!\S)(--[a-z][\w-]*)(?=[\s=]|$)", rest):
+                assert option in options[command], f"{where}: no option {option}"
+
+
+def test_files_in_the_docs_exist() -> None:
+    """In pages, and in docstrings and comments of the package: a path names a file of the tree."""
+    roots = [ROOT, SOURCE, ROOT / "tests", ROOT / "src"]
+    missing = []
+    for path in [*PAGES, *FILES]:
+        text = path.read_text()
+        for name in set(re.findall(r"(?<![\w./*-])((?:[a-z_]+/)+[\w-]+\.(?:py|md))\b", text)):
+            if not any((root / name).exists() for root in [*roots, path.parent, path.parent.parent]):
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    soon = ("docs/models.md", "train/weights.py")
+    assert not [each for each in missing if not each.endswith(soon)], "\n".join(missing)

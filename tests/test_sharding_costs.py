@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from benchmarks.sharding_device import DEVICE_PLANS, overlapped, peaks
-from benchmarks.sharding_engine import MIB, transient
 
 from fourfold.collectives import all_gather
 from fourfold.errors import ReleasedError
@@ -147,21 +145,6 @@ def test_memory_is_that_of_the_replay(tmp_path: Path, mode: str) -> None:
     largest = 4 * 2 * 4 * 64 * 64
     for counted, said in run_ranks(_memory, 2, tmp_path, plan):
         assert said <= counted <= said + largest + 0.15 * said
-
-
-@pytest.mark.parametrize("name", DEVICE_PLANS)
-def test_peak_is_that_of_the_replay(name: str) -> None:
-    """Activations, workspaces, gathers, gradients and reductions under way, in one rank of 16 that is counted."""
-    counted, said = peaks(name, hidden=64, layers=2, tokens=32, ranks=16, vocab=128)
-    assert 0 <= counted - said <= 4 * 4  # the losses of the micro-batches
-
-
-def test_overlap_is_read_from_a_trace() -> None:
-    def kernel(name: str, start: float, end: float) -> dict[str, Any]:
-        return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
-
-    events = [kernel("spin_kernel", 0, 4), kernel("gemm", 3, 6), kernel("gemm", 5, 9), kernel("spin_kernel", 8, 10)]
-    assert overlapped([*events, {"cat": "cpu_op", "name": "mm", "ts": 0, "dur": 99}]) == 2 / 6
 
 
 def _touched(rank: int, ranks: int, folder: Path) -> None:
@@ -327,25 +310,6 @@ def _against_fsdp2(rank: int, ranks: int, folder: Path, mode: str, compute: str)
 @pytest.mark.parametrize(("mode", "compute"), [("zero3", "fp32"), ("zero2", "fp32"), ("zero3", "bf16")])
 def test_gradients_are_those_of_fsdp2_to_the_bit(tmp_path: Path, mode: str, compute: str) -> None:
     assert run_ranks(_against_fsdp2, 2, tmp_path, mode, compute) == [[], []]
-
-
-# ---- splitting ----
-
-
-def test_splitting_divides_the_transient() -> None:
-    """An eighth of every size of a 4096-wide MLP, so a 64th of its bytes; a fixed part (the norm, the input's gradient) stays."""
-    whole = transient(512, 8, 1) * 64 / MIB
-    assert whole <= 1188
-    for count, limit in ((4, 165), (8, 90)):
-        for prefetch in (0, 1):
-            assert transient(512, 8, count, prefetch=prefetch) * 64 / MIB <= limit
-
-
-def test_slices_computed_again_halve_the_peak_of_many_tokens() -> None:
-    whole = transient(256, 512, 1) * 256 / MIB
-    assert whole <= 2496
-    for prefetch in (0, 1):
-        assert transient(256, 512, 8, "full", prefetch) * 256 / MIB <= min(1200, whole / 2)
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "sharding.md"

@@ -1,4 +1,4 @@
-"""Queue threads end with their test, since ranks are forked from this process (see tests/conftest.py)."""
+"""Queue threads end with their test, since ranks are forked from this process (see conftest.py)."""
 
 from __future__ import annotations
 

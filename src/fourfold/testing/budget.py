@@ -18,7 +18,7 @@ changed, and `peak` the event, the op and the line at which they were highest.
 The budget counts requested bytes. It does not count what an allocator adds (rounding, fragmentation), workspace inside a
 kernel, or tensors on the meta device. The overhead is about 30 µs per op: a step of a transformer with 2 layers of 64 features
 (517 ops) goes from 7 to 23 ms, with 4 layers of 256 (1,027 ops) from 165 to 200 ms. Other threads of a rank must enter the
-budget themselves (watch.py); otherwise their tensors are counted when a thread inside first uses them.
+budget themselves (op_watch.py); otherwise their tensors are counted when a thread inside first uses them.
 
 [Note: how freed storages are noticed]
 Torch keeps one Python object per storage while anything, Python or autograd, refers to the storage. A weak reference to it
@@ -47,12 +47,12 @@ from torch import Tensor, nn
 
 from fourfold.errors import OverBudget
 from fourfold.schema import format_bytes, parse_bytes
-from fourfold.testing import watch
+from fourfold.testing import op_watch
 from fourfold.testing._torch import backward_node, plain_tensors
 
 __all__ = ["Budget", "CountedMeter", "Line", "LiveStorage", "Peak"]
 
-_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, __file__, watch.__file__)
+_NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, __file__, op_watch.__file__)
 _LISTED = 6  # lines of code in a refusal
 
 
@@ -101,7 +101,7 @@ class Peak:
     by_label: dict[str, int] = field(default_factory=dict)
 
 
-class Budget(watch.OpWatch):
+class Budget(op_watch.OpWatch):
     """Counts the storages of the threads inside it; with a limit ("200MiB" or bytes), raises OverBudget for the first over it."""
 
     def __init__(self, limit: str | int | None = None):

@@ -44,7 +44,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fourfold.testing._torch import named_arguments, process_group
-from fourfold.testing.watch import OpWatch
+from fourfold.testing.op_watch import OpWatch
 
 __all__ = ["Entry", "Ledger", "received_bytes"]
 

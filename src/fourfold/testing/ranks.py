@@ -14,7 +14,7 @@ The parent has imported torch and has run other tests. Four things keep its fork
 
 1. Only the thread that forks exists in a rank; a lock that another thread held stays locked there for ever. So the parent
    has no other thread that computes: torch runs on one thread (`torch.set_num_threads(1)` before any kernel), and tests end
-   the threads they start (tests/conftest.py checks it after every test).
+   the threads they start (conftest.py checks it after every test).
 2. A rank's garbage collector leaves what the parent made alone (`gc.freeze`). It would write to every object it visits, and
    so copy the parent's memory into each rank (507 MB of the 1.2 GB of a pytest worker after 1,000 tests, eight times over),
    and it could run finalizers of objects whose threads do not exist in the rank.

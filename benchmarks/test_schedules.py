@@ -4,9 +4,9 @@ import json
 from fractions import Fraction
 
 import pytest
+
 from benchmarks import common, schedules
 from benchmarks.exhaustive import pairings, possible
-
 from fourfold.program import Costs, search, simulate
 
 ZIGZAG = [(s, 7 - s) for s in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from benchmarks.tensor_device import FLOWS, PLANES, measure
 
 

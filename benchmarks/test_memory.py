@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from benchmarks.common import Row
 from benchmarks.memory import alone, measure
 

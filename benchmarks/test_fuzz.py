@@ -7,14 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.fuzz import READERS, fuzz
 
+from benchmarks.fuzz import READERS, fuzz
+from fourfold.config import Config
 from fourfold.errors import ConfigError, PlanError, ScheduleError
 from fourfold.launch.place import place_from_environment
 from fourfold.plan import Plan
 from fourfold.program import Schedule, validate
 from fourfold.view.text import markup, printable
-from tests.test_config import config
+
+
+def config(**sections: Any) -> Config:
+    data: dict[str, Any] = {
+        "model": {"family": "gpt", "layers": 2, "hidden": 64, "seq_len": 32},
+        "train": {"global_batch": 8, "run_dir": "x"},
+    }
+    for name, fields in sections.items():
+        data[name] = data.get(name, {}) | fields if isinstance(fields, dict) else fields
+    return Config.from_dict(data).resolve()
 
 
 @pytest.mark.parametrize("reader", READERS)

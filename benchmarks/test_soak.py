@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks import soak
 
+from benchmarks import soak
 from fourfold.errors import RankFailure
 
 

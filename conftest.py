@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 if os.environ.get("FOURFOLD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # backward passes would start a thread per GPU, and forked ranks lack it
@@ -19,7 +20,8 @@ import torch
 torch.set_num_threads(1)
 
 IDLE = ("MainThread", "asyncio_", "tqdm_monitor")
-"""Threads that pytest itself has, and tqdm's, which torch.compile starts where tqdm is installed: it waits and holds no lock; execnet's, which receives orders in a worker of xdist, is none of Python's `threading`."""
+"""Threads of pytest and of tqdm, which torch.compile starts where it is installed: they wait and hold no lock. The thread
+that receives orders in a worker of xdist is none of Python's `threading`."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +38,30 @@ def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.name.startswith(IDLE)]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_rate_is_measured() -> Iterator[None]:
+    """Every rank of every run would multiply matrices for 0.1 s, to know the rate that MFU is a share of."""
+    with patch("fourfold.train.metrics.measured_flops", return_value=1e11):
+        yield
+
+
+SLOW = ("tests/test_readme", "tests/test_hosts", "tests/test_faults", "tests/test_checkpoint", "tests/test_launch")
+SLOW += ("tests/test_sharding", "tests/test_pipelines", "tests/test_together", "tests/test_grid", "tests/test_cli")
+SLOW += ("tests/test_numerics", "tests/test_parallelize", "tests/test_cuda", "tests/offload/test_training")
+SLOW += (
+    "tests/offload/test_activations",
+    "tests/lab/test_docs",
+    "tests/lab/test_network",
+    "tests/planner",
+    "benchmarks",
+)
+"""Files left out by `make test-fast`: whole training runs, searches for plans, benchmarks."""
 LONG = ("test_readme", "test_hosts", "test_faults", "test_checkpoint")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that two workers end together."""
+    """Mark what is slow; the longest first, so that two workers end together."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
     items.sort(key=lambda item: not item.nodeid.startswith(tuple(f"tests/{name}" for name in LONG)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+
 from benchmarks.fits import make_case, run_case
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import network_plans, sharding
 
+from benchmarks import network_plans, sharding
 from fourfold.cluster import Cluster, Level
 from fourfold.launch.place import Place
 from fourfold.planner.evaluate import predict

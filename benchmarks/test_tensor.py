@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
+
 from benchmarks import tensor_layers
 from benchmarks.tensor import all_grids, differences, entries_of, predicted_bytes
 from benchmarks.tensor_layers import LookAhead, Shape
-from torch import Tensor
-
 from fourfold.tensor.flows import Whole
 from fourfold.testing.ranks import run_ranks
 
