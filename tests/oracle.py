@@ -1,8 +1,4 @@
-"""Models of `transformers`, tiny and random, as the answer that ours are compared with.
-
-[Note: a true fp64 oracle]
-transformers casts norms, rotary tables and softmax to fp32 by name, whatever the model's type. Built and run inside `Wide`, every
-`.float()` and every fp32 among the arguments is fp64, so that its logits and gradients are exact to 1e-14.
+"""Folders of tiny random models, written by `transformers`: those that training reads (tests/families.py has every family).
 
 [Note: large weights]
 At their initial scale, weights hide mistakes: the wrong GELU moves logits by 5e-5. `make` adds noise to every parameter, norms and
@@ -18,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tqdm").tqdm.monitor_interval = 0  # its thread would outlive the tests, which fork
@@ -47,24 +42,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {"model_type": "bert"} | SIZES,
 }
 """Config of a tiny model by name."""
-
-
-class Wide(TorchFunctionMode):
-    """[Note: a true fp64 oracle]"""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        change = lambda v: torch.float64 if v is torch.float32 else v  # noqa: E731
-        return func(*map(change, args), **{k: change(v) for k, v in (kwargs or {}).items()})
-
-    def __enter__(self) -> Any:
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_default_dtype(torch.float32)
-        super().__exit__(*error)
 
 
 def make(name: str, *, noise: float = 0.2, **changes: Any) -> nn.Module:

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fourfold import schema
-from fourfold.errors import ConfigError, RunDirError
+from fourfold import files, schema
+from fourfold.errors import ConfigError, DataError, RunDirError
 from fourfold.view.text import markup, printable
 
 if TYPE_CHECKING:
@@ -43,15 +43,21 @@ class SampleArgs:
     """Generate text from a trained model: continue a prompt (gpt, llama), or fill its [MASK]s (bert)."""
 
     run_dir: Annotated[str, tyro.conf.Positional]
-    """Run directory with a checkpoint."""
+    """Run directory with a checkpoint, or a Hugging Face folder."""
     prompt: str = "def "
-    """Text to start from."""
+    """Text to start from; with --chat, the user's message."""
+    chat: bool = False
+    """Put the prompt through the model's chat template, and generate the assistant's answer."""
+    system: str = ""
+    """System message of a chat."""
     tokens: int = 200
     """Maximum number of tokens to generate."""
     temperature: float = 0.8
     """Sampling temperature; 0: always the most likely token."""
     top_k: int = 50
     """Sample among this many most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that have this probability together; 1: all."""
     seed: int = 0
     """Random seed."""
     json: bool = False
@@ -127,29 +133,31 @@ class DoctorArgs:
 
 
 def sample(args: SampleArgs) -> int:
-    if args.temperature < 0 or args.tokens < 1 or args.top_k < 0:
-        raise ConfigError("--temperature and --top-k must not be negative, --tokens must be at least 1")
-    from fourfold.train.rundir import RunDir
-    from fourfold.train.sample import continue_text, fill_blanks, open_run
-
-    model, tokenizer, step = open_run(RunDir.find(args.run_dir))
-    if model.config.family == "bert":
-        text = fill_blanks(model, tokenizer, args.prompt)
-    else:
-        text = continue_text(
-            model,
-            tokenizer,
-            args.prompt,
-            args.tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            seed=args.seed,
+    if args.temperature < 0 or args.tokens < 1 or args.top_k < 0 or not 0 < args.top_p <= 1:
+        raise ConfigError(
+            "--temperature and --top-k must not be negative, --tokens must be at least 1, --top-p above 0 and at most 1"
         )
-    print(
-        json.dumps({"run": args.run_dir, "step": step, "prompt": args.prompt, "text": text})
-        if args.json
-        else printable(text)
-    )
+    from fourfold.train.sample import Sampler, chat_prompt, continue_text, fill_blanks, open_model
+
+    opened = open_model(args.run_dir)
+    sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    if opened.model.config.family == "bert":
+        if args.chat:
+            raise ConfigError("--chat: a bert model fills blanks and does not chat; leave it out")
+        parts = iter([fill_blanks(opened, args.prompt)])
+    elif args.chat:
+        text = chat_prompt(opened, args.prompt, args.system)
+        parts = continue_text(opened, text, args.tokens, sampler, begin=False)
+    else:
+        rest = continue_text(opened, args.prompt, args.tokens, sampler)
+        parts = (part for parts in ((args.prompt,), rest) for part in parts)
+    if args.json:
+        found = {"run": args.run_dir, "step": opened.step, "prompt": args.prompt, "text": "".join(parts)}
+        print(json.dumps(found))
+        return 0
+    for part in parts:
+        print(printable(part), end="", flush=True)
+    print()
     return 0
 
 
@@ -280,6 +288,9 @@ def tokenize(args: TokenizeArgs) -> int:
     with console.status(f"encoding {args.source} …"):
         encoding = Encoding(template=args.template, loss_on=args.loss_on)
         corpus = write_tokens(args.source, args.tokenizer, out, encoding)
+    if args.tokenizer not in ("", "bytes"):
+        beside = out.with_name(f"{out.name}.tokenizer.json")
+        files.write_bytes(beside, files.read_bytes(args.tokenizer, DataError, most=64 * files.MIB), DataError)
     facts_ = {"file": str(out), "tokens": len(corpus.tokens), "bytes": out.stat().st_size, "vocab": corpus.vocab}
     if args.json:
         print(json.dumps(facts_ | {"fingerprint": corpus.fingerprint}))

@@ -25,28 +25,52 @@ SCALING = {
     "high_freq_factor": "high_freq_factor",
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "attention_factor",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
 }
 """Fields of RopeScaling, and their keys."""
 BY_KIND = {
     "linear": ("factor",),
     "llama3": ("factor", "original_positions", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_positions", "beta_fast", "beta_slow"),
+    "yarn": (
+        "factor",
+        "original_positions",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+    ),
+    "longrope": ("factor", "original_positions", "attention_factor", "short_factor", "long_factor"),
 }
 
 
-def family_of(m: ModelConfig) -> Family | None:
-    """The family as which a (resolved) model is written: one whose config.json, read again, gives the same model."""
+def family_of(m: ModelConfig, base: dict[str, Any] | None = None) -> Family | None:
+    """The family as which a (resolved) model is written: one whose config.json, read again, gives the same model.
+
+    `base`: the config.json of the folder that it came from.
+    """
     if m.family == "bert" and not m.tie:
         return None  # transformers has two biases there, of which it uses the one that files of tied models lack
     for family in [FAMILIES[m.model_type]] if m.model_type in FAMILIES else FAMILIES.values():
-        try:
-            read = read_fields(hf_config(family, m, "float32"), Path("config.json"), m.seq_len, m.dropout)
-            again = dataclasses.replace(ModelConfig(**read | {"seq_len": m.seq_len, "init_std": m.init_std})).resolve()
-        except (ConfigError, KeyError):
-            continue
-        if dataclasses.replace(again, init=m.init, model_type=m.model_type) == m:
+        if _says(hf_config(family, m, "float32", base), m):
             return family
     return None
+
+
+def _says(c: dict[str, Any], m: ModelConfig) -> bool:
+    """Whether a config.json gives this model."""
+    try:
+        read = read_fields(c, Path("config.json"), m.seq_len, m.dropout)
+        again = ModelConfig(**read | {"seq_len": m.seq_len, "init_std": m.init_std}).resolve()
+    except (ConfigError, KeyError):
+        return False
+    return dataclasses.replace(again, init=m.init, model_type=m.model_type) == m
 
 
 def hf_config(
@@ -62,9 +86,13 @@ def hf_config(
         c |= dict.fromkeys(family.dropouts, m.dropout or 0.0) if family.one_dropout else dict(family.dropouts)
         if family.window.default:
             c["sliding_window"] = None
+        if any(m.windows):
+            sizes = [m.windows[i % len(m.windows)] for i in range(m.layers)]
+            kinds = ["sliding_attention" if size else "full_attention" for size in sizes]
+            c |= {"sliding_window": max(sizes), "use_sliding_window": True, "layer_types": kinds}
     else:
         c |= base
-    for key in family.keys:
+    for key in family.keys if base is None or not _says(base, m) else ():
         _write(c, key, m)
     if family.rope is not None and not (base or {}).keys() & {"rope_theta", "rope_parameters", family.rope.theta_key}:
         c["rope_parameters"] = _rope(m)
@@ -79,7 +107,7 @@ def _write(c: dict[str, Any], key: Key, m: ModelConfig) -> None:
     if not key.field:
         return
     value = getattr(m, key.field)
-    if key.kind == "choice":
+    if key.kind == "choice" or key.values:
         spelled = [k for k, v in key.values.items() if v == value]
         if c.get(name) not in spelled and spelled:
             c[name] = spelled[0]
@@ -95,9 +123,12 @@ def _write(c: dict[str, Any], key: Key, m: ModelConfig) -> None:
 
 def _rope(m: ModelConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rope_theta}
+    if m.rope_dim and m.rope_dim != m.head_dim:
+        found["partial_rotary_factor"] = m.rope_dim / m.head_dim
     if m.rope_scaling is not None:
         found["rope_type"] = m.rope_scaling.kind
-        found |= {SCALING[field]: getattr(m.rope_scaling, field) for field in BY_KIND[m.rope_scaling.kind]}
+        values = {SCALING[field]: getattr(m.rope_scaling, field) for field in BY_KIND[m.rope_scaling.kind]}
+        found |= {key: list(v) if isinstance(v, tuple) else v for key, v in values.items() if v != 0 or v is False}
     return found
 
 

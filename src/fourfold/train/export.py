@@ -70,7 +70,8 @@ def export(run: RunDir, config: Config, directory: Path, out: Path, *, dtype: st
     m, beside = config.model, run.path / "hf"
     if m.family == "bert" and not m.token_types:  # theirs always adds a row of token types: one of zeros
         m = dataclasses.replace(m, token_types=1)
-    family = family_of(m)
+    base = files.read_json(beside / "config.json", CheckpointError) if (beside / "config.json").is_file() else None
+    family = family_of(m, base)
     came, others = ("", {}) if dtype else read_types(beside)
     stored = read_index(directory)
     trained = {"float64": "F64"}.get(stored["embed.tokens.weight"].dtype, "F32")
@@ -83,7 +84,7 @@ def export(run: RunDir, config: Config, directory: Path, out: Path, *, dtype: st
         _write_dcp(tensors, source, out)
     else:
         _write_safetensors(tensors, source, out)
-        _write_beside(dataclasses.replace(config, model=m), family, beside, out, NAMES[common])
+        _write_beside(dataclasses.replace(config, model=m), family, base, beside, out, NAMES[common])
     step = checkpoint.read_state(directory)["step"]
     size = sum(t.bytes for t in tensors)
     return Exported(step, family.model_type if family else "", len(tensors), size, NAMES[common])
@@ -93,13 +94,12 @@ def _as_they_are(m: ModelConfig) -> list[Link]:
     return [Link(name, s, name, s, False, (Run(0, 0, s[0]),)) for name, s in parameter_shapes(m).items()]
 
 
-def _write_beside(config: Config, family: Any, beside: Path, out: Path, dtype: str) -> None:
+def _write_beside(config: Config, family: Any, base: Any, beside: Path, out: Path, dtype: str) -> None:
     """Tokenizer, generation config and, last, config.json: a folder without one is visibly unfinished."""
     copy(beside, out, TOKENIZER)
     if family is None:
         files.write_json(out / "config.json", config.to_dict(), CheckpointError)
         return
-    base = files.read_json(beside / "config.json", CheckpointError) if (beside / "config.json").is_file() else None
     end = None if base is not None else load_tokenizer(_tokenizer(config, beside)).end
     if (beside / "generation_config.json").is_file():
         copy(beside, out, ("generation_config.json",))

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def keep_files(config: Config, out: Path, types: dict[str, str] | None = None) -
     out.mkdir(exist_ok=True)
     if config.model.init != "random":
         copy(Path(config.model.init), out, BASE)
-    if config.data.tokenizer not in ("", "bytes"):
-        file = Path(config.data.tokenizer)
+    file = _tokenizer_file(config)
+    if file is not None:
         copy(file.parent, out, TOKENIZER if file.name == "tokenizer.json" else ())
         if file.name != "tokenizer.json" and file.is_file():
             files.write_bytes(out / "tokenizer.json", files.read_bytes(file, RunDirError, most=LARGEST), RunDirError)
@@ -52,6 +53,18 @@ def keep_files(config: Config, out: Path, types: dict[str, str] | None = None) -
         files.write_json(out / TYPES, {"all": common, "others": others}, RunDirError)
     if not any(out.iterdir()):
         out.rmdir()
+
+
+def _tokenizer_file(config: Config) -> Path | None:
+    """The tokenizer of the data: the one beside a token file, the one it was made with, or the config's; None: bytes."""
+    source, name = Path(config.data.source), config.data.tokenizer
+    with contextlib.suppress(OSError, ValueError):
+        if source.is_file() and source.open("rb").read(8) == b"4FOLDTOK":
+            beside = source.with_name(f"{source.name}.tokenizer.json")
+            from fourfold.train.data import open_corpus
+
+            name = str(beside) if beside.is_file() else open_corpus(str(source)).tokenizer
+    return Path(name) if name not in ("", "bytes") and Path(name).is_file() else None
 
 
 def copy(folder: Path, out: Path, names: tuple[str, ...] = (*BASE, *TOKENIZER)) -> None:

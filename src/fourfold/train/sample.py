@@ -1,68 +1,273 @@
-"""Text from a trained model: next tokens for gpt and llama, filled-in blanks for bert. One process, whole model."""
+"""Text from a trained model: next tokens for gpt and llama, filled-in blanks for bert. One process, whole model.
+
+Opens a run (its newest checkpoint) or a Hugging Face folder, on the GPU where there is one. Keys and values of earlier tokens are
+kept, so that a new token costs one pass over one token.
+
+[Note: kept keys and values]
+`Cache` puts itself between the attention of each block and its keys: it appends the new ones to those it has, and tells rotary
+embeddings and learned positions where the new tokens are. The model itself is the one that trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
+from fourfold.model.build import build_model, materialize_buffers
+from fourfold.model.hf import LONGEST, hf_file
+from fourfold.model.layers import Attention, Positions, Rotary
 from fourfold.model.transformer import Transformer
-from fourfold.train.data import ByteTokenizer, Tokenizer, load_tokenizer
-from fourfold.train.export import load_model
+from fourfold.train import checkpoint
+from fourfold.train.chats import ChatTemplate
+from fourfold.train.data import Tokenizer, load_tokenizer, open_corpus
+from fourfold.train.hf_files import tokenizer_in
 from fourfold.train.rundir import RunDir
+from fourfold.train.weights import check_weights, fill
 
-__all__ = ["continue_text", "fill_blanks", "next_tokens", "open_run"]
+__all__ = ["Cache", "Sampler", "chat_prompt", "continue_text", "fill_blanks", "next_tokens", "open_model"]
 
 BLANK = "[MASK]"
 
 
-def open_run(run: RunDir) -> tuple[Transformer, Tokenizer, int]:
-    """A run's model, tokenizer and step."""
-    config, _ = run.read()
-    model, step = load_model(run)
-    name = config.data.tokenizer
-    return model.eval(), ByteTokenizer() if name == "bytes" else load_tokenizer(name), step
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is chosen: among the `top_k` likeliest (0: all) that have `top_p` of the probability together."""
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
+
+    def choose(self, logits_v: Tensor, generator: torch.Generator) -> int:
+        if self.temperature == 0:
+            return int(logits_v.argmax())
+        logits_v = logits_v.float().cpu() / self.temperature
+        if 0 < self.top_k < logits_v.numel():
+            logits_v = logits_v.masked_fill(logits_v < logits_v.topk(self.top_k).values[-1], -torch.inf)
+        if self.top_p < 1:
+            ordered, at = logits_v.softmax(-1).sort(descending=True)
+            rest = ordered.cumsum(-1) - ordered >= self.top_p  # the likeliest is always kept
+            logits_v = logits_v.index_fill(0, at[rest], -torch.inf)
+        return int(torch.multinomial(logits_v.softmax(-1), 1, generator=generator))
 
 
-@torch.no_grad()
-def next_tokens(
-    model: Transformer, tokens: list[int], count: int, *, temperature: float, top_k: int, seed: int
-) -> Iterator[int]:
-    """Sample `count` tokens after `tokens`; temperature 0 takes the likeliest. Only the last seq_len tokens are seen."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(tokens)
-    for _ in range(count):
-        logits_v = model(torch.tensor([tokens[-model.config.seq_len :]]))[0, -1].float()
-        tokens.append(_choose(logits_v, temperature, top_k, generator))
-        yield tokens[-1]
+@dataclass(frozen=True)
+class Opened:
+    """A model with its tokenizer; the folder of its chat template; ids that end a text; the step of the run it came from."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    folder: Path
+    stops: frozenset[int]
+    step: int
 
 
-def _choose(logits_v: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits_v.argmax())
-    if 0 < top_k < logits_v.numel():
-        logits_v = logits_v.masked_fill(logits_v < logits_v.topk(top_k).values[-1], -torch.inf)
-    return int(torch.multinomial((logits_v / temperature).softmax(-1), 1, generator=generator))
+# ---- opening ----
 
 
-def continue_text(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, count: int, *, temperature: float, top_k: int, seed: int
-) -> str:
-    """The prompt and what the model writes after it; stops at an end-of-text token."""
-    tokens = tokenizer.encode(prompt).tolist() or [tokenizer.end]
+def open_model(path: str | Path, tokens: int = 0) -> Opened:
+    """A run's newest checkpoint, or the weights of a Hugging Face folder; `tokens`: the longest context it is to have."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    path = Path(path)
+    if path.is_dir() and (path / "config.json").is_file() and hf_file(path):
+        m = ModelConfig(hf=str(path), seq_len=1).resolve()
+        model = _empty(_longer(m, tokens), device, dtype)
+        holdings = [checkpoint.holding_of(n, p) for n, p in model.named_parameters()]
+        fill(check_weights(m), m, holdings)
+        found = tokenizer_in(path)
+        if not found:
+            raise ConfigError(f"{path}: has no tokenizer.json")
+        tokenizer, folder, step = load_tokenizer(found), path, 0
+    else:
+        run = RunDir.find(path)
+        config, _ = run.read()
+        directory = checkpoint.newest(run.checkpoints)
+        if directory is None:
+            raise ConfigError(f"{run.path}: has no complete checkpoint yet")
+        model = _empty(_longer(config.model, tokens), device, dtype)
+        holdings = [checkpoint.holding_of(n, p) for n, p in model.named_parameters()]
+        step = checkpoint.load(directory, holdings)["step"]
+        tokenizer, folder = _tokenizer(run, config.data.source, config.data.tokenizer), run.path / "hf"
+    if tokenizer.vocab > model.config.vocab:
+        raise ConfigError(
+            f"{path}: its tokenizer has {tokenizer.vocab} ids, and the model {model.config.vocab}: they do not belong together"
+        )
+    return Opened(model.eval(), tokenizer, folder, _stops(folder, tokenizer), step)
+
+
+def _longer(m: ModelConfig, tokens: int) -> ModelConfig:
+    """The model for a context of up to so many tokens, as far as it has positions; its weights are the same."""
+    length = min(m.positions, max(m.seq_len, min(tokens or LONGEST, LONGEST)))
+    return replace(m, seq_len=length).resolve()
+
+
+def _empty(m: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+    model = build_model(m)
+    model.to(dtype).to_empty(device=device).tie()
+    materialize_buffers(model, device, dtype)
+    return model.requires_grad_(False)
+
+
+def _tokenizer(run: RunDir, source: str, name: str) -> Tokenizer:
+    """The tokenizer that travels with a run, or that of its data; a token file says which one it was made with."""
+    own = tokenizer_in(run.path / "hf")
+    if own:
+        return load_tokenizer(own)
+    if name in ("", "bytes") and Path(source).is_file():
+        corpus = open_corpus(source) if Path(source).read_bytes()[:8] == b"4FOLDTOK" else None
+        name = corpus.tokenizer if corpus is not None else name
+    return load_tokenizer(name)
+
+
+def _stops(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids after which a text ends: the tokenizer's, and those that the folder's generation config names."""
+    found: Any = []
+    if (folder / "generation_config.json").is_file():
+        found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
+    ids = found if isinstance(found, list) else [found]
+    return frozenset({tokenizer.end, *(i for i in ids if isinstance(i, int))})
+
+
+# ---- keys and values that are kept ----
+
+
+class Cache:
+    """[Note: kept keys and values]"""
+
+    def __init__(self, model: Transformer):
+        self.model, self.length = model, 0
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._patched: list[tuple[nn.Module, str]] = []
+        for module in model.modules():
+            if isinstance(module, Attention):
+                self._put(module, "attend", self._attend(module))
+            elif isinstance(module, Rotary):
+                self._put(module, "tables", self._tables(module))
+            elif isinstance(module, Positions):
+                self._put(module, "forward", self._positions(module))
+
+    def _put(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        module.__dict__[name] = function
+        self._patched.append((module, name))
+
+    def close(self) -> None:
+        for module, name in self._patched:
+            del module.__dict__[name]
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> Tensor:
+        """Logits [V] after the last of some new tokens: several at the beginning, one at a time later."""
+        assert self.length == 0 or len(tokens) == 1
+        at = next(self.model.parameters()).device
+        out: Tensor = self.model(torch.tensor([tokens], device=at))[0, -1]
+        self.length += len(tokens)
+        return out
+
+    def forget(self) -> None:
+        self.length = 0
+        self._kept.clear()
+
+    def _attend(self, module: Attention) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        plain = module.attend
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.length:
+                before = self._kept[id(module)]
+                k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
+                if module.window:
+                    k, v = k[:, :, -module.window :], v[:, :, -module.window :]
+            self._kept[id(module)] = k, v
+            return _one_query(module, q, k, v) if self.length else plain(q, k, v)
+
+        return attend
+
+    def _tables(self, rotary: Rotary) -> Callable[[int], tuple[Tensor, Tensor]]:
+        return lambda n: (rotary.cos[self.length : self.length + n], rotary.sin[self.length : self.length + n])
+
+    def _positions(self, positions: Positions) -> Callable[[Tensor], Tensor]:
+        return lambda tokens: positions.weight[self.length : self.length + tokens.shape[1]]
+
+
+def _one_query(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last token over all keys that are there: it sees them all."""
+    if not module.softcap:
+        return F.scaled_dot_product_attention(q, k, v, scale=module.scale, enable_gqa=module.grouped)
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.mT).float() * (module.scale or module.head_dim**-0.5)
+    scores = module.softcap * torch.tanh(scores / module.softcap)
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+# ---- generating ----
+
+
+def next_tokens(model: Transformer, tokens: list[int], count: int, sampler: Sampler) -> Iterator[int]:
+    """Sample `count` tokens after `tokens`.
+
+    The model sees the last seq_len tokens; when they are full, the later half of them is read again, and goes on from there.
+    """
+    generator = torch.Generator().manual_seed(sampler.seed)
+    context, longest = list(tokens), model.config.seq_len
+    cache = Cache(model)
+    try:
+        fresh = context[-longest:]
+        for _ in range(count):
+            if cache.length + len(fresh) > longest:
+                cache.forget()
+                fresh = context[-max(1, longest // 2) :]
+            token = sampler.choose(cache.logits(fresh), generator)
+            context.append(token)
+            fresh = [token]
+            yield token
+    finally:
+        cache.close()
+
+
+def continue_text(opened: Opened, prompt: str, count: int, sampler: Sampler, *, begin: bool = True) -> Iterator[str]:
+    """What the model writes after a prompt, in pieces of whole characters; stops at a token that ends a text."""
+    tokenizer = opened.tokenizer
+    tokens = tokenizer.encode(prompt).tolist()
+    if begin and tokenizer.begin is not None:
+        tokens = [tokenizer.begin, *tokens]
     new: list[int] = []
-    for token in next_tokens(model, tokens, count, temperature=temperature, top_k=top_k, seed=seed):
-        if token == tokenizer.end:
+    shown = ""
+    for token in next_tokens(opened.model, tokens or [tokenizer.end], count, sampler):
+        if token in opened.stops:
             break
         new.append(token)
-    return prompt + tokenizer.decode(new)
+        text = tokenizer.decode(new)
+        if not text.endswith("\ufffd"):  # a character that is not whole yet
+            yield text[len(shown) :]
+            shown = text
+    text = tokenizer.decode(new)
+    if text != shown:
+        yield text[len(shown) :]
+
+
+def chat_prompt(opened: Opened, question: str, system: str = "") -> str:
+    """A user's message as the model's template writes it, up to where the assistant's answer begins."""
+    template = ChatTemplate.load(opened.folder) if opened.folder.is_dir() else None
+    if template is None:
+        raise ConfigError(f"{opened.folder}: has no chat template; leave out --chat to continue a text")
+    messages = [{"role": "system", "content": system}] if system else []
+    return template.render([*messages, {"role": "user", "content": question}], add_generation_prompt=True)
 
 
 @torch.no_grad()
-def fill_blanks(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
+def fill_blanks(opened: Opened, prompt: str) -> str:
     """The prompt with every [MASK] replaced by the likeliest token."""
+    model, tokenizer = opened.model, opened.tokenizer
     if BLANK not in prompt or tokenizer.mask is None:
         raise ConfigError(f"a bert model fills blanks: write {BLANK} into the prompt where it should guess")
     tokens: list[int] = []
@@ -70,5 +275,6 @@ def fill_blanks(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
         tokens += ([tokenizer.mask] if i else []) + tokenizer.encode(part).tolist()
     if len(tokens) > model.config.seq_len:
         raise ConfigError(f"the prompt has {len(tokens)} tokens; the model sees {model.config.seq_len} at most")
-    guess = model(torch.tensor([tokens]))[0].argmax(-1).tolist()
+    at = next(model.parameters()).device
+    guess = model(torch.tensor([tokens], device=at))[0].argmax(-1).tolist()
     return tokenizer.decode(g if t == tokenizer.mask else t for t, g in zip(tokens, guess, strict=True))

@@ -37,7 +37,7 @@ from fourfold.train.holdings import Holding, held_boxes
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
 
-__all__ = ["check_weights", "family_of_source", "fill", "open_source", "read_weights"]
+__all__ = ["check_weights", "family_of_source", "fill", "open_source", "read_weights", "stored_types"]
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors library has the same bound."""
@@ -304,6 +304,11 @@ def read_weights(loop: Loop) -> dict[str, str]:
         loop.optimizer.publish(unit)
     for tie in loop.ties:
         tie.publish()
+    return stored_types(source)
+
+
+def stored_types(source: Source) -> dict[str, str]:
+    """The type of every tensor by name, as safetensors spells it."""
     spelled = {dtype: name for name, dtype in DTYPES.items()}
     return {name: spelled[dtype] for name, (_, dtype) in source.tensors.items()}
 
