@@ -170,7 +170,7 @@ def test_a_stopped_rank_is_named_in_time(
     monkeypatch.setenv("FOURFOLD_FAULTS", f"stop rank=1 step=3 op={'1B0' if name == 'pipe' else '0B0'}")
     begin = time.monotonic()
     assert start(tmp_path, PLANS[name], "--train.timeout", "1.5", train={"steps": 5}) == 1
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 60  # and not the 30 days of a process group
     error = capfd.readouterr().err
     assert "rank 1 is stopped (SIGSTOP)" in error
     assert re.search(r"rank 0, at step 3, op 0[FB]\d.*: waits (for the gradient of stage 1|in .* for rank 1)", error), (
@@ -194,7 +194,7 @@ def test_a_rank_stopped_in_a_save_is_named(
 
 def test_a_rank_a_hundred_times_slower_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it longer than the timeout, in one collective, and it never stands still for as long."""
-    slow = "; ".join(f"delay rank=1 step=2 op=0{kind}{m} seconds=0.4" for m in range(4) for kind in "FB")
+    slow = "; ".join(f"delay rank=1 step=2 op=0{kind}{m} seconds=0.7" for m in range(4) for kind in "FB")
     monkeypatch.setenv("FOURFOLD_FAULTS", slow)
     plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 4}}
-    assert start(tmp_path, plan, "--train.timeout", "1", train={"steps": 3, "global_batch": 8}) == 0
+    assert start(tmp_path, plan, "--train.timeout", "2.5", train={"steps": 3, "global_batch": 8}) == 0

@@ -108,5 +108,5 @@ class Guard:
             raise TrainingError(
                 f"step {step}: the loss or the gradient was not finite in the last {self._in_a_row} steps (loss {loss}, "
                 f"gradient norm {norm}); they changed no weights. Lower optim.lr, or look at the data; "
-                f"train.max_skipped = {self.max_skipped} sets how many are borne"
+                f"train.max_skipped = {self.max_skipped} sets how many are allowed"
             )

@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -221,31 +222,40 @@ class Watch:
             except Exception:  # the board is gone, or does not answer: the other thread counts how long
                 continue
 
-    def _judge(self) -> object:
+    def _judge(self) -> None:
         """Thread: note progress; when there is none, find out whether anybody moves."""
         while not self._closed.wait(self.interval / 2):
-            self.record.poll()
-            now = time.monotonic()
-            if self.record.progress != self._seen:
-                self._seen, self._moved, self._reading = self.record.progress, now, False
+            try:
+                text = self._look()
+            except Exception:  # a watchdog that fails must not fail in silence, nor for good
+                traceback.print_exc()
                 continue
-            limit = self.record.limit
-            late = self.idle - limit
-            if self._verdict:
-                return self._end(self._verdict)
-            if late > 2 * self.interval and now - self._answered > limit:
-                return self._end(
-                    f"the job's store has not answered for {now - self._answered:.0f} s, and rank {self.rank} makes no progress: "
-                    "the process that hosts it (under srun rank 0, else torchrun's agent) is stopped or gone"
-                )
-            self._reading = self.idle > limit / 2 if self.rank < READERS else late > 3 + 2 * self.interval
-            if late > 0 and self._others:
-                text = verdict(self._others, self.ranks, time.time(), 5 * self.interval)
-                if text:
-                    with contextlib.suppress(Exception):
-                        text = self.board.settle(text)
-                    return self._end(text)
-        return None
+            if text:
+                self._end(text)
+                return
+
+    def _look(self) -> str:
+        """Why this rank must end; empty while it need not."""
+        self.record.poll()
+        now = time.monotonic()
+        if self.record.progress != self._seen:
+            self._seen, self._moved, self._reading = self.record.progress, now, False
+            return ""
+        limit = self.record.limit
+        late = self.idle - limit
+        if self._verdict:
+            return self._verdict
+        if late > 2 * self.interval and now - self._answered > limit:
+            return (
+                f"the job's store has not answered for {now - self._answered:.0f} s, and rank {self.rank} makes no progress: "
+                "the process that hosts it (under srun rank 0, else torchrun's agent) is stopped or gone"
+            )
+        self._reading = self.idle > limit / 2 if self.rank < READERS else late > 3 + 2 * self.interval
+        text = verdict(self._others, self.ranks, time.time(), 5 * self.interval) if late > 0 and self._others else ""
+        if text:
+            with contextlib.suppress(Exception):
+                text = self.board.settle(text)
+        return text
 
 
 WAITING_IN = ("torch/distributed/", "torch/cuda/", "/threading.py", "/queue.py")

@@ -12,7 +12,7 @@ import functools
 import gc
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -112,15 +112,12 @@ def join_and_work(
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
         join(place, None, device, limits.start, config.train.backend, LONGEST_WAIT)
-    try:
+    with _leaving(joins):
         run = claim(place, config, plan, resume)
         try:
             return work(place, None, config, plan, layout, run, callbacks=callbacks, console=console)
         finally:
             run.unlock()
-    finally:
-        if joins:
-            leave()
 
 
 def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
@@ -173,21 +170,30 @@ def work(
         check_joined(config.train.backend)
     if joins:
         join(place, store, device, limits.start, config.train.backend, LONGEST_WAIT)
-    try:
-        with translated(), _watch(place, store, limits):
-            loop, done = assemble(place, device, limits, config, plan, layout, run, callbacks, console)
-            with loop.guard.on_watch():
-                steps = loop.run(done)
-                if place.rank == 0 and steps == config.train.steps:
-                    from fourfold.train.export import write_final
+    with _leaving(joins), translated(), _watch(place, store, limits):
+        loop, done = assemble(place, device, limits, config, plan, layout, run, callbacks, console)
+        with loop.guard.on_watch():
+            steps = loop.run(done)
+            if place.rank == 0 and steps == config.train.steps:
+                from fourfold.train.export import write_final
 
-                    del loop  # what the rank holds goes before weights are read whole
-                    gc.collect()
-                    write_final(run, config)  # a request to stop does not cut it short
-        return Outcome(steps, run.path)
-    finally:
-        if joins:
+                del loop  # what the rank holds goes before weights are read whole
+                gc.collect()
+                write_final(run, config)  # a request to stop does not cut it short
+    return Outcome(steps, run.path)
+
+
+@contextlib.contextmanager
+def _leaving(joined: bool) -> Iterator[None]:
+    """Leave the process group in the end, if this call has joined it; after a failure only where that waits for no peer."""
+    try:
+        yield
+    except BaseException:
+        if joined and "nccl" not in str(dist.get_backend_config()):
             leave()
+        raise
+    if joined:
+        leave()
 
 
 def _watch(place: Place, store: dist.Store | None, limits: Limits) -> contextlib.AbstractContextManager[object]:
