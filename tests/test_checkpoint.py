@@ -592,6 +592,24 @@ def test_full_disk_gives_one_error_and_loses_nothing(small_disk: Path, backgroun
     saver.wait()
 
 
+def test_a_run_on_a_full_disk_says_so_and_resumes_to_the_same_bits(small_disk: Path, tmp_path: Path) -> None:
+    """Room for a few bytes more each time: another write is the first that fails."""
+    sections = {"train": {"steps": 4}, "checkpoint": {"every": 2, "mode": "sync"}, "log": {"trace": 1}}
+    run_training(make_config(tmp_path / "whole", **sections), {}, 1)  # type: ignore[arg-type]
+    expected, filler = state_digest(tmp_path / "whole", 4), small_disk / "filler"
+    for room in (0, 9_000, 60_000):
+        config = make_config(small_disk / "run", **sections)  # type: ignore[arg-type]
+        with filler.open("wb") as f:
+            os.posix_fallocate(f.fileno(), 0, shutil.disk_usage(small_disk).free // 4096 * 4096 - room)
+        with pytest.raises(RankFailure, match="no space left on the disk") as e:
+            run_training(config, {}, 1)
+        assert "inline_container" not in str(e.value).rpartition("Error: ")[2]
+        filler.unlink()
+        run_training(config, {}, 1, resume=(small_disk / "run" / "config.json").exists())
+        assert state_digest(small_disk / "run", 4) == expected
+        shutil.rmtree(small_disk / "run")
+
+
 def test_read_only_disk(small_disk: Path) -> None:
     saver = Checkpointer(small_disk / "c")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

@@ -31,6 +31,7 @@ from fourfold.errors import FileError, FourfoldError
 
 __all__ = [
     "MIB",
+    "append_line",
     "append_to",
     "check_not_link",
     "create",
@@ -386,6 +387,14 @@ def append_to(path: str | Path, error: type[FourfoldError] = FileError) -> IO[st
         os.close(handle)
         raise error(f"{path}: cannot be written: it is not a file of its own")
     return os.fdopen(handle, "a", buffering=1, encoding="utf-8")
+
+
+def append_line(f: IO[str], path: str | Path, line: str, error: type[FourfoldError] = FileError) -> None:
+    """Add a line to a file that `append_to` opened; a disk that has no room for it gives a sentence."""
+    try:
+        f.write(f"{line}\n")
+    except OSError as e:
+        raise error(f"{path}: cannot be written: {why(e)}") from None
 
 
 def sync_folder(path: str | Path) -> None:

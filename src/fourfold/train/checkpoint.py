@@ -350,8 +350,7 @@ class Checkpointer:
                 process_group=self.group,
                 no_dist=self.group is None,
             )
-            mine = {p.name: describe(p) for p in path.glob(f"__{self.rank}_*.distcp")}
-            listed = {name: info for each in _exchange(mine, self.group) for name, info in each.items()}
+            listed = self._listed(path)
             _together(lambda: self._finish(path, metadata, listed, state), self.group)
         except (dcp.CheckpointException, CheckpointError, OSError) as e:
             why = _root_cause(e, path, size)
@@ -361,6 +360,20 @@ class Checkpointer:
             kept = f"; the last complete checkpoint is {last}" if last else ""
             raise CheckpointError(f"{path}: cannot be saved: {why}{kept}") from None
         self._finished.append(path)
+
+    def _listed(self, path: Path) -> dict[str, Any]:
+        """Size and checksum of every rank's files; an error of one rank is raised on all."""
+        mine: dict[str, Any] = {}
+        problem = None
+        try:
+            mine = {p.name: describe(p) for p in path.glob(f"__{self.rank}_*.distcp")}
+        except OSError as e:
+            problem = f"{files.why(e)} (rank {self.rank})"
+        found = _exchange((mine, problem), self.group)
+        for _, text in found:
+            if text is not None:
+                raise CheckpointError(text)
+        return {name: info for each, _ in found for name, info in each.items()}
 
     def _clear(self, path: Path) -> None:
         """An empty folder; a save of this step that did not finish, or a link, is removed first."""

@@ -59,12 +59,13 @@ class MetricsFile:
                     self.dropped.append(number)
                 elif line["step"] <= done:
                     f.write(json.dumps(line).encode() + b"\n")
-        self._file = files.append_to(run.metrics_file, RunDirError)
+        self._path = run.metrics_file
+        self._file = files.append_to(self._path, RunDirError)
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line; numbers that are not finite become null, since JSON has none."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        files.append_line(self._file, self._path, json.dumps(finite), RunDirError)
 
     def close(self) -> None:
         self._file.close()

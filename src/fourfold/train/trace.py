@@ -42,6 +42,7 @@ class TraceFile:
                 if line is not None and line["step"] <= done:
                     f.write(json.dumps(line).encode() + b"\n")
         self.dropped = lines.count(None)  # damaged lines: a full disk or a crash cut them
+        self._path = path
         self._file = files.append_to(path, RunDirError)
 
     def hold(self, step: int, spans: Sequence[Span]) -> None:
@@ -65,7 +66,7 @@ class TraceFile:
             for s in spans
         ]
         line = {"step": step, "rank": self.rank, "pipe": self.pipe, "origin": self.clock.time_of_day(first)}
-        self._file.write(json.dumps(line | {"spans": rows}) + "\n")
+        files.append_line(self._file, self._path, json.dumps(line | {"spans": rows}), RunDirError)
 
     def close(self) -> None:
         self._file.close()
