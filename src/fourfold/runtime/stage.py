@@ -452,7 +452,7 @@ def keep_products() -> Any:
 
     def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name = op.overloadpacket.__name__
-        keep = name in _PRODUCTS or name.startswith("_scaled_dot_product")
+        keep = name in (*_PRODUCTS, "attend") or name.startswith("_scaled_dot_product")
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,69 @@
+"""Attention over windows and with soft-capped scores, block by block, against all scores at once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.model import attention
+from fourfold.model.attention import blocked_attention
+from fourfold.runtime.stage import keep_products
+
+TOKENS = 23
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, window: int, causal: bool) -> Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = scale * q @ k.mT
+    s = cap * torch.tanh(s / cap) if cap else s
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])[None, :]
+    seen = (j <= i) | torch.tensor(not causal)
+    seen = seen & (j > i - window) if window else seen
+    return s.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def made(heads: int, kv_heads: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(2, n, TOKENS, 6) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, dtype=torch.float64, generator=g).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_blocks_are_all_scores_at_once(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SCORES", 1)
+    monkeypatch.setattr(attention, "FEWEST", 5)  # five queries to a block
+    for cap, window, causal in itertools.product((0.0, 2.0), (0, 1, 7, 30), (True, False)):
+        if window and not causal:
+            continue
+        parts = made(4, kv_heads)
+        found = blocked_attention(*parts, scale=0.7, cap=cap, window=window, causal=causal)
+        expected = plain(*parts, 0.7, cap, window, causal)
+        dy = torch.ones_like(found).cumsum(-1)
+        assert (found - expected).abs().max() < 1e-12, (cap, window, causal)
+        for a, b in zip(torch.autograd.grad(found, parts, dy), torch.autograd.grad(expected, parts, dy), strict=True):
+            assert (a - b).abs().max() < 1e-11, (cap, window, causal)
+
+
+def test_compiled() -> None:
+    parts = made(4, 2)
+    run = torch.compile(lambda q, k, v: blocked_attention(q, k, v, scale=0.5, cap=1.0, window=7), backend="aot_eager")
+    torch.testing.assert_close(run(*parts), plain(*parts, 0.5, 1.0, 7, True))
+
+
+def test_selective_recomputation_keeps_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    forward = attention._scores
+    monkeypatch.setattr(attention, "_scores", lambda *args: calls.append(1) or forward(*args))
+    q, k, v = made(4, 2)
+
+    def part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return blocked_attention(2 * q, k, v, scale=0.5, window=7)
+
+    y = checkpoint(part, q, k, v, use_reentrant=False, context_fn=keep_products)
+    assert len(calls) == 1
+    y.sum().backward()
+    assert len(calls) == 2  # once more for the gradient of the scores, and not for the output
