@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ from fourfold.config import Config, ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.families import FAMILIES, links
+from fourfold.model.hf import read_fields
+from fourfold.model.operators import ModelSpec
 from fourfold.model.spec import parameter_shapes
+from fourfold.model.to_hf import hf_config
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
 from fourfold.testing.ranks import run_ranks
@@ -376,3 +380,96 @@ def test_names_of_older_files(folders: dict[str, Path], tmp_path: Path) -> None:
         save_file(tensors | {extra: torch.zeros(3)}, folder / "model.safetensors")
         x = tokens()
         assert torch.equal(opened(folder)(x), opened(folders[name])(x))
+
+
+# ---- the page, config files of two versions, traced modules ----
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """A byte-level tokenizer and a chat template beside a model."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_end|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=261, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator(["hello world"], trainer)
+    made.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    config = {"eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_page_from_a_folder_to_a_folder(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command of docs/hugging-face.md, on 4 ranks by the planner's plan."""
+    page = (Path(__file__).parent.parent / "docs" / "hugging-face.md").read_text()
+    commands = page.split("```bash\n")[1].split("```")[0].splitlines()
+    monkeypatch.chdir(tmp_path)
+    with_tokenizer(Path(shutil.copytree(folders["llama"], "model")))
+    chats = [
+        {"messages": [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": f"world {i}"}]}
+        for i in range(16)
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    assert [shlex.split(c)[1] for c in commands] == ["plan", "train", "sample", "export"]
+    for command in commands:
+        words = shlex.split(command)[1:]
+        words += {"train": ["--train.steps", "2", "--train.device", "cpu"], "sample": ["--tokens", "4"]}.get(
+            words[0], []
+        )
+        assert main(words) == 0, command
+    assert "fine-tuning: lr 1e-05" in capsys.readouterr().out
+    assert json.loads(Path("runs/model/plan.json").read_text())["predicted"]
+    for folder in (Path("runs/model/final"), Path("out")):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (folder / name).read_bytes() == (Path("model") / name).read_bytes()
+        _, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert load_file("out/model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+SCALED = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": SCALED},
+            {"rope_parameters": SCALED | {"rope_theta": 5e5}},
+        ),
+    ],
+)
+def test_rotary_keys_of_transformers_4_and_5(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Both forms are read alike, and written as one that has both: version 4 ignores `rope_parameters`."""
+    base = CONFIGS["llama"] | {"rope_parameters": None, "rope_scaling": None}
+    base = {k: v for k, v in base.items() if v is not None}
+    read = [read_fields(base | form, Path("config.json"), 16) for form in (old, new)]
+    assert read[0] == read[1]
+    m = ModelConfig(**read[0] | {"seq_len": 16}).resolve()
+    for form in (None, base | old, base | new):
+        c = hf_config(FAMILIES["llama"], m, "float32", form)
+        assert c["rope_theta"] == c["rope_parameters"]["rope_theta"] == 5e5
+        assert (c.get("rope_scaling") or {}).get("rope_theta", 5e5) == 5e5  # version 5 takes it alone where it is there
+        assert bool(c.get("rope_scaling")) == ("rope_scaling" in old)
+        assert c["dtype"] == c["torch_dtype"] == "float32"
+        assert read_fields(c, Path("config.json"), 16) == read[0]
+        theirs_read = transformers.LlamaConfig(**{k: v for k, v in c.items() if k != "model_type"})
+        assert theirs_read.rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unmodified_models_of_transformers_are_traced(name: str, folders: dict[str, Path]) -> None:
+    traced = ModelSpec.from_module(make(name), tokens(16))
+    spec = ModelSpec.from_hf(folders[name], seq_len=16, dropout=0.0)
+    assert traced.parameters == spec.parameters
+    assert traced.layers == spec.layers
