@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-gpu lint clean
+.PHONY: demo test test-fast test-gpu lint api clean
 
 demo: .venv/installed-run  ## train a small GPT in four processes and sample from it
 	$(BIN)/fourfold demo
@@ -22,6 +22,9 @@ lint: .venv/installed-dev  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+api: .venv/installed-dev  ## write the API reference from docstrings to api.md
+	$(BIN)/python docs/make_api.py > api.md
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

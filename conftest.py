@@ -45,7 +45,14 @@ def no_rate_is_measured() -> Iterator[None]:
         yield
 
 
-SLOW = ("tests/test_readme", "tests/test_hosts", "tests/test_faults", "tests/test_checkpoint", "tests/test_launch")
+SLOW = (
+    "tests/test_readme",
+    "tests/test_package",
+    "tests/test_hosts",
+    "tests/test_faults",
+    "tests/test_checkpoint",
+    "tests/test_launch",
+)
 SLOW += ("tests/test_sharding", "tests/test_pipelines", "tests/test_together", "tests/test_grid", "tests/test_cli")
 SLOW += ("tests/test_numerics", "tests/test_parallelize", "tests/test_cuda", "tests/offload/test_training")
 SLOW += (
