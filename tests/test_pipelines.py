@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,8 @@ def test_a_stalled_rank_is_named_with_what_each_rank_waited_for(
     assert main(["train", config_file(tmp_path / "run.json"), "--plan", plan, "--train.timeout", "2"]) == 1
     error = capfd.readouterr().err
     assert "rank 1 is stopped (SIGSTOP)" in error
-    assert "rank 0, step 2: " in error
-    assert "the gradient of stage 1, micro-batch" in error
-    assert "rank 2, step 2: " in error
-    assert "the activation of stage 1, micro-batch" in error
+    assert re.search(r"rank 0, at step 2.*: waits for the gradient of stage 1, micro-batch \d from rank 1", error)
+    assert re.search(r"rank 2, at step 2.*: waits for the activation of stage 1, micro-batch \d from rank 1", error)
 
 
 def test_a_raising_rank_ends_the_others_at_once(

@@ -248,7 +248,7 @@ def test_checkpoints_open_in_every_other_mode(tmp_path: Path) -> None:
         ({"unit": everything("zero3", within=3)}, r"within = 3 .* data 4 · depth 1 = 4; use 2"),
         ({"unit": everything("zero3", within=8)}, "within = 8 .* use 4"),
         ({"unit": [{"match": "blocks.*.mlp", "split": 129}]}, r"split = 129 .* 128 hidden features; use at most 128"),
-        ({"unit": [{"match": "head", "split": 1000}]}, r"split = 1000 .* words; use at most 256"),
+        ({"unit": [{"match": "head", "split": 1000}]}, r"split = 1000 .* vocabulary entries; use at most 256"),
         (
             {"unit": [{"match": "*", "split": 65}], "mesh": {"row": 2, "col": 2}},
             r"split = 65 .* 64 of 128 hidden features on a rank of the grid; use at most 64",
