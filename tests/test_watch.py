@@ -23,7 +23,16 @@ from tests.helpers import make_config
 
 
 def beat(**fields: Any) -> Beat:
-    usual = {"count": 1, "time": 100.0, "idle": 9.0, "limit": 5.0, "phase": "step 3", "op": "0F0", "device_op": ""}
+    usual = {
+        "count": 1,
+        "time": 100.0,
+        "idle": 9.0,
+        "limit": 5.0,
+        "patience": 5.0,
+        "phase": "step 3",
+        "op": "0F0",
+        "device_op": "",
+    }
     return usual | {"wait": None, "groups": {}, "where": "f (x.py:1)", "passive": False} | fields
 
 
@@ -39,6 +48,8 @@ def test_nobody_is_blamed_while_somebody_moves() -> None:
     assert verdict(beats, 2, 105.0, 5.5) != ""
     save = {0: waits("a sum", 4, [0, 1]), 1: beat(phase="the save of step 2", limit=600.0)}
     assert verdict(save, 2, 100.0, 1.0) == ""  # it may take longer
+    stopped = {0: waits("a sum", 4, [0, 1], limit=600.0, time=110.0), 1: save[1]}
+    assert "rank 1 has not answered" in verdict(stopped, 2, 110.0, 1.0)  # but not in silence
 
 
 def test_verdicts() -> None:
@@ -183,7 +194,7 @@ def test_a_rank_stopped_in_a_save_is_named(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FOURFOLD_FAULTS", "stop rank=1 step=2 op=save")
-    checkpoint = {"every": 2, "mode": mode, "timeout": 1.5}
+    checkpoint = {"every": 2, "mode": mode}
     plan = {"mesh": {"data": 2}}
     assert start(tmp_path, plan, "--train.timeout", "1.5", train={"steps": 5}, checkpoint=checkpoint) == 1
     error = capfd.readouterr().err

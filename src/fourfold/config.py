@@ -481,7 +481,7 @@ class TrainConfig:
     timeout: float = 0.0
     """Seconds without progress of any rank after which a run ends as hanging; 0: 60 on CPU, 600 on CUDA."""
     start_timeout: float = 0.0
-    """The same until the first step is done; 0: `timeout`, at least 300."""
+    """The same until the first step is done; 0: `timeout`, at least 1800."""
     max_skipped: int = 10
     """Maximum number of consecutive steps with a non-finite loss or gradient; each is skipped on all ranks."""
     guard: bool = True
@@ -512,7 +512,7 @@ class CheckpointConfig:
     mode: Literal["async", "sync"] = "async"
     """async: a thread writes a copy while training continues; sync: training waits."""
     timeout: float = 0.0
-    """As train.timeout, while training waits for a save; 0: train.timeout, at least 600."""
+    """As train.timeout, while training waits for a save; 0: train.timeout, at least 3600."""
 
     def __post_init__(self) -> None:
         _require(self, "checkpoint", every=0, keep=2, keep_every=0, timeout=0)

@@ -4,6 +4,8 @@
 Every rank counts its progress: an op begun, a collective or message started or finished, on a GPU also what the device has
 reached. A job hangs when *no rank* has made progress for the phase's limit (`train.timeout` for steps and evaluations). A rank
 that is slow makes progress, and the others may wait for it as long as it does: process groups have no timeout of their own.
+Starting and saving may take long without visible progress and have longer limits, but a rank that has also been silent for
+`train.timeout` ends the job then.
 
 [Note: beats]
 Two daemon threads per rank, which never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what
@@ -57,7 +59,7 @@ class Limits:
     @classmethod
     def of(cls, step: float, start: float = 0.0, save: float = 0.0) -> Limits:
         """With defaults where 0 is given: model building, compilation and files may take longer than an op."""
-        return cls(step, start or max(step, 300.0), step, save or max(step, 600.0))
+        return cls(step, start or max(step, 1800.0), step, save or max(step, 3600.0))
 
 
 # ---- where beats are written ----
@@ -201,6 +203,7 @@ class Watch:
             "time": time.time(),
             "idle": self.idle,
             "limit": record.limit,
+            "patience": min(record.limit, self.limits.step),
             "phase": record.phase,
             "op": record.op,
             "device_op": record.device_op,
@@ -215,7 +218,7 @@ class Watch:
         while not self._closed.wait(self.interval):
             try:
                 self.board.publish(self.rank, json.dumps(self.beat()))
-                self._verdict = self.board.settled() if self.idle > self.record.limit / 2 else ""
+                self._verdict = self.board.settled() if self.idle > self.limits.step / 2 else ""
                 if self._reading and not self._verdict:
                     self._others = {r: json.loads(line) for r, line in self.board.read(self.ranks).items()}
                 self._answered = time.monotonic()
@@ -242,15 +245,17 @@ class Watch:
             self._seen, self._moved, self._reading = self.record.progress, now, False
             return ""
         limit = self.record.limit
-        late = self.idle - limit
+        late = self.idle - min(limit, self.limits.step)
+        if limit == float("inf"):  # the ranks have parted
+            return ""
         if self._verdict:
             return self._verdict
-        if late > 2 * self.interval and now - self._answered > limit:
+        if self.idle > limit + 2 * self.interval and now - self._answered > limit:
             return (
                 f"the job's store has not answered for {now - self._answered:.0f} s, and rank {self.rank} makes no progress: "
                 "the process that hosts it (under srun rank 0, else torchrun's agent) is stopped or gone"
             )
-        self._reading = self.idle > limit / 2 if self.rank < READERS else late > 3 + 2 * self.interval
+        self._reading = self.idle > self.limits.step / 2 if self.rank < READERS else late > 3 + 2 * self.interval
         text = verdict(self._others, self.ranks, time.time(), 5 * self.interval) if late > 0 and self._others else ""
         if text:
             with contextlib.suppress(Exception):
@@ -278,7 +283,8 @@ def verdict(beats: Mapping[int, Beat], ranks: int, now: float, stale: float) -> 
     age = {r: max(0.0, now - b["time"]) for r, b in beats.items()}
     idle = {r: b["idle"] + age[r] for r, b in beats.items()}
     silent = [r for r in beats if age[r] > stale]
-    limits = [b["limit"] for r, b in beats.items() if r not in silent]  # a silent rank may have begun another phase
+    which = "patience" if silent else "limit"
+    limits = [b[which] for r, b in beats.items() if r not in silent]  # a silent rank may have begun another phase
     limit = max(limits, default=float("inf"))
     if min(idle.values()) < limit:
         return ""

@@ -111,7 +111,7 @@ def join_and_work(
     device, limits = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
-        join(place, None, device, limits.start, config.train.backend, LONGEST_WAIT)
+        join(place, None, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
     with _leaving(joins):
         run = claim(place, config, plan, resume)
         try:
@@ -169,7 +169,7 @@ def work(
     if dist.is_initialized():
         check_joined(config.train.backend)
     if joins:
-        join(place, store, device, limits.start, config.train.backend, LONGEST_WAIT)
+        join(place, store, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
     with _leaving(joins), translated(), _watch(place, store, limits):
         loop, done = assemble(place, device, limits, config, plan, layout, run, callbacks, console)
         with loop.guard.on_watch():
