@@ -47,16 +47,16 @@ NOTHING = Held()
 
 
 class Moment(NamedTuple):
-    """What a unit holds at an instant of its forward or backward besides what it keeps; negative: part of that is gone."""
+    """Workspace of a unit at one point of its forward or backward, beyond saved activations; negative: some are already freed."""
 
     held: Held = NOTHING
-    """Elements for one token, divided over the columns of a grid."""
+    """Elements per token, divided over the columns of a grid."""
     inner: Held = NOTHING
-    """The same, of which a slice has its share."""
+    """The same, divided over slices as well."""
     grads: float = 0.0
-    """Share of the weights whose gradients are there."""
+    """Share of the weights whose gradients exist."""
     full: float = 0.0
-    """On a grid: elements of one token that every column has whole."""
+    """On a grid: elements per token that every column holds in full."""
     weights: float = 0.0
     """On a grid: share of the matrices that are gathered over the rows."""
 
@@ -67,7 +67,7 @@ class Operator:
 
     name: str
     kind: Literal["product", "attention", "memory"]
-    """A matrix product with a weight; attention; anything that is as slow as memory."""
+    """A matmul with a weight; attention; a memory-bound operator."""
     inputs: int = 0
     """product: width of the input, K."""
     outputs: int = 0
@@ -75,9 +75,9 @@ class Operator:
     flops: float = 0.0
     """Of the forward."""
     moved: float = 0.0
-    """Elements that the forward reads and writes, weights left out."""
+    """Elements that the forward reads and writes, without weights."""
     wide: float = 0.0
-    """The same of fp32 (or wider), whatever the compute type."""
+    """The same in fp32 (or wider), whatever the compute type."""
     backward: float = 2.0
     """Time of the backward over the forward's, for attention (2.5: fused, as the device does it) and memory-bound operators."""
     rows: float = 1.0
@@ -86,29 +86,29 @@ class Operator:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit: what is sharded, gathered and reduced as one, and may recompute."""
+    """A unit: parameters that are sharded, gathered and reduced together; it may recompute its activations."""
 
     name: str
     kind: str
-    """Units of one kind differ in their name only."""
+    """Units of one kind differ only in their names."""
     layer: int
     """Which layer it belongs to; stages are runs of layers."""
     shapes: Shapes = field(hash=False)
     operators: tuple[Operator, ...]
     saved: Mapping[str, Held] = field(hash=False)
-    """By recomputation, what is kept between forward and backward."""
+    """By recomputation mode, activations saved between forward and backward."""
     forward: Mapping[str, tuple[Moment, ...]] = field(hash=False)
-    """By recomputation, when a forward holds most; the unit's output is among it."""
+    """By recomputation mode, the candidates for the peak of a forward, including the unit's output."""
     backward: tuple[Moment, ...]
-    """When a backward holds most, everything that `none` keeps being there; the gradient of the output is among it."""
+    """Candidates for the peak of a backward, with everything that `none` saves present; includes the gradient of the output."""
     split: tuple[Moment, ...] = ()
     """The same for I, if the matmuls of weight gradients are deferred."""
     closing: float = 0.0
-    """Elements that are left when the gradients of the weights are added up: gradients of output and input, and the input."""
+    """Elements present while weight gradients are accumulated: gradients of output and input, and the input."""
     cast: float = 0.0
     """Elements of the forward that are also held in fp32, where the compute type is narrower."""
     for_weight_grad: Held = NOTHING
-    """What is held until W, where the backward is split: inputs of products, and gradients of their outputs."""
+    """With a split backward, held until W: inputs of matmuls, and gradients of their outputs."""
     mask: float = 0.0
     """Elements that dropout sees: until the backward, a byte of each is kept, on CPUs a number of the compute type."""
     scores: float = 0.0
@@ -120,13 +120,13 @@ class UnitSpec:
     unread: str = ""
     """The matmul that full recomputation skips, since its result is not needed (on a grid it is computed)."""
     slices: int = 1
-    """Into how many slices operator splitting may cut it."""
+    """Maximum number of slices of operator splitting."""
     output: float = 0.0
-    """Elements it hands to the next unit."""
+    """Elements passed to the next unit."""
 
     @cached_property
     def matrices(self) -> int:
-        """Elements of its matrices, which the grid divides."""
+        """Elements of its matrices, which the grid splits."""
         return sum(_size(s) for s in self.shapes.values() if len(s) > 1)
 
     @cached_property
@@ -379,7 +379,7 @@ class _Norms(NamedTuple):
         return Held(0, 1) if self.rms else Held(2, 0)
 
     def saved(self, width: int) -> Held:
-        """Kept by all of them besides their inputs and outputs: statistics, and the normalised values before (1 + weight)."""
+        """Saved by all of them besides inputs and outputs: statistics, and normalised values before the factor 1 + weight."""
         extra = width if self.plus_one else 0
         return Held(self.number * (self.stats.narrow + extra), self.number * self.stats.wide)
 
@@ -411,7 +411,7 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
         Operator("residual", "memory", moved=3.0 * d, backward=0.7),
     ]
     rotated = again = (
-        0.0  # queries and keys in memory of their own, beside qkv (without a norm of theirs: in its place)
+        0.0  # q and k after the rotary embedding, saved in addition to qkv (without q/k norms: instead of it)
     )
     if rotary:
         rotated = float(q + kv) if m.qk_norm else 0.0
@@ -520,7 +520,7 @@ def _block_scores(m: ModelConfig, index: int) -> tuple[float, float]:
 
 
 def _scores_operator(m: ModelConfig, index: int) -> Operator:
-    """Scores of attention that is not fused: written, scaled, masked, soft-capped, turned into weights, in fp32."""
+    """Scores of attention that is not fused: written, scaled, masked, soft-capped and exponentiated, in fp32."""
     passes = 20.0 if m.attn_softcap else 12.0
     return Operator("scores", "memory", wide=passes * m.heads * _block_scores(m, index)[0], backward=1.5)
 

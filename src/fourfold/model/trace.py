@@ -1,4 +1,4 @@
-"""The spec of any module: run it once without storage, and note what every layer computes, moves and saves. Needs torch.
+"""The spec of any module: run it once on the meta device and record what every layer computes, moves and saves. Needs torch.
 
 Layers are the children with parameters of the largest list of modules (an `nn.ModuleList` or `nn.Sequential`; the module itself
 may be one), from the first to the last of the type that it has most of. What runs before the first of them is `embed`, what runs
@@ -46,14 +46,14 @@ _VIEWS = (
 
 
 class _Product(NamedTuple):
-    """A matrix product [rows, inputs] · [inputs, outputs], or a convolution as one."""
+    """A matmul [rows, inputs] · [inputs, outputs], or a convolution as one."""
 
     inputs: int
     outputs: int
     rows: int
     flops: float
     held: int
-    """Elements of what it is fed and of what it gives."""
+    """Elements of its input and output."""
 
 
 class _Notes:
@@ -140,7 +140,7 @@ def _convolution(x: Tensor, w: Tensor, y: Tensor, *, transposed: bool) -> _Produ
 
 
 class _Attending(TorchFunctionMode):
-    """Attention as devices run it, in one operator; without storage torch would take it apart, scores and all."""
+    """Attention as one operator, as on devices; on the meta device torch would decompose it and materialise the scores."""
 
     def __init__(self, counter: _Counter):
         super().__init__()
@@ -210,7 +210,7 @@ def _tokens(inputs: Any) -> tuple[int, int]:
     length = first.shape[1] if first.dim() == 3 or (ids and first.dim() > 1) else 1
     if not first.shape[0] * length:
         raise ConfigError(
-            f"the sample's first tensor is {_told(first)}, which has no token; give one of [2, …] or more"
+            f"the sample's first tensor is {_describe(first)}, which has no token; give one of [2, …] or more"
         )
     return length, first.shape[0] * length
 
@@ -298,9 +298,9 @@ def _traced(model: nn.Module, layers: list[nn.Module], inputs: Any, title: str) 
                     f"{title} cannot be traced without storage: {what}. Shapes are all that a trace has: leave out of the "
                     "forward what depends on values of tensors, and let those that it holds be parameters or buffers"
                 ) from e
-            told = ", ".join(_told(t) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor))
+            given = ", ".join(_describe(t) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor))
             raise ConfigError(
-                f"{title} does not run on the sample, {told}: {what}. Give what its forward takes, "
+                f"{title} does not run on the sample, {given}: {what}. Pass what its forward takes, "
                 "a tuple where that is more than one"
             ) from e
     return counter
@@ -310,7 +310,7 @@ def _torchs(file: str) -> bool:
     return file == __file__ or Path(torch.__file__).parent in Path(file).parents
 
 
-def _told(t: Tensor) -> str:
+def _describe(t: Tensor) -> str:
     return f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}"
 
 
