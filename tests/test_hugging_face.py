@@ -201,6 +201,29 @@ def test_bf16_in_bf16_out(folders: dict[str, Path], tmp_path: Path) -> None:
     assert all(torch.equal(empty[n], t) for n, t in tensors.items())
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_checkpoint_of_torchtitan_is_a_source(newer: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its names, its rotary layout (neighbouring rows are a pair), and an optimizer beside the model."""
+    names = {
+        **{"model.embed_tokens": "tok_embeddings", "model.layers": "layers", "model.norm": "norm"},
+        **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
+        **{"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"},
+        **{f"self_attn.{x}_proj": f"attention.{'qkv_linear.' * newer}w{x}" for x in "qkv"},
+        **{"self_attn.o_proj": "attention.wo"},
+        **({} if newer else {"lm_head": "output"}),
+    }
+    state = {"optimizer.state.norm.weight.exp_avg": torch.zeros(48)}
+    for name, tensor in load_file(folders["llama"] / "model.safetensors").items():
+        if "q_proj" in name or "k_proj" in name:
+            tensor = tensor.view(-1, 2, 8, 48).transpose(1, 2).reshape(-1, 48)
+        for theirs_name, titan in names.items():
+            name = name.replace(theirs_name, titan)
+        state[name] = tensor
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "step-10"), no_dist=True)
+    found = opened(folders["llama"], init=str(tmp_path / "step-10"))
+    assert torch.equal(found(tokens()), opened(folders["llama"])(tokens()))
+
+
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 def test_models_from_scratch_open_in_transformers(family: str, tmp_path: Path) -> None:
     model = {"family": family, "layers": 2, "hidden": 32, "heads": 4, "seq_len": 16}

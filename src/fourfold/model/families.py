@@ -29,6 +29,7 @@ from fourfold.model.spec import parameter_shapes
 __all__ = [
     "FAMILIES",
     "REQUIRED",
+    "TORCHTITAN",
     "Family",
     "Key",
     "Link",
@@ -255,6 +256,22 @@ INTERLEAVED = _renamed(
 """Names of families whose rotary embedding rotates neighbouring dimensions."""
 
 BIDIRECTIONAL = "attention to later tokens is not supported for this family"
+
+TORCHTITAN = (
+    Rule("tok_embeddings.weight", "embed.tokens.weight"),
+    Rule("layers.{i}.attention_norm.weight", "blocks.{i}.attn.norm.weight"),
+    Rule("layers.{i}.attention.wq.weight", "blocks.{i}.attn.qkv.weight", "q", interleaved=True),
+    Rule("layers.{i}.attention.wk.weight", "blocks.{i}.attn.qkv.weight", "k", interleaved=True),
+    Rule("layers.{i}.attention.wv.weight", "blocks.{i}.attn.qkv.weight", "v"),
+    Rule("layers.{i}.attention.wo.weight", "blocks.{i}.attn.out.weight"),
+    Rule("layers.{i}.ffn_norm.weight", "blocks.{i}.mlp.norm.weight"),
+    Rule("layers.{i}.feed_forward.w1.weight", "blocks.{i}.mlp.up.weight", "gate"),
+    Rule("layers.{i}.feed_forward.w3.weight", "blocks.{i}.mlp.up.weight", "up"),
+    Rule("layers.{i}.feed_forward.w2.weight", "blocks.{i}.mlp.down.weight"),
+    Rule("norm.weight", "head.norm.weight"),
+    Rule("output.weight", "head.proj.weight"),
+)
+"""Names of Llama in distributed checkpoints of torchtitan, which has the rotary layout of Meta's files."""
 
 LLAMA = Family(
     model_type="llama",

@@ -15,6 +15,7 @@ a DCP is a pickle: it is not unpickled but interpreted into inert values (train/
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections import defaultdict
@@ -29,7 +30,7 @@ from torch import Tensor
 from fourfold import files
 from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
-from fourfold.model.families import FAMILIES, Family, Link, canonical_name, links, tied_names
+from fourfold.model.families import FAMILIES, TORCHTITAN, Family, Link, Rule, canonical_name, links, tied_names
 from fourfold.piece import Box
 from fourfold.train.dcp import DTYPES, Source, open_dcp
 from fourfold.train.holdings import Holding, held_boxes
@@ -213,14 +214,15 @@ def family_of_source(m: ModelConfig) -> Family:
     return FAMILIES[m.model_type]
 
 
-def check_weights(m: ModelConfig, *, again: bool = False) -> Source:
+def check_weights(m: ModelConfig, *, again: bool = False) -> _Renamed:
     """Open the weights of a (resolved) model and compare them with what it needs; raises ConfigError naming what differs.
 
     `again`: they were checked before, so that only headers are read.
     """
     family = family_of_source(m)
-    source = open_source(m.init)
-    source = _canonical(source, family) if isinstance(source, _Safetensors) else _without_prefix(source, family, m)
+    opened = open_source(m.init)
+    source = _canonical(opened, family) if isinstance(opened, _Safetensors) else _without_prefix(opened, family, m)
+    family = source.family
     expected = {link.theirs: link.shape for link in links(family, m)}
     tied = set(tied_names(family, m))
     missing = [name for name in expected if name not in source.tensors]
@@ -247,22 +249,37 @@ def _canonical(source: Source, family: Family) -> _Renamed:
         known = canonical_name(family, name)
         if known is not None and names.setdefault(known, name) != name:
             raise ConfigError(f"{source.path}: {name} and {names[known]} are the same tensor")
-    return _Renamed(source, names)
+    return _Renamed(source, names, family)
 
 
 def _without_prefix(source: Source, family: Family, m: ModelConfig) -> _Renamed:
-    """The model's tensors in a checkpoint of others, which puts a prefix before their names and other tensors beside them."""
-    expected = [link.theirs for link in links(family, m)]
-    prefix = max(PREFIXES, key=lambda p: sum(p + name in source.tensors for name in expected))
-    names = {name: prefix + name for name in (*expected, *tied_names(family, m))}
-    return _Renamed(source, {name: theirs for name, theirs in names.items() if theirs in source.tensors})
+    """The model's tensors in a distributed checkpoint, which has a prefix before their names and other tensors beside them."""
+    families = [family]
+    if family.model_type == "llama":
+        newer = tuple((f"attention.w{x}", f"attention.qkv_linear.w{x}") for x in "qkv")
+        newer += (("output.weight", "lm_head.weight"),)
+        families += [dataclasses.replace(family, tensors=_named(TORCHTITAN, names)) for names in ((), newer[:3], newer)]
+
+    def found(family: Family, prefix: str) -> int:
+        return sum(prefix + link.theirs in source.tensors for link in links(family, m))
+
+    family, prefix = max(((f, p) for f in families for p in PREFIXES), key=lambda pair: found(*pair))
+    names = {name: prefix + name for name in (*(x.theirs for x in links(family, m)), *tied_names(family, m))}
+    return _Renamed(source, {name: theirs for name, theirs in names.items() if theirs in source.tensors}, family)
+
+
+def _named(rules: tuple[Rule, ...], names: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
+    """Rules with other names for the stored tensors."""
+    for old, new in names:
+        rules = tuple(dataclasses.replace(rule, theirs=rule.theirs.replace(old, new)) for rule in rules)
+    return rules
 
 
 class _Renamed:
-    """Another source under other names."""
+    """Another source under the names of a family."""
 
-    def __init__(self, source: Source, names: Mapping[str, str]):
-        self.source, self.names, self.path = source, dict(names), source.path
+    def __init__(self, source: Source, names: Mapping[str, str], family: Family):
+        self.source, self.names, self.path, self.family = source, dict(names), source.path, family
         self.tensors = {name: source.tensors[theirs] for name, theirs in self.names.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -314,10 +331,10 @@ def stored_types(source: Source) -> dict[str, str]:
 
 
 @torch.no_grad()
-def fill(source: Source, m: ModelConfig, holdings: Iterable[Holding]) -> None:
+def fill(source: _Renamed, m: ModelConfig, holdings: Iterable[Holding]) -> None:
     """Fill what this rank holds of the serial parameters."""
     of: dict[str, list[Link]] = defaultdict(list)
-    for link in links(family_of_source(m), m):
+    for link in links(source.family, m):
         of[link.ours].append(link)
     work = [
         (link, box, view) for holding in holdings for piece, box, view in held_boxes(holding) for link in of[piece.name]
