@@ -15,27 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "common"))
+FOLDER = Path(__file__).parent
+NAMES = sorted(
+    path.stem for path in FOLDER.glob("[a-z]*.py") if path.stem != "common" and not path.stem.startswith("test_")
+)
 PARTS = ("exhaustive", "tensor_layers")
 """Used by other benchmarks and by tests; no commands."""
 
 QUICK: dict[str, list[str]] = {
     "pipeline": ["--quick", "--only", "overhead"],
-    "soak": ["--steps", "4", "--ranks", "2"],
     "startup": ["--quick", "--only", "counts"],
 }
-"""Run in every test run: a few seconds each."""
-ELSEWHERE = {
-    "fits": "tests/planner/test_fits.py",
-    "fuzz": "tests/test_fuzz.py",
-    "memory": "tests/planner/test_memory.py",
-    "network_plans": "tests/lab/test_network_benchmarks.py",
-    "published": "tests/planner/test_published.py",
-    "sharding": "tests/lab/test_network_benchmarks.py",
-    "sharding_engine": "tests/test_sharding_costs.py",
-}
-"""Their parts are run by other tests."""
+"""A few seconds each; parts of other benchmarks are run by the test beside each."""
 ARGUMENTS = {"monotone": ["--seconds", "5"], "soak": ["--steps", "100"], "fuzz": ["--count", "200"]}
 """Where there is no `--quick`."""
 GPU = ("device_plans", "sharding_device", "single_gpu", "tensor_device")
@@ -51,20 +42,12 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_the_quickest_part_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, path = importlib.import_module(f"benchmarks.{name}"), tmp_path / "rows.json"
-    writes = "--quick" in QUICK[name]
-    monkeypatch.setattr(sys, "argv", [name, *QUICK[name], *(["--json", str(path)] if writes else [])])
+    monkeypatch.setattr(sys, "argv", [name, *QUICK[name], "--json", str(path)])
     module.main()
-    if writes:
-        found = json.loads(path.read_text())
-        assert found["benchmark"] == name
-        assert all(row["ours"] > 0 and row["theirs"] > 0 for row in found["rows"])
-        assert found["rows"]
-
-
-def test_tests_that_run_parts_of_other_benchmarks_exist() -> None:
-    for name, path in ELSEWHERE.items():
-        assert name in NAMES
-        assert f"{name}" in (FOLDER.parent / path).read_text()
+    found = json.loads(path.read_text())
+    assert found["benchmark"] == name
+    assert found["rows"]
+    assert all(row["ours"] > 0 and row["theirs"] > 0 for row in found["rows"])
 
 
 @pytest.mark.skipif(not os.environ.get("FOURFOLD_SLOW_TESTS"), reason="FOURFOLD_SLOW_TESTS=1 runs all benchmarks")
