@@ -515,6 +515,20 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) 
     assert [step for step, _ in checkpoint.complete(tmp_path / "cut" / "checkpoints")] == [2, 4, 6]
 
 
+def test_a_damaged_state_does_not_stop_the_command_that_resumes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from fourfold.cli import main
+
+    config = make_config(tmp_path / "run", train={"steps": 4}, checkpoint={"every": 2})
+    run_training(config, {}, 1)
+    (tmp_path / "run" / "checkpoints" / "step-000004" / "state.json").write_text("{")
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    out = capfd.readouterr().out.replace("\n", "")
+    assert "state.json is damaged: 1 bytes" in out
+    assert "set aside as damaged-step-000004; resuming from step-000002" in out
+
+
 # ---- the command ----
 
 

@@ -114,11 +114,10 @@ def _how_to_continue(path: Path, config: Config) -> str:
 
 
 def _saved_step(path: Path) -> int:
-    """Steps done in the newest complete checkpoint of a run; 0 when there is none."""
-    from fourfold.train.checkpoint import newest, read_state
+    """Steps done in the newest complete checkpoint of a run; 0 when there is none. It is verified when the ranks open it."""
+    from fourfold.train.checkpoint_folder import complete
 
-    found = newest(path / "checkpoints")
-    return int(read_state(found)["step"]) if found else 0
+    return max((step for step, _ in complete(path / "checkpoints")), default=0)
 
 
 def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayout, data: str) -> int:
