@@ -107,7 +107,7 @@ class LocalSearch:
 
     def _take_many(self, climb: _Climb, change: _UnitChange) -> None:
         """Make a change of one unit if that is faster; then of as many as fit."""
-        if change.seconds >= 0 or not climb.take_if_faster(dict(change.moves[:1])):
+        if not climb.take_if_faster(dict(change.moves[:1])):
             return
         low, high = 1, len(change.moves) + 1
         while high - low > 1:
@@ -134,7 +134,7 @@ class LocalSearch:
             found += [_in_mode(now, *mode) for mode in self._modes(climb.plan)]
         if "recompute" not in self.fixed:
             found += [now._replace(recompute=r, split=1) for r in ("none", "selective", "full")]
-            if climb.plan.mesh.row * climb.plan.mesh.col == 1 and now.mode != "replicate":
+            if climb.plan.mesh.row * climb.plan.mesh.col == 1:
                 found += [now._replace(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]
         yield from dict.fromkeys(c for c in found if c != now and c.recompute in unit.saved)
 
