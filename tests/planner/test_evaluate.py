@@ -13,7 +13,7 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.api import make_plan
 from fourfold.planner.evaluate import evaluate, predict, stage_layers
-from fourfold.planner.layouts import layout_of_plan
+from fourfold.planner.layouts import GridShape, layout_of_plan
 from fourfold.planner.op_times import units_of_stages
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import UnitChoice, UnitTimes, unit_cost, unit_times_on_grid
@@ -163,7 +163,7 @@ def test_recomputation_is_a_forward_without_its_last_matmul() -> None:
     problem = PlanProblem(ModelSpec.from_config(m), Cluster.preset("h100-sxm"), 8, Precision(compute="bf16"))
 
     def times(kind: str, col: int) -> UnitTimes:
-        return unit_times_on_grid(problem, kind, 8 * 2048, 1, col, Tensor(), 1, 1, "full")
+        return unit_times_on_grid(problem, kind, GridShape(8 * 2048, 1, col, Tensor()), 1, "full")
 
     for kind, inputs in (("attn", 4096), ("mlp", 11008)):
         alone, grid = times(kind, 1), times(kind, 2)

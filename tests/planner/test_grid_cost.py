@@ -9,6 +9,7 @@ from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Precision, Tensor
 from fourfold.planner.grid_cost import grid_times
+from fourfold.planner.layouts import GridShape
 from fourfold.planner.problem import PlanProblem
 
 
@@ -23,7 +24,7 @@ def problem() -> PlanProblem:
 
 def test_weights_are_gathered_one_matmul_ahead() -> None:
     """Rows alone, forward: `out`, which is short, overlaps little of the gather of `up`, which overlaps most of that of `down`."""
-    mlp, attn = (grid_times(problem(), 128, 4, 1, Tensor(flow="os"), 1)[kind] for kind in ("mlp", "attn"))
+    mlp, attn = (grid_times(problem(), GridShape(128, 4, 1, Tensor(flow="os")))[kind] for kind in ("mlp", "attn"))
     weight = 3 / 4 * 4 * 128 * 512 / 1e7  # up, and down: 19.7 ms
     out, up = (2 * 128 * 128 * n / 1e9 for n in (128, 512))  # seconds of the matmuls
     assert mlp.forward[0].exposed == pytest.approx(weight - out + weight - up, rel=1e-3)
@@ -32,12 +33,12 @@ def test_weights_are_gathered_one_matmul_ahead() -> None:
 
 
 def test_without_overlap_everything_is_exposed() -> None:
-    for kind, found in grid_times(problem(), 128, 2, 2, Tensor(overlap=False), 1).items():
+    for kind, found in grid_times(problem(), GridShape(128, 2, 2, Tensor(overlap=False))).items():
         for axis in (*found.forward, *found.backward):
             assert axis.exposed == pytest.approx(axis.total), kind
 
 
 def test_a_split_backward_overlaps_less() -> None:
-    one, two = (grid_times(problem(), 128, 1, 4, Tensor(), 1, splits)["mlp"] for splits in (False, True))
+    one, two = (grid_times(problem(), GridShape(128, 1, 4, Tensor()), splits)["mlp"] for splits in (False, True))
     assert two.backward[1].exposed > one.backward[1].exposed
     assert two.backward[1].total == pytest.approx(one.backward[1].total)

@@ -29,7 +29,7 @@ from fourfold.model.operators import Operator, UnitSpec
 from fourfold.plan import Flows, Tensor
 from fourfold.planner.comm_overlap import SharedLink
 from fourfold.planner.compute_cost import matmul_seconds, operator_seconds
-from fourfold.planner.layouts import ParallelLayout
+from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.problem import PlanProblem
 from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import (
@@ -96,8 +96,9 @@ def _products(problem: PlanProblem, tokens: int, row: int, col: int, residual: s
     return None if config is None else products_of(config, row, col, tokens, residual)
 
 
-def _sizes(problem: PlanProblem, o: Operator, tokens: int, row: int, col: int, residual: str) -> MatmulSizes:
-    known = _products(problem, tokens, row, col, residual)
+def _sizes(problem: PlanProblem, o: Operator, grid: GridShape) -> MatmulSizes:
+    tokens, row, col = grid[:3]
+    known = _products(problem, tokens, row, col, grid.tensor.residual)
     if known is not None:
         return known[o.name]
     k, b = round_up(o.inputs, col) // col, round_up(o.outputs, col) // col
@@ -106,44 +107,42 @@ def _sizes(problem: PlanProblem, o: Operator, tokens: int, row: int, col: int, r
 
 
 @lru_cache(maxsize=200_000)
-def flow_of(
-    problem: PlanProblem, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int
-) -> str:
+def flow_of(problem: PlanProblem, o: Operator, grid: GridShape) -> str:
     """The flow of a matmul."""
+    tensor = grid.tensor
     if o.name == "proj" and problem.spec.tied:
         return "os"
     flow = getattr(tensor.flows, o.name, "auto")
-    hides_behind = sum(matmul_seconds(problem, o, tokens, col, 1)) * problem.cluster.overlap if tensor.overlap else 0.0
+    hides_behind = (
+        sum(matmul_seconds(problem, o, grid.tokens, grid.col, 1)) * problem.cluster.overlap if tensor.overlap else 0.0
+    )
     return choose_flow(
-        _sizes(problem, o, tokens, row, col, tensor.residual),
+        _sizes(problem, o, grid),
         tensor.flow if flow == "auto" else flow,
         problem.compute_bytes,
         problem.reduce_bytes,
         moves_output=o.name != "proj",
-        links=grid_axes(problem, row, col),
+        links=grid_axes(problem, grid.row, grid.col),
         keep=tensor.keep,
-        micro_batches=micro_batches,
+        micro_batches=grid.amortized_over,
         beside=hides_behind,
     )
 
 
-def _collectives(
-    problem: PlanProblem, o: Operator, tokens: int, row: int, col: int, tensor: Tensor, micro_batches: int, once: bool
-) -> list[tuple[Move, float, float]]:
+def _collectives(problem: PlanProblem, o: Operator, grid: GridShape, once: bool) -> list[tuple[Move, float, float]]:
     """An operator's collectives in a micro-batch: (collective, its seconds alone on its axis, bytes of a call).
 
     `once`: include those that only one micro-batch of a step has.
     """
-    axes, config = grid_axes(problem, row, col), problem.spec.config
+    axes, config = grid_axes(problem, grid.row, grid.col), problem.spec.config
     every: Sequence[Move]
     if o.name == "norm of all heads":
-        every = statistics_moves(tokens, col)
+        every = statistics_moves(grid.tokens, grid.col)
     elif o.kind != "product":
         words = config.vocab if config is not None and o.name == "lookup" else 0
-        every = tuple(lookup_moves(words, problem.spec.hidden, tokens, row, col)) if words else ()
+        every = tuple(lookup_moves(words, problem.spec.hidden, *grid[:3])) if words else ()
     else:
-        flow = flow_of(problem, o, tokens, row, col, tensor, micro_batches)
-        every = moves(_sizes(problem, o, tokens, row, col, tensor.residual), flow, tensor.keep)
+        every = moves(_sizes(problem, o, grid), flow_of(problem, o, grid), grid.tensor.keep)
     out = []
     for m in every:
         if once or not m.once:
@@ -158,7 +157,7 @@ def least_column_seconds(problem: PlanProblem, kind: str, tokens: int, col: int)
     axes, out = grid_axes(problem, 1, col), 0.0
     for o in problem.spec.kinds[kind].operators:
         if o.kind == "product" and col > 1:
-            sizes, width = _sizes(problem, o, tokens, 1, col, "sequence"), problem.compute_bytes
+            sizes, width = _sizes(problem, o, GridShape(tokens, 1, col, Tensor())), problem.compute_bytes
             out += min(sum(axes.seconds(m, width) for m in moves(sizes, flow) if m.op == "F") for flow in FLOWS)
     return out
 
@@ -187,9 +186,9 @@ def chosen_flows(problem: PlanProblem, layout: ParallelLayout) -> Flows:
     """The flow of every matmul of the model."""
     if not layout.on_grid or problem.spec.config is None:
         return Flows()
-    mesh, tokens = layout.mesh, layout.micro_batch_size * problem.spec.seq_len
+    grid = layout.grid(problem)
     chosen = {
-        o.name: flow_of(problem, o, tokens, mesh.row, mesh.col, layout.tensor, layout.amortized_over)
+        o.name: flow_of(problem, o, grid)
         for unit in problem.spec.kinds.values()
         for o in unit.operators
         if o.kind == "product"
@@ -199,19 +198,19 @@ def chosen_flows(problem: PlanProblem, layout: ParallelLayout) -> Flows:
 
 def flow_report(problem: PlanProblem, layout: ParallelLayout) -> list[dict[str, Any]]:
     """For every matmul: its flow, and for every flow the seconds of a micro-batch that are exposed and that can overlap."""
-    mesh, tensor, tokens = layout.mesh, layout.tensor, layout.micro_batch_size * problem.spec.seq_len
+    grid = layout.grid(problem)
     if not layout.on_grid or problem.spec.config is None:
         return []
     out, widths = [], (problem.compute_bytes, problem.reduce_bytes)
-    axes = grid_axes(problem, mesh.row, mesh.col)
+    axes = grid_axes(problem, grid.row, grid.col)
     for o in (o for unit in problem.spec.kinds.values() for o in unit.operators if o.kind == "product"):
-        sizes = _sizes(problem, o, tokens, mesh.row, mesh.col, tensor.residual)
+        sizes = _sizes(problem, o, grid)
         costs = {}
-        for flow in dict.fromkeys((*flows_of("auto", o.name != "proj"), *(("summa",) if mesh.row == mesh.col else ()))):
-            parts = seconds(moves(sizes, flow, tensor.keep), axes, *widths, layout.amortized_over).values()
+        for flow in dict.fromkeys((*flows_of("auto", o.name != "proj"), *(("summa",) if grid.row == grid.col else ()))):
+            parts = seconds(moves(sizes, flow, grid.tensor.keep), axes, *widths, grid.amortized_over).values()
             costs[flow] = [float(f"{sum(part[i] for part in parts):.4g}") for i in (0, 1)]
-        flow = flow_of(problem, o, tokens, mesh.row, mesh.col, tensor, layout.amortized_over)
-        matmul = float(f"{sum(matmul_seconds(problem, o, tokens, mesh.col, 1)):.4g}")
+        flow = flow_of(problem, o, grid)
+        matmul = float(f"{sum(matmul_seconds(problem, o, grid.tokens, grid.col, 1)):.4g}")
         out.append({"product": o.name, "flow": flow, "beside": matmul, "seconds": costs})
     return out
 
@@ -280,24 +279,17 @@ class _OperatorStep(NamedTuple):
 
 @lru_cache(maxsize=50_000)
 def grid_times(
-    problem: PlanProblem,
-    tokens: int,
-    row: int,
-    col: int,
-    tensor: Tensor,
-    amortized_over: int,
-    splits_backward: bool = False,
-    once: bool = True,
+    problem: PlanProblem, grid: GridShape, splits_backward: bool = False, once: bool = True
 ) -> dict[str, GridTime]:
-    """By kind of unit: its collectives in a micro-batch of `tokens` tokens on a row.
+    """By kind of unit: its collectives in a micro-batch.
 
     `splits_backward`: weight gradients have an op of their own, so that nothing of the input gradient overlaps with them.
     `once`: the first forward and the last backward of a step, in which what is kept is gathered and summed.
     """
     chain, cluster = _chain(problem), problem.cluster
-    forward, backward_steps = _forward_times(problem, tokens, row, col, tensor, amortized_over, once)
+    forward, backward_steps = _forward_times(problem, grid, once)
     steps = [backward_steps[u.kind] for u in reversed(chain)]
-    backward = _GridTimeline(cluster, row, col, splits_backward).run(steps)[::-1]
+    backward = _GridTimeline(cluster, grid, splits_backward).run(steps)[::-1]
     out = {}
     for at in sorted(range(len(chain)), key=lambda i: -abs(2 * i + 1 - len(chain))):  # the innermost of a kind wins
         f, b = forward[at], backward[at]
@@ -308,15 +300,13 @@ def grid_times(
 
 @lru_cache(maxsize=50_000)
 def _forward_times(
-    problem: PlanProblem, tokens: int, row: int, col: int, tensor: Tensor, amortized_over: int, once: bool
+    problem: PlanProblem, grid: GridShape, once: bool
 ) -> tuple[list[_UnitTime], dict[str, list[_OperatorStep]]]:
     """The forward of the chain, timed; and by kind of unit, the steps of its backward."""
     chain = _chain(problem)
     kinds = {u.kind: u for u in chain}
-    steps = {
-        kind: _operator_steps(problem, u, tokens, row, col, tensor, amortized_over, once) for kind, u in kinds.items()
-    }
-    forward = _GridTimeline(problem.cluster, row, col).run([steps[u.kind][0] for u in chain])
+    steps = {kind: _operator_steps(problem, u, grid, once) for kind, u in kinds.items()}
+    forward = _GridTimeline(problem.cluster, grid).run([steps[u.kind][0] for u in chain])
     return forward, {kind: back for kind, (_, back) in steps.items()}
 
 
@@ -333,27 +323,20 @@ def _chain(problem: PlanProblem) -> list[UnitSpec]:
 
 
 def _operator_steps(
-    problem: PlanProblem,
-    unit: UnitSpec,
-    tokens: int,
-    row: int,
-    col: int,
-    tensor: Tensor,
-    amortized_over: int,
-    once: bool,
+    problem: PlanProblem, unit: UnitSpec, grid: GridShape, once: bool
 ) -> tuple[list[_OperatorStep], list[_OperatorStep]]:
     """A unit's operators in the order of the forward, and in that of the backward."""
     forward, backward = [], []
     for o in unit.operators:
-        f, i, w = operator_seconds(problem, o, tokens, row, col, 1, "gradients" in tensor.keep)
+        f, i, w = operator_seconds(problem, o, *grid[:3], 1, "gradients" in grid.tensor.keep)
         timed = []
-        for m, takes, size in _collectives(problem, o, tokens, row, col, tensor, amortized_over, once):
+        for m, takes, size in _collectives(problem, o, grid, once):
             channel = (_ROW if m.axis == "row" else _COL) + (_SMALL if size < problem.cluster.small else 0)
             timed.append((m, (channel, takes)))
-        forward.append(_forward_step(timed, f, tensor.overlap))
-        backward.append(_backward_step(timed, i, w, tensor.overlap))
+        forward.append(_forward_step(timed, f, grid.tensor.overlap))
+        backward.append(_backward_step(timed, i, w, grid.tensor.overlap))
     if unit.layer == problem.spec.layers - 1:
-        forward.append(_OperatorStep(before=[(_COL, _loss_sums(problem.cluster, tokens, col))]))
+        forward.append(_OperatorStep(before=[(_COL, _loss_sums(problem.cluster, grid.tokens, grid.col))]))
     return forward, backward[::-1]
 
 
@@ -415,7 +398,8 @@ class _UnitTime:
 class _GridTimeline(SharedLink):
     """A chain of units that compute, with the collectives of both axes next to them."""
 
-    def __init__(self, cluster: Cluster, row: int, col: int, splits_backward: bool = False):
+    def __init__(self, cluster: Cluster, grid: GridShape, splits_backward: bool = False):
+        row, col = grid.row, grid.col
         other = int(cluster.link(row, col) != cluster.link(col, 1))
         super().__init__((0, other) * 2, ((row - 1) * cluster.queue, (col - 1) * cluster.queue) * 2)
         self._unit, self._call, self._splits = _UnitTime(), cluster.call, splits_backward

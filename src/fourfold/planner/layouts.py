@@ -11,18 +11,31 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fourfold.errors import PlanError
 from fourfold.plan import AXES, Batch, Flows, Kept, Memory, Mesh, Pipeline, Plan, Tensor, UnitRule
 from fourfold.planner.problem import Constraints, PlanProblem
 
-__all__ = ["ParallelLayout", "enumerate_layouts", "keep_options", "layout_of_plan"]
+__all__ = ["GridShape", "ParallelLayout", "enumerate_layouts", "keep_options", "layout_of_plan"]
 
 _SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved", "wave", "zb-v")
 """gpipe is never better, and synthesized schedules take long to make: only where requested."""
 _ALL_RANK_COUNTS, _RANK_COUNTS = 64, 5
 """With --max-ranks: up to 64, every number above the half is tried; above, the 5 that share most factors with the batch."""
+
+
+class GridShape(NamedTuple):
+    """What the time of an operator on the tensor grid depends on."""
+
+    tokens: int
+    """Of a micro-batch on a row."""
+    row: int
+    col: int
+    tensor: Tensor
+    """Flows, overlap, and what the grid keeps."""
+    amortized_over: int = 1
+    """Micro-batches that share one gather or sum of what the grid keeps across them."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,13 @@ class ParallelLayout:
     def on_grid(self) -> bool:
         return self.mesh.row * self.mesh.col > 1
 
+    def grid(self, problem: PlanProblem) -> GridShape:
+        tokens = self.micro_batch_size * problem.spec.seq_len
+        return GridShape(tokens, self.mesh.row, self.mesh.col, self.tensor, self.amortized_over)
+
     @property
     def amortized_over(self) -> int:
-        """Micro-batches that share one gather or sum of what the grid keeps; 1 where it keeps nothing across them."""
+        """See `GridShape`; 1 where the grid keeps nothing across micro-batches."""
         keep = self.tensor.keep
         return self.micro_batches if "weights" in keep or "gradients" in keep else 1
 

@@ -29,7 +29,7 @@ from fourfold.plan import Tensor
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.grid_cost import least_column_seconds
 from fourfold.planner.knapsack import Group, relaxed
-from fourfold.planner.layouts import ParallelLayout
+from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.op_times import units_of_stages
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.stage_partition import layer_times, partitions_of, rank_loads
@@ -52,9 +52,8 @@ __all__ = [
 
 def compute_bound(problem: PlanProblem, layout: ParallelLayout, grid: bool = False) -> float:
     """Lower bound from computing; `grid`: with the layout's collectives, else those that any flow has."""
-    mesh = layout.mesh
-    kept = (layout.tensor, layout.amortized_over) if grid else ()
-    model, block = _model_seconds(problem, layout.micro_batch_size, mesh.row, mesh.col, *kept)
+    mesh, shape = layout.mesh, layout.grid(problem)
+    model, block = _model_seconds(problem, shape if grid else shape._replace(tensor=Tensor(), amortized_over=0))
     blocks = -(-(problem.spec.layers - 2) // mesh.pipe) if problem.spec.alike else 0
     return _with_bubble(layout, model, max(model / mesh.pipe, blocks * block))
 
@@ -79,19 +78,17 @@ def _with_bubble(layout: ParallelLayout, model: float, busiest: float) -> float:
 
 
 @lru_cache(maxsize=20_000)
-def _model_seconds(
-    problem: PlanProblem, size: int, row: int, col: int, tensor: Tensor | None = None, amortized_over: int = 1
-) -> tuple[float, float]:
-    """Seconds of a micro-batch of the whole model, and of a block; without `tensor`, at least."""
-    spec, tokens, total, blocks = problem.spec, size * problem.spec.seq_len, 0.0, 0.0
+def _model_seconds(problem: PlanProblem, grid: GridShape) -> tuple[float, float]:
+    """Seconds of a micro-batch of the whole model, and of a block; amortized over 0: the least, over all flows."""
+    spec, total, blocks = problem.spec, 0.0, 0.0
     every = Counter(u.kind for u in spec.units)
     inner = Counter(u.kind for u in spec.units if u.layer not in (0, spec.layers - 1))
     for kind, count in every.items():
-        if tensor is None:
-            seconds = sum(unit_seconds(problem, kind, tokens, row, col)[:3])
-            seconds += least_column_seconds(problem, kind, tokens, col)
+        if not grid.amortized_over:
+            seconds = sum(unit_seconds(problem, kind, *grid[:3])[:3])
+            seconds += least_column_seconds(problem, kind, grid.tokens, grid.col)
         else:
-            seconds = unit_times_on_grid(problem, kind, tokens, row, col, tensor, amortized_over, 1, "none").work
+            seconds = unit_times_on_grid(problem, kind, grid).work
         total, blocks = total + count * seconds, blocks + inner[kind] * seconds
     return total, blocks / max(1, spec.layers - 2)
 
@@ -111,11 +108,11 @@ def _first_micro_batch_bound(problem: PlanProblem, layout: ParallelLayout) -> fl
     mesh, m = layout.mesh, layout.micro_batches
     if mesh.pipe == 1 or layout.schedule == "synthesized":  # which partitions layers itself
         return 0.0
-    grid = (problem, layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.amortized_over)
+    grid = layout.grid(problem)
     placement, partitions = partitions_of(problem, layout)
     split, hop = layout.splits_backward, layout.message_seconds(problem)
-    work = [0.0, *accumulate(sum(t) for t in layer_times(*grid, None))]
-    first = [0.0, *accumulate(t[0] if split else sum(t) for t in layer_times(*grid, True))]
+    work = [0.0, *accumulate(sum(t) for t in layer_times(problem, grid, None))]
+    first = [0.0, *accumulate(t[0] if split else sum(t) for t in layer_times(problem, grid, True))]
     best = inf
     for counts in partitions:
         ends = [0, *accumulate(counts)]
@@ -299,18 +296,11 @@ def _bound_of_ranks(
     enough: float,
     schedule: Schedule | None,
 ) -> float | None:
-    problem, mesh, m = table.problem, layout.mesh, layout.micro_batches
-    grid = (
-        layout.micro_batch_size * problem.spec.seq_len,
-        mesh.row,
-        mesh.col,
-        layout.tensor,
-        layout.amortized_over,
-        1,
-        "none",
-        layout.grid_splits_backward,
-    )
-    work = {kind: m * unit_times_on_grid(problem, kind, *grid).work for kind in problem.spec.kinds}
+    problem, grid, splits = table.problem, layout.grid(table.problem), layout.grid_splits_backward
+    work = {
+        kind: layout.micro_batches * unit_times_on_grid(problem, kind, grid, splits_backward=splits).work
+        for kind in problem.spec.kinds
+    }
     budget = limit - _sent_bytes(problem, layout)
     best: float | None = None
     for ranks in held:

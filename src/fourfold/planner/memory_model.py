@@ -91,10 +91,9 @@ class Workspace:
 
     def _flow_bytes(self, layout: ParallelLayout) -> float:
         """Bytes beyond those of `os` and `ls`: `ws` gathers activations over the rows, `summa` copies what it sums."""
-        mesh, hidden, tensor = self.mesh, self.problem.spec.hidden, layout.tensor
+        mesh, hidden, grid = self.mesh, self.problem.spec.hidden, layout.grid(self.problem)
         matmuls = [o for o in self.unit.operators if o.kind == "product"]
-        grid = self.tokens, mesh.row, mesh.col, tensor, layout.amortized_over
-        flows = {flow_of(self.problem, o, *grid) for o in matmuls}
+        flows = {flow_of(self.problem, o, grid) for o in matmuls}
         widest = max((max(o.inputs, o.outputs) for o in matmuls), default=0)
         if flows & {"ws-in", "ws-out"}:
             return self.width * (((mesh.row - 1) * widest + 2 * hidden) * self.scale + hidden * self.tokens)

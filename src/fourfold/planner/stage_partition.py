@@ -15,10 +15,9 @@ from functools import lru_cache
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
-from fourfold.plan import Tensor
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.evaluate import schedule_of
-from fourfold.planner.layouts import ParallelLayout
+from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import unit_times_on_grid
 from fourfold.program.costs import Costs
@@ -80,9 +79,8 @@ def rank_loads(
     `splits_backward`: whether the grid's weight gradients have an op of their own (default: as in the layout).
     """
     mesh, zigzags = layout.mesh, layout.zigzag
-    grid = layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.amortized_over
     splits = layout.grid_splits_backward if splits_backward is None else splits_backward
-    ranks, held, works = _spread(problem, mesh.pipe, zigzags, *grid, splits)
+    ranks, held, works = _spread(problem, mesh.pipe, zigzags, layout.grid(problem), splits)
     copy, last = problem.spec.tied and not zigzags and mesh.pipe > 1, mesh.pipe - 1
     loads = [
         RankLoad(units, in_flight(layout, rank), copy and rank == last) for rank, units in zip(ranks, held, strict=True)
@@ -92,23 +90,12 @@ def rank_loads(
 
 @lru_cache(maxsize=20_000)
 def _spread(
-    problem: PlanProblem,
-    pipe: int,
-    zigzags: bool,
-    size: int,
-    row: int,
-    col: int,
-    tensor: Tensor,
-    amortized_over: int,
-    splits_backward: bool,
+    problem: PlanProblem, pipe: int, zigzags: bool, grid: GridShape, splits_backward: bool
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[FIW]]:
     """The first rank, the last one, and of those between the first that holds such blocks."""
-    spec, tokens = problem.spec, size * problem.spec.seq_len
-    times = {}
+    spec, times = problem.spec, {}
     for kind in spec.kinds:
-        c = unit_times_on_grid(
-            problem, kind, tokens, row, col, tensor, amortized_over, 1, "none", splits_backward=splits_backward
-        )
+        c = unit_times_on_grid(problem, kind, grid, splits_backward=splits_backward)
         times[kind] = (c.forward, c.input_grad, c.weight_grad)
 
     def total(kinds: Counter[str]) -> FIW:
@@ -171,29 +158,17 @@ class StagePartition(NamedTuple):
 def partition_layers(problem: PlanProblem, layout: ParallelLayout) -> tuple[Schedule, StagePartition]:
     """A layout's schedule, and the fastest partition for it."""
     schedule = schedule_of(layout.plan(problem, (), None), layout, problem.spec.layers)
-    mesh = layout.mesh
-    grid = layout.micro_batch_size, mesh.row, mesh.col, layout.tensor, layout.amortized_over
-    return schedule, _fastest_partition(problem, *grid, schedule, layout.message_seconds(problem))
+    return schedule, _fastest_partition(problem, layout.grid(problem), schedule, layout.message_seconds(problem))
 
 
 @lru_cache(maxsize=2048)
-def _fastest_partition(
-    problem: PlanProblem,
-    size: int,
-    row: int,
-    col: int,
-    tensor: Tensor,
-    amortized_over: int,
-    schedule: Schedule,
-    message: float,
-) -> StagePartition:
-    grid = (problem, size, row, col, tensor, amortized_over)
-    times = layer_times(*grid)
-    at_ends = layer_times(*grid, True) if amortized_over > 1 else times
+def _fastest_partition(problem: PlanProblem, grid: GridShape, schedule: Schedule, message: float) -> StagePartition:
+    times = layer_times(problem, grid)
+    at_ends = layer_times(problem, grid, True) if grid.amortized_over > 1 else times
     work = [sum(t) for t in times]
     if schedule.stages == 1:
         return StagePartition((len(work),), 0.0, 0, sum(work))
-    candidates = _partitions(_relative_work(problem, size, row, col), schedule.placement)
+    candidates = _partitions(_relative_work(problem, *grid[:3]), schedule.placement)
     seconds = {counts: _simulate(times, at_ends, counts, schedule, message) for counts in candidates}
     best = min(seconds, key=seconds.__getitem__)
     ends = list(accumulate(best))
@@ -208,36 +183,25 @@ def partitions_of(problem: PlanProblem, layout: ParallelLayout) -> tuple[tuple[i
     if mesh.pipe == 1:
         return (0,), ((problem.spec.layers,),)
     placement = (zigzag if layout.zigzag else loop)(mesh.pipe, layout.stages_per_rank)
-    return placement, _partitions(_relative_work(problem, layout.micro_batch_size, mesh.row, mesh.col), placement)
+    return placement, _partitions(_relative_work(problem, *layout.grid(problem)[:3]), placement)
 
 
 @lru_cache(maxsize=4096)
-def layer_times(
-    problem: PlanProblem,
-    size: int,
-    row: int,
-    col: int,
-    tensor: Tensor,
-    amortized_over: int,
-    once: bool | None = False,
-) -> list[FIW]:
+def layer_times(problem: PlanProblem, grid: GridShape, once: bool | None = False) -> list[FIW]:
     """F, I and W of a micro-batch, layer by layer; `once` as in `unit_times_on_grid`."""
-    spec, tokens = problem.spec, size * problem.spec.seq_len
-    grid = tokens, row, col, tensor, amortized_over
-    kinds = {k: unit_times_on_grid(problem, k, *grid, 1, "none", once=once) for k in spec.kinds}
+    spec = problem.spec
+    kinds = {k: unit_times_on_grid(problem, k, grid, once=once) for k in spec.kinds}
     times = []
     for layer in range(spec.layers):
-        parts = [kinds[u.kind] for u in spec.of_layer(layer)]
-        times.append(
-            (sum(p.forward for p in parts), sum(p.input_grad for p in parts), sum(p.weight_grad for p in parts))
-        )
+        f, i, w = (sum(part) for part in zip(*(kinds[u.kind][:3] for u in spec.of_layer(layer)), strict=True))
+        times.append((f, i, w))
     return times
 
 
 @lru_cache(maxsize=4096)
-def _relative_work(problem: PlanProblem, size: int, row: int, col: int) -> tuple[int, ...]:
+def _relative_work(problem: PlanProblem, tokens: int, row: int, col: int) -> tuple[int, ...]:
     """What the layers compute, in parts of the median one: the same for many layouts."""
-    spec, tokens = problem.spec, size * problem.spec.seq_len
+    spec = problem.spec
     kinds = {k: sum(unit_seconds(problem, k, tokens, row, col)[:3]) for k in spec.kinds}
     work = [sum(kinds[u.kind] for u in spec.of_layer(layer)) for layer in range(spec.layers)]
     median = sorted(work)[len(work) // 2] or max(work) or 1.0

@@ -26,7 +26,7 @@ from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
 from fourfold.plan import Mesh, Plan, Tensor, UnitRule
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
-from fourfold.planner.layouts import ParallelLayout
+from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.memory_model import Workspace, accumulates_early
 from fourfold.planner.problem import PlanProblem
 from fourfold.shard.layout import ALIGN
@@ -134,41 +134,35 @@ def _exposed(axes: tuple[AxisTime, AxisTime]) -> float:
 def unit_times_on_grid(
     problem: PlanProblem,
     kind: str,
-    tokens: int,
-    row: int,
-    col: int,
-    tensor: Tensor,
-    amortized_over: int,
-    split: int,
-    recompute: str,
+    grid: GridShape,
+    split: int = 1,
+    recompute: str = "none",
     splits_backward: bool = False,
     once: bool | None = None,
 ) -> UnitTimes:
-    """Times of a micro-batch of `tokens` tokens on a rank.
+    """Times of a micro-batch of a unit.
 
     `splits_backward`: weight gradients have an op of their own. `once`: the first forward and the last backward of a step, where
     what the grid keeps is gathered and summed (True); all others (False); the average over a step (None).
     """
-    where = (problem, kind, tokens, row, col, tensor, amortized_over, split, recompute, splits_backward)
-    if once is None and amortized_over > 1:
+    if once is None and grid.amortized_over > 1:
+        where = (problem, kind, grid, split, recompute, splits_backward)
         usual, ends = unit_times_on_grid(*where, False), unit_times_on_grid(*where, True)
-        f, i, w, again, moved = (u + (e - u) / amortized_over for u, e in zip(usual[:5], ends[:5], strict=True))
+        f, i, w, again, moved = (u + (e - u) / grid.amortized_over for u, e in zip(usual[:5], ends[:5], strict=True))
         return UnitTimes(f, i, w, again, moved)
-    c = unit_seconds(problem, kind, tokens, row, col, split, "gradients" in tensor.keep)
-    grid = usual_grid = NO_GRID
-    if row * col > 1:
-        on_grid = (problem, tokens, row, col, tensor, amortized_over, splits_backward)
-        grid, usual_grid = (
-            grid_times(*on_grid, each)[kind] for each in (once is not False or amortized_over == 1, False)
-        )
-    forward, backward, again = (_exposed(axes) for axes in (grid.forward, grid.backward, usual_grid.forward))
+    c = unit_seconds(problem, kind, *grid[:3], split, "gradients" in grid.tensor.keep)
+    moves = usual_moves = NO_GRID
+    if grid.row * grid.col > 1:
+        at_ends = once is not False or grid.amortized_over == 1
+        moves, usual_moves = (grid_times(problem, grid, splits_backward, each)[kind] for each in (at_ends, False))
+    forward, backward, again = (_exposed(axes) for axes in (moves.forward, moves.backward, usual_moves.forward))
     return UnitTimes(
         c.forward + forward,
-        c.input_grad + backward - grid.weight,
-        c.weight_grad + grid.weight,
+        c.input_grad + backward - moves.weight,
+        c.weight_grad + moves.weight,
         {"none": 0.0, "selective": c.cheap}.get(recompute, c.forward + again - c.unread),
         forward + backward,
-        grid,
+        moves,
     )
 
 
@@ -176,10 +170,9 @@ def unit_times(
     problem: PlanProblem, layout: ParallelLayout, kind: str, choice: UnitChoice, once: bool | None = None
 ) -> UnitTimes:
     """Times of a micro-batch of a unit on a layout; `once` as in `unit_times_on_grid`."""
-    mesh, tokens = layout.mesh, layout.micro_batch_size * problem.spec.seq_len
-    grid = mesh.row, mesh.col, _kept(layout.tensor, choice), layout.amortized_over
+    grid = layout.grid(problem)._replace(tensor=_kept(layout.tensor, choice))
     how = choice.split, choice.recompute, layout.grid_splits_backward
-    return unit_times_on_grid(problem, kind, tokens, *grid, *how, once)
+    return unit_times_on_grid(problem, kind, grid, *how, once)
 
 
 def _kept(tensor: Tensor, choice: UnitChoice) -> Tensor:
