@@ -35,6 +35,7 @@ WITHOUT_TORCH = (
     "model.operators",
     "presets",
     "commands.plan",
+    "offload.sizes",
     "runtime.sizes",
     "shard.layout",
     "tensor.blocks",

@@ -232,6 +232,9 @@ class Memory:
             raise PlanError(f"memory.prefetch = {self.prefetch} must be at least 0")
 
 
+_DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """Number formats."""
@@ -242,6 +245,16 @@ class Precision:
     """Dtype in which gradients accumulate and are reduced; fp64 compute always uses fp64."""
     compile: bool = False
     """torch.compile every unit."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a weight or an activation."""
+        return _DTYPE_BYTES[self.compute]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient: never narrower than the compute type."""
+        return max(_DTYPE_BYTES[self.reduce], self.compute_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -256,12 +256,11 @@ def _grid(config: Config, plan: Plan) -> str:
     """How every product moves, what is kept, and what a rank receives for the products of one layer."""
     from fourfold.schema import format_bytes
     from fourfold.tensor.costs import traffic
-    from fourfold.tensor.products import WIDTH, flows_of_plan
+    from fourfold.tensor.products import flows_of_plan
 
     batch, tensor = config.train.global_batch, plan.tensor
     found, micro = flows_of_plan(config.model, plan, batch), plan.micro_batches(batch)
-    compute = WIDTH[plan.precision.compute]
-    reduce = max(WIDTH[plan.precision.reduce], compute)
+    compute, reduce = plan.precision.compute_bytes, plan.precision.reduce_bytes
     layer = [traffic(p, f, tensor.keep, micro) for n, (p, f) in found.items() if n in ("qkv", "out", "up", "down")]
     moved = format_bytes(sum(t.bytes(compute, reduce) for t in layer))
     said = [n for n in found if getattr(tensor.flows, n) != "auto"]

@@ -32,10 +32,9 @@ from torch import Tensor
 
 from fourfold.offload.host import check_available, host_memory
 from fourfold.offload.queues import DeviceQueues, make_queues
+from fourfold.offload.sizes import ACTIVATION_BUFFER_BYTES, HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
 
 __all__ = ["ActivationOffload", "Parcel"]
-
-_ROUND = 1 << 16
 
 
 class Parcel:
@@ -72,9 +71,9 @@ class ActivationOffload:
         device: torch.device,
         *,
         budget: int,
-        least: int = 1 << 20,
-        ahead: int = 2 << 30,
-        stash: int = 2 << 30,
+        least: int = LEAST_ACTIVATION_BYTES,
+        ahead: int = ACTIVATION_BUFFER_BYTES,
+        stash: int = ACTIVATION_BUFFER_BYTES,
         late: bool | None = None,
         queues: DeviceQueues | None = None,
     ):
@@ -214,7 +213,7 @@ class ActivationOffload:
 
     def _buffer(self, size: int) -> Tensor | None:
         """A host buffer, or None when the budget is used up."""
-        size = -(-size // _ROUND) * _ROUND
+        size = -(-size // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
         if self._pool.get(size):
             buffer, free = self._pool[size].pop()
             if free is not None:

@@ -31,6 +31,7 @@ from fourfold.errors import ConfigError
 from fourfold.offload.buckets import WeightBlock
 from fourfold.offload.host import available_bytes
 from fourfold.offload.queues import DeviceQueues
+from fourfold.offload.sizes import STREAM_BUCKET, STREAM_SLOTS
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
 
@@ -68,8 +69,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         moments: torch.dtype | None = None,
         placement: Literal["host", "device", "auto"] = "host",
         device_bytes: int | None = None,
-        bucket: int = 1 << 24,
-        ring: int = 4,
+        bucket: int = STREAM_BUCKET,
+        ring: int = STREAM_SLOTS,
         staging: int = 0,
         host_bytes: int | None = None,
         queues: DeviceQueues | None = None,

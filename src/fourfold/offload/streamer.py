@@ -33,6 +33,7 @@ from fourfold.kernels import have_kernels
 from fourfold.offload.buckets import ALIGN, Bucket, Cut, WeightBlock, allocate, cut_region, place
 from fourfold.offload.host import check_available
 from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
+from fourfold.offload.sizes import STREAM_BUCKET, STREAM_SLOTS
 from fourfold.offload.split import join, scale, split
 
 __all__ = ["Streamer"]
@@ -48,8 +49,8 @@ class Streamer:
         blocks: Sequence[WeightBlock],
         *,
         moments: torch.dtype | None = None,
-        bucket: int = 1 << 24,
-        ring: int = 4,
+        bucket: int = STREAM_BUCKET,
+        ring: int = STREAM_SLOTS,
         staging: int = 0,
         device_bytes: int = 0,
         host_bytes: int | None = None,

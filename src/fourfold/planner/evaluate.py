@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.errors import PlanError, ScheduleError
+from fourfold.offload.sizes import ACTIVATION_BUFFER_BYTES, STREAM_BUCKET, STREAM_SLOTS
 from fourfold.plan import Mesh, Plan
 from fourfold.planner.layouts import ParallelLayout, layout_of_plan
 from fourfold.planner.memory_model import RankExtras, RankMemory, message_buffer_bytes, replay_rank
 from fourfold.planner.op_times import StageTimes, plan_units, stage_times, units_of_stages, whole_step
 from fourfold.planner.problem import PlanProblem
-from fourfold.planner.unit_cost import HOST_BUFFER_BYTES, PlannedUnit, UnitChoice, choice_of, tied_elements
+from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, choice_of, tied_elements
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
 from fourfold.program.from_plan import schedule_of_plan
@@ -47,8 +48,6 @@ __all__ = [
 
 _MOST_OPS = 30_000
 """Ops of a schedule that are simulated; of longer ones, some micro-batches in the middle, which repeat, are left out."""
-_STREAM_BUCKET, _STREAM_SLOTS = 2**24, 4
-"""Parameters of a bucket of the streamed update, and buckets on the device at once."""
 
 
 class StepTime(NamedTuple):
@@ -391,7 +390,7 @@ class SimulatedStep:
             tied_received=self._tied_elements * p.reduce_bytes if has_owner else 0.0,
             messages=message_buffer_bytes(schedule, rank, self._message_bytes, p.on_cpu),
             pooled=self._message_bytes if p.on_cpu else 0.0,
-            offload_buffers=0.0 if p.on_cpu else min(HOST_BUFFER_BYTES, on_host) + offloaded - on_host,
+            offload_buffers=0.0 if p.on_cpu else min(ACTIVATION_BUFFER_BYTES, on_host) + offloaded - on_host,
             host=0.0 if p.on_cpu else on_host,
             update=0.0 if layout.streams_optimizer(p) else rounding,
             prefetch=layout.prefetch,
@@ -543,7 +542,7 @@ class PlanEvaluation:
         if self._given is not None:
             return min(1.0, self._given / most)
         found = self._free(0.0) / most
-        if 0 < found < 1 and (1 - found) * most < _STREAM_SLOTS * _STREAM_BUCKET * self.problem.streamed_bytes:
+        if 0 < found < 1 and (1 - found) * most < STREAM_SLOTS * STREAM_BUCKET * self.problem.streamed_bytes:
             found += self._free(found) / most  # with little to stream, the buffers are smaller, too
         return max(0.0, min(1.0, found))
 
@@ -567,9 +566,9 @@ class PlanEvaluation:
         p = self.problem
         if not self._streams:
             return 0.0
-        bucket = min(_STREAM_BUCKET, updated)
-        wanted = max(_STREAM_SLOTS, self._staging // (bucket * p.streamed_bytes))
-        slots = min(wanted, -(-self._on_host(updated, device_share) // _STREAM_BUCKET))
+        bucket = min(STREAM_BUCKET, updated)
+        wanted = max(STREAM_SLOTS, self._staging // (bucket * p.streamed_bytes))
+        slots = min(wanted, -(-self._on_host(updated, device_share) // STREAM_BUCKET))
         scratch = max(4, p.compute_bytes) * (1 + (p.compute_bytes < 4) + 2 * (p.moments == "bf16"))
         if p.compute_bytes < 4 and not p.on_cpu:
             scratch = 0  # one kernel does it all

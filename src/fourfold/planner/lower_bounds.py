@@ -25,6 +25,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+from fourfold.offload.sizes import ACTIVATION_BUFFER_BYTES
 from fourfold.plan import Tensor
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.grid_cost import least_column_seconds
@@ -33,7 +34,7 @@ from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.op_times import units_of_stages
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.stage_partition import layer_times, partitions_of, rank_loads
-from fourfold.planner.unit_cost import HOST_BUFFER_BYTES, UnitChoice, unit_times, unit_times_on_grid
+from fourfold.planner.unit_cost import UnitChoice, unit_times, unit_times_on_grid
 from fourfold.planner.unit_options import AtEnd, HostLinkWeights, OptionTable, UnitOption
 from fourfold.program.ops import Schedule
 
@@ -441,7 +442,7 @@ def _best_weights(
     for i, weights in enumerate(_WEIGHTS):
         stays = 0.0
         if rank.has_loss:  # its backward may be next, and then the last bytes stay
-            crossing = HOST_BUFFER_BYTES / cluster.host.link
+            crossing = ACTIVATION_BUFFER_BYTES / cluster.host.link
             stays = m * sum(1 - cluster.overlap + w * cluster.overlap for w in weights) * crossing
         pairs = zip(rank.rows, kinds, strict=True)
         least = m * sum([r.units * min([o.seconds for o in k.recompute[i]]) for r, k in pairs]) - stays

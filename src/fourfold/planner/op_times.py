@@ -11,10 +11,11 @@ from itertools import accumulate
 from typing import Literal
 
 from fourfold.model.operators import ModelSpec, UnitSpec
+from fourfold.offload.sizes import ACTIVATION_BUFFER_BYTES
 from fourfold.planner.comm_overlap import UnitStep, UnitTimeline
 from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem
-from fourfold.planner.unit_cost import HOST_BUFFER_BYTES, PlannedUnit, UnitChoice, reduced_in_buckets, unit_cost
+from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, reduced_in_buckets, unit_cost
 from fourfold.program import modes
 from fourfold.program.engine import OpExtras
 from fourfold.shard.layout import joined
@@ -192,7 +193,7 @@ class _StageRunner:
         Where a micro-batch's backward follows its forward, bytes that still wait to leave are on the device, and cost nothing.
         """
         follows = self.alone and not self.steady and not self.problem.on_cpu
-        stay = HOST_BUFFER_BYTES if follows else 0.0
+        stay = ACTIVATION_BUFFER_BYTES if follows else 0.0
         moved = max(0.0, sum(u.cost.offloaded_bytes for u in units) - stay) / self.cluster.host.link
         if not moved or op.kind == "W":
             return 0.0

@@ -13,9 +13,7 @@ from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import AXES, SCHEDULES, Precision
 
-__all__ = ["DTYPE_BYTES", "Constraints", "PlanProblem", "parse_fixes"]
-
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+__all__ = ["Constraints", "PlanProblem", "parse_fixes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +39,12 @@ class PlanProblem:
     @cached_property
     def compute_bytes(self) -> int:
         """Bytes of a weight or an activation."""
-        return DTYPE_BYTES[self.precision.compute]
+        return self.precision.compute_bytes
 
     @cached_property
     def reduce_bytes(self) -> int:
         """Bytes of a gradient: never narrower than the compute type."""
-        return max(DTYPE_BYTES[self.precision.reduce], self.compute_bytes)
+        return self.precision.reduce_bytes
 
     @cached_property
     def state_bytes(self) -> float:

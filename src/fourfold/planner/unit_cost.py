@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
+from fourfold.offload.sizes import HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
 from fourfold.plan import Mesh, Plan, Tensor, UnitRule
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
@@ -32,7 +33,6 @@ from fourfold.planner.problem import PlanProblem
 from fourfold.shard.layout import ALIGN
 
 __all__ = [
-    "HOST_BUFFER_BYTES",
     "PlannedUnit",
     "ShardingCost",
     "UnitChoice",
@@ -48,11 +48,6 @@ __all__ = [
     "unit_times",
     "unit_times_on_grid",
 ]
-
-_SMALLEST_OFFLOADED, _HOST_PAGE = 1 << 20, 1 << 16
-"""Bytes: smaller activations are not sent to the host; buffers there are multiples of a page."""
-HOST_BUFFER_BYTES = 2 << 30
-"""Bytes of activations on the device that are on their way to the host, or are back early."""
 
 
 # ---- choices, and the rules of a plan ----
@@ -350,8 +345,8 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
     on_device = 0.0 if offloads else saved
     if offloads and problem.on_cpu:  # the host's memory is the device's: offloaded bytes count twice
         has_input = choice.recompute in ("full", "per-slice")  # which is offloaded, however small
-        offloaded = has_input or saved >= _SMALLEST_OFFLOADED
-        on_device = saved + (-(-saved // _HOST_PAGE) * _HOST_PAGE if offloaded else 0.0)
+        offloaded = has_input or saved >= LEAST_ACTIVATION_BYTES
+        on_device = saved + (-(-saved // HOST_PAGE_BYTES) * HOST_PAGE_BYTES if offloaded else 0.0)
     tied_parameters = 0.0
     if tied and sharding.transient_bytes:
         elements = _elements(problem, problem.spec.units[0].kind, mesh.row * mesh.col)

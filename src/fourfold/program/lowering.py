@@ -49,6 +49,7 @@ from fourfold.program.instructions import (
     Stream,
     UnitOp,
 )
+from fourfold.program.modes import reduces, releases
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.schedules import at_least
 from fourfold.program.validator import validate_schedule
@@ -221,7 +222,7 @@ class _RankLowering:
         contributions = [i for i in uses if self.unit_ops[i][1].kind in "BW"]
         if not contributions or unit.name in self.shared:
             return
-        for i in contributions if unit.reduce == "micro-batch" else contributions[-1:]:
+        for i in contributions if reduces(unit.reduce, last=False) else contributions[-1:]:
             self.after.setdefault(i, []).append(Reduce(unit.name))
         self.reduced[unit.name] = contributions[-1]
 
@@ -241,9 +242,8 @@ class _RankLowering:
 
     def _released(self, unit: ProgramUnit, waiting: int, distance: int) -> bool:
         """Whether a unit is released after a use, if its next use is `distance` unit ops later."""
-        if unit.mode == "keep" or distance <= self.prefetch:
-            return False
-        return unit.mode == "zero3" or waiting <= 0 or self.schedule.forward_only
+        none_in_flight = waiting <= 0 or self.schedule.forward_only
+        return distance > self.prefetch and releases(unit.mode, last=False, none_in_flight=none_in_flight)
 
     def _mark_streams(self, buckets: Sequence[ProgramBucket], stream: str) -> list[Instruction]:
         """STREAM for the buckets with units on this rank; returns those that come at the end."""

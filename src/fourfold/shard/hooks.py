@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fourfold.program.modes import reduces, releases
 from fourfold.shard.unit import Unit
 
 __all__ = ["HookDriver", "Hooked"]
@@ -120,7 +121,7 @@ class HookDriver:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.quiet:
                 return
-            if part.mode == "zero3" or not torch.is_grad_enabled():
+            if releases(part.mode, last=False, none_in_flight=False) or not torch.is_grad_enabled():
                 part.unit.release()
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -148,13 +149,13 @@ class HookDriver:
         part.waiting -= 1
         if not part.waiting:
             part.unit.take_grads_back()
-        if part.mode == "zero3" or (part.mode == "zero2" and not part.waiting):
+        if releases(part.mode, last=False, none_in_flight=not part.waiting):  # `keep` is released after the step
             part.unit.release()
         if not part.waiting and self._reduces(part):
             self._complete(part)
 
     def _reduces(self, part: Hooked) -> bool:
-        return self.last or part.reduce == "micro-batch"
+        return reduces(part.reduce, last=self.last)
 
     def _complete(self, part: Hooked) -> None:
         if self._reduces(part):

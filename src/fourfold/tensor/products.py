@@ -16,8 +16,6 @@ from fourfold.tensor.costs import MatmulSizes, choose_flow
 
 __all__ = ["flows_of_plan", "products_of"]
 
-WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2}
-
 
 @lru_cache(maxsize=4096)
 def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str = "sequence") -> dict[str, MatmulSizes]:
@@ -46,15 +44,14 @@ def products_of(m: ModelConfig, row: int, col: int, tokens: int, residual: str =
 def flows_of_plan(m: ModelConfig, plan: Plan, global_batch: int) -> dict[str, tuple[MatmulSizes, str]]:
     """By name, every matmul and its flow in a run of this plan."""
     tokens, tensor = plan.micro_batch_size(global_batch) * m.seq_len, plan.tensor
-    compute = WIDTH[plan.precision.compute]
     out = {}
     for name, sizes in products_of(m, plan.mesh.row, plan.mesh.col, tokens, tensor.residual).items():
         flow = getattr(tensor.flows, name)
         chosen = choose_flow(
             sizes,
             tensor.flow if flow == "auto" else flow,
-            compute,
-            max(WIDTH[plan.precision.reduce], compute),
+            plan.precision.compute_bytes,
+            plan.precision.reduce_bytes,
             moves_output=name != "proj",
             keep=tensor.keep,
             micro_batches=plan.micro_batches(global_batch),

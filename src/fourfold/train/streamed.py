@@ -21,6 +21,8 @@ from fourfold.offload.adamw import room_on_device
 from fourfold.offload.buckets import WeightBlock
 from fourfold.offload.host import available_bytes
 from fourfold.offload.queues import DeviceQueues
+from fourfold.offload.sizes import LEAST_ACTIVATION_BYTES as LEAST
+from fourfold.offload.sizes import STREAM_BUCKET as BUCKET
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
 from fourfold.plan import Memory, Plan
@@ -29,11 +31,6 @@ from fourfold.shard.unit import Unit
 from fourfold.train.optim import AdamW
 
 __all__ = ["StreamedUnits", "make_keeper", "make_optimizer"]
-
-BUCKET = 1 << 24
-"""Elements per bucket."""
-LEAST = 1 << 20
-"""Bytes: activations smaller than this stay on the device."""
 
 
 def make_optimizer(config: Config, plan: Plan, units: Sequence[Unit], ranks_here: int = 1) -> AdamW | StreamedUnits:
