@@ -191,9 +191,9 @@ def layer_times(problem: PlanProblem, grid: GridShape, once: bool | None = False
     """F, I and W of a micro-batch, layer by layer; `once` as in `unit_times_on_grid`."""
     spec = problem.spec
     kinds = {k: unit_times_on_grid(problem, k, grid, once=once) for k in spec.kinds}
-    times = []
+    times: list[FIW] = []
     for layer in range(spec.layers):
-        f, i, w = (sum(part) for part in zip(*(kinds[u.kind][:3] for u in spec.of_layer(layer)), strict=True))
+        f, i, w = (float(sum(part)) for part in zip(*(kinds[u.kind][:3] for u in spec.of_layer(layer)), strict=True))
         times.append((f, i, w))
     return times
 
