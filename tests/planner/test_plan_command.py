@@ -110,9 +110,9 @@ def test_misfits_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             [CONFIG, "--cluster", "h200", "--fix", "col=8", "recompute=per-slice"],
-            "--fix recompute=per-slice needs whole operators to slice (row=1 col=1)",
+            "--fix recompute=per-slice needs unsplit operators (row=1 col=1)",
         ),
-        ([CONFIG, "--cluster", "h200", "--fix", "row=1", "flow=summa"], "--fix flow=summa needs a square plane"),
+        ([CONFIG, "--cluster", "h200", "--fix", "row=1", "flow=summa"], "--fix flow=summa needs a square grid"),
         (
             [CONFIG, "--cluster", "h200", "--fix", "col=1", "keep=inputs"],
             "--fix keep=inputs needs a grid: col of 2 or more",
