@@ -35,7 +35,7 @@ WITHOUT_TORCH = (
     "model.operators",
     "presets",
     "commands.plan",
-    "offload.sizes",
+    "sizes",
     "runtime.sizes",
     "shard.layout",
     "tensor.blocks",

@@ -103,7 +103,7 @@ def test_megatron_is_given_what_its_flags_need() -> None:
 
 
 @pytest.mark.parametrize("system", ["torchtitan", "megatron"])
-def test_what_no_longer_fits_is_recomputed_or_said(system: str) -> None:
+def test_a_plan_that_no_longer_fits_is_recomputed_or_reported(system: str) -> None:
     problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
     rules = {"mesh": {"data": 8}, "unit": [{"match": "*", "mode": "zero3"}], "precision": {"compute": "bf16"}}
     plan = Plan.from_dict(rules | {"memory": {"activations": "host"}})
@@ -111,7 +111,7 @@ def test_what_no_longer_fits_is_recomputed_or_said(system: str) -> None:
     assert not [x for x in found.lost if "made it fit" in x]
     small = replace(problem, cluster=problem.cluster.what_if({"memory": "44GB"}))
     found = export(plan, small, system)  # type: ignore[arg-type]
-    assert [x for x in found.lost if "with which it fits" in x]
+    assert [x for x in found.lost if "with which the plan fits" in x]
     tiny = replace(problem, cluster=problem.cluster.what_if({"memory": "16GB"}))
     found = export(plan, tiny, system)  # type: ignore[arg-type]
     assert [x for x in found.lost if "what made it fit" in x]
@@ -128,8 +128,8 @@ def test_rounds_that_interleaved_schedules_need() -> None:
     assert [x for x in found.lost if "no multiple of 4" in x]
 
 
-def test_copies_beside_columns_are_sharded_in_torchtitan() -> None:
+def test_replicas_with_columns_are_sharded_in_torchtitan() -> None:
     problem = PlanProblem(SPEC, Cluster.preset("h100-sxm"), 16, Precision(compute="bf16"))
     found = export(Plan(mesh=Mesh(data=4, col=2), precision=problem.precision), problem, "torchtitan")
     assert option(found, "data_parallel_shard_degree") == "4"
-    assert [x for x in found.lost if x.startswith("whole copies")]
+    assert [x for x in found.lost if x.startswith("replicas together with")]

@@ -33,8 +33,8 @@ from fourfold.kernels import have_kernels
 from fourfold.offload.buckets import ALIGN, Bucket, Cut, WeightBlock, allocate, cut_region, place
 from fourfold.offload.host import check_available
 from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
-from fourfold.offload.sizes import STREAM_BUCKET, STREAM_SLOTS
 from fourfold.offload.split import join, scale, split
+from fourfold.sizes import STREAM_BUCKET, STREAM_SLOTS
 
 __all__ = ["Streamer"]
 

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Literal
 
 from fourfold.model.operators import ModelSpec, UnitSpec
-from fourfold.offload.sizes import ACTIVATION_BUFFER_BYTES
 from fourfold.planner.comm_overlap import UnitStep, UnitTimeline
 from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem
@@ -19,6 +18,7 @@ from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, reduced_in_bucke
 from fourfold.program import modes
 from fourfold.program.engine import OpExtras
 from fourfold.shard.layout import joined
+from fourfold.sizes import ACTIVATION_BUFFER_BYTES
 
 __all__ = ["StageTimes", "plan_units", "stage_times", "units_of_stages", "whole_step"]
 

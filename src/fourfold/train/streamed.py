@@ -21,13 +21,13 @@ from fourfold.offload.adamw import room_on_device
 from fourfold.offload.buckets import WeightBlock
 from fourfold.offload.host import available_bytes
 from fourfold.offload.queues import DeviceQueues
-from fourfold.offload.sizes import LEAST_ACTIVATION_BYTES as LEAST
-from fourfold.offload.sizes import STREAM_BUCKET as BUCKET
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
 from fourfold.plan import Memory, Plan
 from fourfold.schema import parse_bytes
 from fourfold.shard.unit import Unit
+from fourfold.sizes import LEAST_ACTIVATION_BYTES as LEAST
+from fourfold.sizes import STREAM_BUCKET as BUCKET
 from fourfold.train.optim import AdamW
 
 __all__ = ["StreamedUnits", "make_keeper", "make_optimizer"]
