@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks.monotone import MODELS
 
 from fourfold.cluster import Cluster
+from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
 from fourfold.planner.build import Candidate
@@ -19,7 +19,8 @@ from fourfold.planner.search_config import SearchConfig
 from fourfold.planner.unit_options import OptionTable
 
 CLUSTER = Cluster.preset("v100-16g", nodes=2).what_if({"memory": "21GB"})
-PROBLEM = PlanProblem(ModelSpec.from_config(MODELS[1]), CLUSTER, 64, Precision(compute="fp32"))
+MODEL = ModelConfig(family="llama", layers=24, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, seq_len=2048)
+PROBLEM = PlanProblem(ModelSpec.from_config(MODEL), CLUSTER, 64, Precision(compute="fp32"))
 
 
 def improved(start: Plan, *fix: str, **config: object) -> Candidate:
