@@ -35,7 +35,7 @@ WITHOUT_TORCH = (
     "model.operators",
     "presets",
     "commands.plan",
-    "sizes",
+    "offload_sizes",
     "runtime.sizes",
     "shard.layout",
     "tensor.blocks",

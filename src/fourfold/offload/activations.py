@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fourfold.offload.host import check_available, host_memory
 from fourfold.offload.queues import DeviceQueues, make_queues
-from fourfold.sizes import ACTIVATION_BUFFER_BYTES, HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
+from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES, HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
 
 __all__ = ["ActivationOffload", "Parcel"]
 

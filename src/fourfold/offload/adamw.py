@@ -33,7 +33,7 @@ from fourfold.offload.host import available_bytes
 from fourfold.offload.queues import DeviceQueues
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
-from fourfold.sizes import STREAM_BUCKET, STREAM_SLOTS
+from fourfold.offload_sizes import STREAM_BUCKET, STREAM_SLOTS
 
 __all__ = ["StreamedAdamW", "room_on_device"]
 

@@ -34,7 +34,7 @@ from fourfold.offload.buckets import ALIGN, Bucket, Cut, WeightBlock, allocate, 
 from fourfold.offload.host import check_available
 from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
 from fourfold.offload.split import join, scale, split
-from fourfold.sizes import STREAM_BUCKET, STREAM_SLOTS
+from fourfold.offload_sizes import STREAM_BUCKET, STREAM_SLOTS
 
 __all__ = ["Streamer"]
 

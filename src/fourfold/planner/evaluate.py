@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.errors import PlanError, ScheduleError
+from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES, STREAM_BUCKET, STREAM_SLOTS
 from fourfold.plan import Mesh, Plan
 from fourfold.planner.layouts import ParallelLayout, layout_of_plan
 from fourfold.planner.memory_model import RankExtras, RankMemory, message_buffer_bytes, replay_rank
@@ -33,7 +34,6 @@ from fourfold.program.engine import OpExtras, Problem, run
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Op, Schedule, ends_of_step
 from fourfold.program.partition import partition
-from fourfold.sizes import ACTIVATION_BUFFER_BYTES, STREAM_BUCKET, STREAM_SLOTS
 
 __all__ = [
     "PlanEvaluation",

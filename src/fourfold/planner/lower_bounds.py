@@ -25,6 +25,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES
 from fourfold.plan import Tensor
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.grid_cost import least_column_seconds
@@ -36,7 +37,6 @@ from fourfold.planner.stage_partition import layer_times, partitions_of, rank_lo
 from fourfold.planner.unit_cost import UnitChoice, unit_times, unit_times_on_grid
 from fourfold.planner.unit_options import AtEnd, HostLinkWeights, OptionTable, UnitOption
 from fourfold.program.ops import Schedule
-from fourfold.sizes import ACTIVATION_BUFFER_BYTES
 
 __all__ = [
     "compute_bound",

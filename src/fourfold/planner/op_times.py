@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Literal
 
 from fourfold.model.operators import ModelSpec, UnitSpec
+from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES
 from fourfold.planner.comm_overlap import UnitStep, UnitTimeline
 from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem
@@ -18,7 +19,6 @@ from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, reduced_in_bucke
 from fourfold.program import modes
 from fourfold.program.engine import OpExtras
 from fourfold.shard.layout import joined
-from fourfold.sizes import ACTIVATION_BUFFER_BYTES
 
 __all__ = ["StageTimes", "plan_units", "stage_times", "units_of_stages", "whole_step"]
 

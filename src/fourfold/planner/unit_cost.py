@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
+from fourfold.offload_sizes import HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
 from fourfold.plan import Mesh, Plan, Tensor, UnitRule
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
@@ -30,7 +31,6 @@ from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.memory_model import Workspace, accumulates_early
 from fourfold.planner.problem import PlanProblem
 from fourfold.shard.layout import ALIGN
-from fourfold.sizes import HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
 
 __all__ = [
     "PlannedUnit",

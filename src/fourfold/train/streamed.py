@@ -23,11 +23,11 @@ from fourfold.offload.host import available_bytes
 from fourfold.offload.queues import DeviceQueues
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
+from fourfold.offload_sizes import LEAST_ACTIVATION_BYTES as LEAST
+from fourfold.offload_sizes import STREAM_BUCKET as BUCKET
 from fourfold.plan import Memory, Plan
 from fourfold.schema import parse_bytes
 from fourfold.shard.unit import Unit
-from fourfold.sizes import LEAST_ACTIVATION_BYTES as LEAST
-from fourfold.sizes import STREAM_BUCKET as BUCKET
 from fourfold.train.optim import AdamW
 
 __all__ = ["StreamedUnits", "make_keeper", "make_optimizer"]
