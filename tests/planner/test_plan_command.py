@@ -311,6 +311,4 @@ def test_what_a_mistral_file_leaves_out(tmp_path: Path, capsys: pytest.CaptureFi
         args = ["plan", str(tmp_path), "--cluster", "h100-sxm", "--global-batch", "8", "--json"]
         assert main([*args, "--seq-len", "4096"]) == 0
         parameters.append(json.loads(capsys.readouterr().out)["predicted"]["parameters"])
-        assert main([*args, "--seq-len", "8192"]) == 2  # its window is 4096
-        capsys.readouterr()
     assert parameters[0] == parameters[1] < parameters[2]
