@@ -230,6 +230,9 @@ def ranking_rows(cluster: Cluster, quick: bool) -> Iterator[Row]:
             limited = replace(cluster, device=replace(cluster.device, memory=str(int(size * 2**20))))
             chosen = find_plan(problem_of(SMALL, Plan(), limited), Constraints({})).best.plan
             fit = [n for n in plans if peak[n] <= size * 2**20]
+            if not fit:  # of the few plans of a quick run
+                print(f"{budget}: none of {len(plans)} plans fits")
+                continue
             near = sorted(fit, key=lambda n: seconds[n])[: 2 if quick else 4]
             known = next((n for n in near if same(plans[n], chosen, cluster)), None)
             again = [plans[n] for n in near] + ([] if known else [chosen])
