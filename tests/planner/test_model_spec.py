@@ -329,7 +329,7 @@ def test_what_a_token_is(sample: Tensor, length: int, tokens: int) -> None:
             r"Loop does not run on the sample, \[2, 3, 7\] of float32: RuntimeError at test_model_",
         ),
         (Encoder(head_first=False), torch.zeros(2, 3), r"\[2, 3\] of float32: .* Pass what its forward takes"),
-        (Tied(), IDS, "TypeError: .*missing 1 required positional argument: 'targets'. Give .* a tuple"),
+        (Tied(), IDS, "TypeError: .*missing 1 required positional argument: 'targets'. Pass .* a tuple"),
         (nn.Sequential(*encoder_layers()), torch.zeros(2, 3, 7), "was expecting embedding dimension of 64, but got 7"),
         (3, IDS, "the module to trace is 3, of type int: give an nn.Module"),
         (nn.Linear, IDS, "the module to trace is Linear, a class"),
