@@ -72,7 +72,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, capfd: pyte
         ("trian",): "unknown command 'trian'; did you mean 'train'?",
         ("train",): "name one config file, or --resume a run directory",
         ("train", "nowhere.toml"): "nowhere.toml: no such file",
-        ("train", str(tmp_path)): "is a folder; name a config file",
+        ("train", str(tmp_path)): "is a folder, and no Hugging Face model",
         ("train", str(tmp_path / "wrong.toml")): "not valid TOML",
         ("train", good, "--model.family", "gtp"): "gtp",
         ("train", good, "--model.layer", "3"): "--model.layers",
