@@ -53,7 +53,7 @@ class LocalSearch:
         config: SearchConfig,
         many: bool,
     ):
-        self.problem, self.table, self.config, self.many = problem, table, config, many
+        self.problem, self.table, self.constraints, self.config, self.many = problem, table, constraints, config, many
         self.fixed = constraints.fixed.keys() & {"mode", "recompute", "optimizer"}
         self._evaluated: dict[Any, PlanEvaluation] = {}
 
@@ -69,10 +69,11 @@ class LocalSearch:
             layout = replace(best.layout, optimizer="auto")
             moved = self._improve(replace(best, layout=layout, plan=plan, prediction=predict(plan, self.problem)))
             best = min(best, moved, key=lambda c: c.prediction.seconds)
+        price = self._price(best)
         if best.layout.optimizer == "auto":  # record how much of the optimizer's state stays on the device
             state = replace(best.plan.memory, device_state=str(int(best.prediction.device_state)))
             best = replace(best, plan=replace(best.plan, memory=state))
-        return replace(best, price=self._price(best))
+        return replace(best, price=price)
 
     def _improve(self, start: Candidate) -> Candidate:
         climb = _Climb(self.problem, start.plan, self._evaluated, self.fixed)
@@ -155,14 +156,17 @@ class LocalSearch:
         return found
 
     def _price(self, best: Candidate) -> float:
-        """Seconds that one more GiB would save, in the best plan's layout, by the choice of units before local search."""
-        cluster, layout = self.problem.cluster, best.layout
+        """Seconds that one more GiB would save in the best plan's layout."""
+        cluster = self.problem.cluster
         more = replace(self.problem, cluster=cluster.what_if({"memory": str(cluster.memory + GIB)}))
-        now, then = (
-            build_plan(p, OptionTable(p, self.table.fixed), layout, p.cluster.usable, self.config)
-            for p in (self.problem, more)
-        )
-        return max(0.0, now.prediction.seconds - then.prediction.seconds) if now and then else 0.0
+        table = OptionTable(more, self.table.fixed)
+        after = build_plan(more, table, best.layout, more.cluster.usable, self.config)
+        if best.layout.mesh.pipe == 1:
+            local = LocalSearch(more, table, self.constraints, self.config, self.many)
+            starts = [replace(best, prediction=predict(best.plan, more)), *([after] if after else [])]
+            return max(0.0, *(best.prediction.seconds - local._improve(c).prediction.seconds for c in starts))
+        now = build_plan(self.problem, self.table, best.layout, cluster.usable, self.config)
+        return max(0.0, now.prediction.seconds - after.prediction.seconds) if now and after else 0.0
 
 
 class _UnitChange(NamedTuple):
