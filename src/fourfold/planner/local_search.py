@@ -156,12 +156,12 @@ class LocalSearch:
         return found
 
     def _price(self, best: Candidate) -> float:
-        """Seconds that one more GiB would save in the best plan's layout."""
+        """Seconds that one more GiB would save in the best plan's layout; of many layouts, before local search."""
         cluster = self.problem.cluster
         more = replace(self.problem, cluster=cluster.what_if({"memory": str(cluster.memory + GIB)}))
         table = OptionTable(more, self.table.fixed)
         after = build_plan(more, table, best.layout, more.cluster.usable, self.config)
-        if best.layout.mesh.pipe == 1:
+        if best.layout.mesh.pipe == 1 and not self.many:
             local = LocalSearch(more, table, self.constraints, self.config, self.many)
             starts = [replace(best, prediction=predict(best.plan, more)), *([after] if after else [])]
             return max(0.0, *(best.prediction.seconds - local._improve(c).prediction.seconds for c in starts))
