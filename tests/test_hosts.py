@@ -43,5 +43,5 @@ def test_a_rank_killed_on_one_of_two_hosts(tmp_path: Path, monkeypatch: pytest.M
         said = [agent.communicate(timeout=150)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert digest(tmp_path / "hosts") == digest(tmp_path / "whole")
-    lines = (tmp_path / "hosts" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+    lines = map(json.loads, (tmp_path / "hosts" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))  # other lines tell of saves
