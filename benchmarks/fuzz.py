@@ -552,7 +552,7 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
             from fourfold.train import checkpoint
 
             where = folder / f"checkpoint-{name}-{old}"
-            tensors = {"a.weight": torch.randn(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
+            tensors = {"a.weight": torch.arange(12.0).view(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
             state = {
                 "version": 1,
                 "step": 1,
@@ -593,7 +593,7 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
 
         where = folder / f"weights-{kind}"
         where.mkdir()
-        tensors = {"a.weight": torch.randn(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
+        tensors = {"a.weight": torch.arange(12.0).view(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
         name = {"dcp": ".metadata", "index": "model.safetensors.index.json"}.get(kind, "model.safetensors")
         if kind == "dcp":
             dcp.save({**tensors, "step": 3}, checkpoint_id=where, no_dist=True)

@@ -368,6 +368,7 @@ def test_damaged_files(folders: dict[str, Path], tmp_path: Path) -> None:
         ("../model.safetensors", "must be a .safetensors file of the folder"),
         ("/etc/passwd", "must be a .safetensors file of the folder"),
         (7, "must be a .safetensors file of the folder"),
+        ("x" * 300 + ".safetensors", "must be a .safetensors file of the folder"),
         ("pytorch_model.bin", "must be a .safetensors file of the folder"),
         ("model-00002-of-00002.safetensors", "which is not in the folder"),
     ],

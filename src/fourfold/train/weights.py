@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -110,9 +109,10 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
         raise ConfigError(f"{index}: weight_map is missing")
     found: dict[Path, set[str] | None] = {}
     for tensor, name in where.items():
-        plain = isinstance(name, str) and name == os.path.basename(name) and name.endswith(".safetensors")
-        if not plain or "\0" in name:
-            raise ConfigError(f"{index}: weight_map names {name!r}; it must be a .safetensors file of the folder")
+        if not files.is_plain_name(name) or not name.endswith(".safetensors"):
+            raise ConfigError(
+                f"{index}: weight_map names {str(name)[:100]!r}; it must be a .safetensors file of the folder"
+            )
         file = folder / name
         if not file.is_file():
             raise ConfigError(f"{index}: weight_map names {name}, which is not in the folder")
