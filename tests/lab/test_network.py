@@ -225,7 +225,7 @@ def test_wrong_networks_are_refused() -> None:
         (0, "1gbit", 1, None): "0 hosts",
         (4, "1gbit", 2, None): "racks and the rate of their uplink go together",
         (4, "fast", 1, None): "invalid rate 'fast'; write for example '100mbit'",
-        (4, "1gbit", 2, "0mbit"): "a rate of '0mbit'",
+        (4, "1gbit", 2, "0mbit"): "invalid rate '0mbit'; write for example '100mbit'",
     }.items():
         hosts, rate, racks, uplink = arguments
         with pytest.raises(NetworkError) as error:
