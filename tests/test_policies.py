@@ -271,5 +271,4 @@ def test_files_in_the_docs_exist() -> None:
         for name in set(re.findall(r"(?<![\w./*-])((?:[a-z_]+/)+[\w-]+\.(?:py|md))\b", text)):
             if not any((root / name).exists() for root in [*roots, path.parent, path.parent.parent]):
                 missing.append(f"{path.relative_to(ROOT)}: {name}")
-    soon = ("docs/models.md", "train/weights.py")
-    assert not [each for each in missing if not each.endswith(soon)], "\n".join(missing)
+    assert not missing, "\n".join(missing)

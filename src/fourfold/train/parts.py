@@ -361,7 +361,7 @@ def make_transport(
 def message_shape(config: Config, plan: Plan) -> tuple[int, ...]:
     """The shape of what one stage hands to the next for a micro-batch, on one rank of the grid."""
     size, m, col = plan.micro_batch_size(config.train.global_batch), config.model, plan.mesh.col
-    if col > 1 and plan.tensor.residual == "hidden":
+    if plan.tensor.residual == "hidden":
         return size, m.seq_len, -(-m.hidden // col)
     if plan.mesh.row * col > 1:
         return -(-size * m.seq_len // col), m.hidden
