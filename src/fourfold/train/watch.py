@@ -214,8 +214,9 @@ class Watch:
         }
 
     def _talk(self) -> None:
-        """Thread: publish, and read where asked to. Only this thread talks to the board, which may not answer."""
-        while not self._closed.wait(self.interval):
+        """Thread: publish, at once for the first time, and read where asked to. Only this thread talks to the board, which may
+        not answer."""
+        while not self._closed.wait(self.interval if self._count else 0.0):
             try:
                 self.board.publish(self.rank, json.dumps(self.beat()))
                 self._verdict = self.board.settled() if self.idle > self.limits.step / 2 else ""
