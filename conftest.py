@@ -63,7 +63,13 @@ SLOW += (
     "benchmarks",
 )
 SLOW += ("tests/test_families", "tests/test_hugging_face", "tests/test_verify", "tests/test_watch", "tests/test_loop")
-SLOW += ("tests/test_groups", "tests/test_ring", "tests/runtime/test_transport", "tests/test_backend", "tests/test_chats")
+SLOW += (
+    "tests/test_groups",
+    "tests/test_ring",
+    "tests/runtime/test_transport",
+    "tests/test_backend",
+    "tests/test_chats",
+)
 """Files left out by `make test-fast`: whole training runs, searches for plans, benchmarks."""
 LONG = ("test_readme", "test_hosts", "test_faults", "test_checkpoint")
 
