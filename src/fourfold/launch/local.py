@@ -2,7 +2,7 @@
 
 The launcher imports torch once and forks the ranks, so four of them start in a tenth of a second. Each rank writes to its own
 log file; rank 0 also gets the console. Ranks talk over the loopback interface alone and find each other through a file.
-They die with their launcher (the kernel sees to it), and one rank's failure ends the others.
+The kernel kills them when their launcher dies, and one rank's failure ends the others.
 
 Ctrl-C, SIGTERM or SIGUSR1 asks the ranks to stop (of training: after the step in progress, with a checkpoint); a second Ctrl-C or
 SIGTERM kills them.

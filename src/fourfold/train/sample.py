@@ -215,7 +215,7 @@ def _one_query(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def next_tokens(model: Transformer, tokens: list[int], count: int, sampler: Sampler) -> Iterator[int]:
     """Sample `count` tokens after `tokens`.
 
-    The model sees the last seq_len tokens; when they are full, the later half of them is read again, and goes on from there.
+    The model sees the last seq_len tokens; when the window is full, its later half is read again and sampling continues from it.
     """
     generator = torch.Generator().manual_seed(sampler.seed)
     context, longest = list(tokens), model.config.seq_len
