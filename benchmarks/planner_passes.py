@@ -146,7 +146,6 @@ QUESTIONS: dict[str, tuple[Question, ...]] = {
 PASSES: dict[str, dict[str, Any]] = {
     "modes": {"try_modes": False},
     "fill": {"fill_rounds": 0},
-    "larger-budgets": {"larger_budgets": ()},
     "others": {"most_improved": 1},
 }
 """Refinement passes by name, and the fields of `SearchConfig` that switch them off."""

@@ -39,6 +39,13 @@ LOCAL_RESERVE = "256MiB"
 """Memory of a rank on this machine besides its tensors."""
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9))
 """Matmul tiles: rows and columns of output that one multiprocessor computes at once, and the relative efficiency."""
+ALIGNED = ((64, 1.0), (32, 0.88), (16, 0.82), (8, 0.7), (4, 0.55), (1, 0.4))
+"""Speed of a matmul whose inner or output width is a multiple of so many elements, and of no more. NVIDIA's guide to matmul
+performance asks for 64 elements on an A100 and later, 8 on a V100; multiples of 8 are the least
+that matrix units take without padding."""
+ATTENTION_TOKENS, ATTENTION_HALF = 3072, 500
+"""Tokens of a sequence for which a device's `attention` is stated; tokens at which attention reaches half of the rate that it has
+for long sequences (FlashAttention-2's published figures on an A100, causal, heads of 128)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +69,15 @@ class Device:
     efficiency: float = 0.8
     """Fraction of the peak that large matmuls reach."""
     attention: float = 0.65
-    """Fraction of `efficiency` that fused attention reaches."""
+    """Fraction of `efficiency` that its best kernel of fused attention reaches, for sequences of 3,072 tokens."""
+    flash_2: float = 1.0
+    """Speed of FlashAttention-2 relative to that kernel."""
     attention_backward: float = 2.5
     """Time of the attention backward relative to its forward."""
     processors: int = 0
     """Multiprocessors, to model partly filled waves of matmul tiles; 0: not modelled."""
+    alignment: int = 64
+    """Elements: matmuls whose inner or output width is no multiple of so many are slower."""
     memory_rate: float = 2.0e12
     """Memory bandwidth in bytes/s that large memory-bound operators reach."""
     eager: float = 1.0
@@ -78,12 +89,21 @@ class Device:
         """Peak FLOP/s: the denominator of MFU."""
         return self.stated.get(dtype, self.matrix[dtype])
 
+    def aligned(self, width: float) -> float:
+        """Relative speed of a matmul with this inner or output width."""
+        n = round(width)
+        if n < 8 or n % self.alignment == 0:
+            return 1.0
+        return next(speed for step, speed in ALIGNED if n % step == 0)
+
     def fullness(self, m: float, k: float, n: float) -> float:
-        """Efficiency of the matmul [m, k] · [k, n] relative to a large one: short inner dim, partly filled last wave of tiles."""
+        """Efficiency of the matmul [m, k] · [k, n] relative to a large one: short inner dim, partly filled last wave of tiles,
+        widths that are not aligned."""
         if not self.processors:
             return 1.0
         return (
-            k
+            min(self.aligned(k), self.aligned(n))
+            * k
             / (k + 64)
             * max(good * _full_rounds(m, n, rows, columns, self.processors) for rows, columns, good in TILES)
         )
@@ -111,8 +131,13 @@ class Level:
     """Bytes/s that every device sends and receives, as reached by ring collectives."""
     latency: float = 5e-6
     """Latency of one hop, in seconds."""
+    start: float = 0.0
+    """Seconds of every collective besides its hops and bytes: launch, and waiting for each other."""
     factor: dict[str, float] = field(default_factory=dict)
     """By collective: its time relative to an ideal ring; default 1."""
+    congestion: float = 0.0
+    """Bandwidth lost with every doubling of the switches of the level below that a collective connects: with 0.05, one over
+    16 nodes takes 1 + 4 · 0.05 times as long as its bytes would."""
     measured: dict[str, list[list[float]]] = field(default_factory=dict)
     """By collective and group size ("all_gather 4"): pairs [bytes, time relative to an ideal ring], by increasing size."""
 
@@ -217,25 +242,36 @@ class Cluster:
         `nodes` overrides the file's; with `preset = "local"` it is the number of ranks on this machine.
         """
         data = schema.read(path, ClusterError) | ({} if nodes is None else {"nodes": nodes})
+        with schema.in_file(path, ClusterError):
+            return cls.from_dict({"name": Path(path).stem} | data)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
+        """The cluster of a file's fields; with `preset`, missing ones come from the preset."""
+        data = dict(data)
         known = ["preset", *(f.name for f in fields(cls))]
         for key in data:
             if key not in known:
-                raise ClusterError(f"{path}: unknown field '{key}'{schema.nearest(key, known)}")
+                raise ClusterError(f"unknown field '{key}'{schema.nearest(str(key), known)}")
+        if isinstance(data.get("device"), list):
+            raise ClusterError(
+                f"{len(data['device'])} kinds of device; a cluster has one [device] table, since a step ends when its "
+                "slowest rank does: give the slowest device, or plan for the others alone"
+            )
         base = data.pop("preset", None)
-        try:
-            if base is not None:
-                if not isinstance(base, str):
-                    raise ClusterError(f"preset must be a name; found {base!r}")
-                whole, devices = cls.preset(base), data.get("devices", 0)
-                if base == "local" and all(schema.whole(data.get(n, 1), 1) for n in ("nodes", "devices")):
-                    whole = cls.local(data.pop("nodes", 1) * data.pop("devices", 1))
-                elif "level" not in data and schema.whole(devices, 1):
-                    whole = whole.with_devices(devices)
-                data = _merged(whole.to_dict(), {"name": Path(path).stem} | data)
-            cluster = schema.build(cls, {"name": Path(path).stem} | data, error=ClusterError)
-            check_pieces(cluster)
-        except ClusterError as e:
-            raise ClusterError(f"{path}: {e}") from None
+        if base is None:
+            data = _with_assumptions(data)
+        else:
+            if not isinstance(base, str):
+                raise ClusterError(f"preset must be a name; found {base!r}")
+            whole, devices = cls.preset(base), data.get("devices", 0)
+            if base == "local" and all(schema.whole(data.get(n, 1), 1) for n in ("nodes", "devices")):
+                whole = cls.local(data.pop("nodes", 1) * data.pop("devices", 1))
+            elif "level" not in data and schema.whole(devices, 1):
+                whole = whole.with_devices(devices)
+            data = _merged(whole.to_dict(), data)
+        cluster = schema.build(cls, data, error=ClusterError)
+        check_pieces(cluster)
         return cluster
 
     @classmethod
@@ -307,6 +343,7 @@ class Cluster:
             latency = passes * hops
             if kind == "all_reduce":  # for small buffers a tree has fewer hops than a ring
                 latency = min(latency, 2 * math.ceil(math.log2(members)) * self._latency(members, stride))
+            latency += max((level.start for level in crossed), default=0.0)
             factor = None if any(level.measured for level in crossed) else self._factor(crossed, kind, size, members)
             known = latency, passes * (members - 1) / members, bandwidth, factor, crossed
             self._rings[kind, members, stride] = known
@@ -317,8 +354,8 @@ class Cluster:
 
     def message(self, size: float, distance: int) -> float:
         """Seconds of a message of `size` bytes to a rank `distance` away, on the innermost level that connects so many."""
-        bandwidth, hops, crossed = self._crossed(2, distance)
-        return self._factor(crossed, "message", size, 2) * (hops + size / bandwidth)
+        _, hops, crossed = self._crossed(2, distance)
+        return self._factor(crossed, "message", size, 2) * (hops + size / crossed[-1].bandwidth)
 
     def messages(self, size: float, first: int, other: int, ranks: int) -> float:
         """Seconds until each of the `ranks` ranks from `first` on has sent a message to its peer among those from `other` on."""
@@ -354,7 +391,8 @@ class Cluster:
             inside = max(1, min(members, joined // stride)) if stride < joined else 1
             if inside > under:
                 lines = members % under or under  # a partly filled last node has fewer links
-                bandwidth = min(bandwidth, level.bandwidth * max(1, min(lines, below // stride)))
+                crowd = 1 + level.congestion * math.log2(inside / under)
+                bandwidth = min(bandwidth, level.bandwidth * max(1, min(lines, below // stride)) / crowd)
                 latency += (
                     members / under - members / inside
                 ) * level.latency  # hops of this level in a ring over all members
@@ -391,10 +429,11 @@ class Cluster:
         rate = d.matrix[dtype] * d.efficiency * d.fullness(m, k, n)
         return max(2.0 * m * k * n / rate, width * (m * k + k * n + m * n) / d.memory_rate) + d.operator
 
-    def attention(self, flops: float, dtype: str) -> float:
-        """Seconds of fused attention."""
+    def attention(self, flops: float, dtype: str, tokens: float = ATTENTION_TOKENS) -> float:
+        """Seconds of fused attention over sequences of `tokens` tokens: short ones do not fill the device."""
         d = self.device
-        return flops / (d.matrix[dtype] * d.efficiency * d.attention) + d.operator
+        full = tokens / (tokens + ATTENTION_HALF) * (1 + ATTENTION_HALF / ATTENTION_TOKENS) if d.processors else 1.0
+        return flops / (d.matrix[dtype] * d.efficiency * d.attention * full) + d.operator
 
     def memory_bound(self, size: float, *, fused: bool = False) -> float:
         """Seconds of an operator that reads and writes `size` bytes."""
@@ -429,6 +468,37 @@ def _full_rounds(m: float, n: float, rows: int, columns: int, processors: int) -
 
 
 # ---- changes ----
+
+
+_RATES = {"device": ("memory", "matrix", "efficiency", "attention", "memory_rate"), "host": ("memory", "link")}
+"""Fields on which predictions depend most."""
+ASSUMED = "assumed, since the file leaves them out: "
+
+
+def _with_assumptions(data: dict[str, Any]) -> dict[str, Any]:
+    """A cluster file with the rates that it leaves out named in `source`."""
+    missing = []
+    for table, names in _RATES.items():
+        given, defaults = data.get(table, {}), (Device if table == "device" else Host)()
+        if isinstance(given, Mapping):
+            missing += [f"{table}.{n} = {_rate_text(getattr(defaults, n))}" for n in names if n not in given]
+    levels = data.get("level", ())
+    for i, level in enumerate(levels if isinstance(levels, list | tuple) else ()):
+        if isinstance(level, Mapping):
+            unset = (n for n in ("bandwidth", "latency") if n not in level)
+            missing += [f"level[{i}].{n} = {_rate_text(getattr(Level(), n))}" for n in unset]
+    if not missing:
+        return data
+    source = data.get("source")
+    return data | {
+        "source": (f"{source}; " if isinstance(source, str) and source else "") + ASSUMED + ", ".join(missing)
+    }
+
+
+def _rate_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {rate:g}" for name, rate in value.items())
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,11 +59,13 @@ def _check_device(c: Cluster) -> None:
         for name, rate in getattr(d, table).items():
             _rate(f"device.{table}.{name}", rate, "FLOP", "312e12")
     _rate("device.memory_rate", d.memory_rate, "bytes", "2e12")
-    for name in ("efficiency", "attention", "eager"):
+    for name in ("efficiency", "attention", "flash_2", "eager"):
         _share(f"device.{name}", getattr(d, name))
     _share("device.margin", d.margin, least=0.0, below=True)
     _between("device.attention_backward", d.attention_backward, 0.1, 100.0, "times the forward")
     _between("device.operator", d.operator, 0.0, LONGEST, "seconds")
+    if not schema.whole(d.alignment, 1):
+        raise ClusterError(f"device.alignment = {d.alignment!r} must be a whole number of elements, at least 1")
     if not schema.whole(d.processors):
         raise ClusterError(f"device.processors = {d.processors!r} must be a whole number, 0 (not modelled) or more")
 
@@ -111,7 +113,9 @@ def check_pieces(c: Cluster) -> None:
 
 def _check_level(where: str, level: Level) -> None:
     _rate(f"{where}: bandwidth", level.bandwidth, "bytes", "25e9")
-    _between(f"{where}: latency", level.latency, 0.0, LONGEST, "seconds")
+    for name in ("latency", "start"):
+        _between(f"{where}: {name}", getattr(level, name), 0.0, LONGEST, "seconds")
+    _between(f"{where}: congestion", level.congestion, 0.0, 10.0, "of the bandwidth, for every doubling")
     for kind, factor in level.factor.items():
         if kind not in COLLECTIVES:
             raise ClusterError(f"{where}: factor of '{kind}'{schema.nearest(kind, COLLECTIVES)}")

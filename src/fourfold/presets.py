@@ -14,9 +14,22 @@ from fourfold.cluster import Cluster, Device, Host, Level
 
 __all__ = ["PRESETS"]
 
+NVLINK_HOP, NETWORK_HOP = 3.4e-6, 14e-6
+"""Seconds of a hop of a ring inside a node and between nodes: constants of NCCL's own tuning model, for rings of the protocol
+that large buffers use."""
+OVERLAP = 0.82
+"""Assumed: while NCCL's kernels run, they hold 16 to 32 of the 108 to 148 multiprocessors of a GPU."""
+START = 4e-5
+"""Seconds of a collective besides hops and bytes: assumed; with it, eight A100s reach half of their bandwidth at some 10 MB."""
+CONGESTION = 0.05
+"""Assumed for InfiniBand: see `Level.congestion`."""
+CLOUD_CONGESTION = 0.08
+"""Assumed for networks of clouds."""
+
 
 def _gpus(name: str, source: str, device: Device, *, node: Level, network: Level, link: float, memory: str) -> Cluster:
-    return Cluster(name=name, device=device, host=Host(memory=memory, link=link), level=(node, network), source=source)
+    host, levels = Host(memory=memory, link=link), (node, network)
+    return Cluster(name=name, device=device, host=host, level=levels, overlap=OVERLAP, source=source)
 
 
 def _cards(
@@ -61,23 +74,24 @@ def _presets() -> dict[str, Cluster]:
     """The presets by name."""
 
     def nvlink(bandwidth: float) -> Level:
-        return Level(name="NVLink", ranks=8, bandwidth=bandwidth, latency=2e-6)
+        return Level(name="NVLink", ranks=8, bandwidth=bandwidth, latency=NVLINK_HOP, start=START)
 
     def infiniband(bandwidth: float) -> Level:
-        return Level(name="InfiniBand", bandwidth=bandwidth, latency=6e-6)
+        return Level(name="InfiniBand", bandwidth=bandwidth, latency=NETWORK_HOP, start=START, congestion=CONGESTION)
 
     a100 = {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
     h100 = {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}
     h100_sxm = _gpus(
         "h100-sxm",
-        "NVIDIA H100 datasheet, shares of it as measured on an H200; rings over NVSwitch 360 GB/s (nccl-tests), "
+        "NVIDIA H100 datasheet, matmul rate from published runs; rings over NVSwitch 360 GB/s (nccl-tests), "
         "8 × 400 Gb/s InfiniBand a node, two sockets of DDR5-4800",
         Device(
             name="H100 80 GB",
             memory="79.1GiB",
             matrix=h100,
-            efficiency=0.7,
-            attention=0.7,
+            efficiency=0.62,
+            attention=0.79,
+            flash_2=0.75,
             attention_backward=3.0,
             processors=132,
             memory_rate=2.95e12,
@@ -101,6 +115,7 @@ def _presets() -> dict[str, Cluster]:
                 attention=0.4,
                 attention_backward=3.0,
                 processors=80,
+                alignment=8,
                 memory_rate=0.78e12,
                 eager=0.8,
             ),
@@ -111,13 +126,15 @@ def _presets() -> dict[str, Cluster]:
         ),
         _gpus(
             "a100-40g",
-            "NVIDIA A100 datasheet; rings over NVSwitch 235 GB/s (nccl-tests), 8 × 200 Gb/s InfiniBand a node, PCIe 4",
+            "NVIDIA A100 datasheet; matmul rate from published runs; rings over NVSwitch 235 GB/s (nccl-tests), "
+            "8 × 200 Gb/s InfiniBand a node, PCIe 4",
             Device(
                 name="A100 40 GB",
                 memory="39.5GiB",
                 reserve="1.5GiB",
                 matrix=a100,
-                efficiency=0.83,
+                efficiency=0.72,
+                attention=0.7,
                 attention_backward=3.0,
                 processors=108,
                 memory_rate=1.33e12,
@@ -130,13 +147,15 @@ def _presets() -> dict[str, Cluster]:
         ),
         _gpus(
             "a100-80g",
-            "NVIDIA A100 datasheet; rings over NVSwitch 235 GB/s (nccl-tests), 8 × 200 Gb/s InfiniBand a node, PCIe 4",
+            "NVIDIA A100 datasheet; matmul rate from published runs; rings over NVSwitch 235 GB/s (nccl-tests), "
+            "8 × 200 Gb/s InfiniBand a node, PCIe 4",
             Device(
                 name="A100 80 GB",
                 memory="79.2GiB",
                 reserve="1.5GiB",
                 matrix=a100,
-                efficiency=0.83,
+                efficiency=0.72,
+                attention=0.7,
                 attention_backward=3.0,
                 processors=108,
                 memory_rate=1.75e12,
@@ -157,6 +176,7 @@ def _presets() -> dict[str, Cluster]:
                 matrix=h100,
                 efficiency=0.71,
                 attention=0.7,
+                flash_2=0.75,
                 attention_backward=3.0,
                 processors=132,
                 memory_rate=4.36e12,
@@ -311,7 +331,7 @@ def _presets() -> dict[str, Cluster]:
             devices=1,
             device=replace(h100_sxm.device, name="GH200 96 GB", memory="94.5GiB", memory_rate=3.5e12),
             host=Host(memory="480GB", link=380e9),
-            level=(Level(name="InfiniBand", bandwidth=46e9, latency=6e-6),),
+            level=(infiniband(46e9),),
             source="NVIDIA GH200 datasheet; one GPU a node on NVLink-C2C, shares as H100's, 400 Gb/s InfiniBand a GPU",
         ),
         Cluster(
@@ -338,7 +358,13 @@ def _presets() -> dict[str, Cluster]:
     def cloud(name: str, gpu: str, gigabits: float, source: str) -> Cluster:
         """A cloud's node: the GPUs of a preset with `gigabits` Gb/s of network a node, of which 80 % are reached."""
         base = by_name[gpu]
-        network = Level(name="cloud network", bandwidth=0.8 * gigabits / 8 * 1e9 / base.devices, latency=2e-5)
+        network = Level(
+            name="cloud network",
+            bandwidth=0.8 * gigabits / 8 * 1e9 / base.devices,
+            latency=2e-5,
+            start=START,
+            congestion=CLOUD_CONGESTION,
+        )
         return replace(base, name=name, level=(base.level[0], network), source=f"{source}; GPUs as {gpu}")
 
     clouds = [

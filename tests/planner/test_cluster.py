@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fourfold.cli import main
 from fourfold.cluster import Cluster, Level, preset_names
 from fourfold.errors import ClusterError
 
@@ -78,6 +79,8 @@ def test_faster_devices_have_the_same_share_of_their_peak() -> None:
         ("[device]\noperator = 1e9", "device.operator = 1e+09 must be"),
         ("[device]\neager = 5.0", "device.eager = 5 must be a fraction"),
         ("[device]\nmargin = 1.5", "device.margin = 1.5 must be a fraction from 0 to below 1"),
+        ("[device]\nalignment = 0", "device.alignment = 0 must be a whole number of elements"),
+        ("[[level]]\ncongestion = -1", "congestion = -1 must be a number from 0 to 10"),
         ("[device]\nprocessors = -1", "device.processors = -1 must be a whole number"),
         (
             "[[level]]\nranks = 3\n[[level]]",
@@ -110,8 +113,40 @@ def test_what_joins_a_node_follows_its_devices(tmp_path: Path) -> None:
         assert (c.ranks, c.level[0].ranks, c.level[1].ranks) == (12, 4, 0)
 
 
+def _quiet(c: Cluster) -> Cluster:
+    """Without congestion, and without what every collective takes."""
+    return replace(c, level=tuple(replace(level, congestion=0.0, start=0.0) for level in c.level))
+
+
+def test_large_groups_lose_bandwidth() -> None:
+    c = Cluster.preset("h100-sxm", nodes=64)
+    few, many, quiet = (x.collective("all_gather", 1e12, n, 8) for x, n in ((c, 2), (c, 64), (_quiet(c), 64)))
+    assert many / quiet == pytest.approx(1 + 6 * c.level[1].congestion, rel=1e-2)
+    assert few < many
+    one = c.collective("all_gather", 1, 8)
+    assert one == pytest.approx(7 * c.level[0].latency + c.level[0].start, rel=1e-2)
+
+
+def test_widths_that_are_not_aligned_are_slow() -> None:
+    a100, v100 = Cluster.preset("a100-80g"), Cluster.preset("v100-16g")
+
+    def rate(c: Cluster, width: int) -> float:
+        return width / c.product(8192, 8192, width, "bf16", 2)
+
+    assert rate(a100, 7168) > 1.3 * rate(a100, 7176)  # a multiple of 8, not of 64
+    assert rate(v100, 7168) == pytest.approx(rate(v100, 7176), rel=0.1)
+
+
+def test_short_sequences_have_slow_attention() -> None:
+    c = Cluster.preset("a100-80g")
+    short, usual, long = (c.attention(1e12, "bf16", tokens) for tokens in (512, 3072, 32768))
+    assert usual == c.attention(1e12, "bf16")
+    assert 1.5 * usual < short
+    assert long < usual < 1.2 * long
+
+
 def test_collectives_know_where_their_ranks_lie() -> None:
-    c = Cluster.preset("h100-sxm", nodes=16)
+    c = _quiet(Cluster.preset("h100-sxm", nodes=16))
     inside, across = c.level[0].bandwidth, c.level[1].bandwidth
     size = 1e12  # so large that latency is nothing
 
@@ -159,7 +194,7 @@ def test_products_take_their_shape_into_account() -> None:
 
 
 def test_rings_pass_every_member_and_groups_that_fill_a_node_in_part_have_fewer_lines() -> None:
-    c = Cluster.preset("h100-sxm", nodes=16)
+    c = _quiet(Cluster.preset("h100-sxm", nodes=16))
     near, far = c.level
     tiny = c.collective("all_gather", 1, 128)
     assert tiny == pytest.approx(112 * near.latency + 15 * far.latency, rel=1e-3)
@@ -194,3 +229,27 @@ def test_mfu_is_a_share_of_what_the_vendor_states() -> None:
     d = Cluster.preset("h200").device
     measured = replace(d, matrix=d.matrix | {"bf16": 760e12}, stated=d.matrix)
     assert measured.peak("bf16") == d.peak("bf16") == 989e12
+
+
+def test_a_file_says_which_rates_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('source = "ours"\n[device]\nmemory = "80GB"\n[[level]]\nbandwidth = 1e11\n')
+    source = Cluster.load(path).source
+    assert source.startswith("ours; assumed, since the file leaves them out: device.matrix = bf16 3.12e+14")
+    assert "device.memory =" not in source
+    assert "host.link = 2.5e+10, level[0].latency = 5e-06" in source
+    assert (
+        main(["plan", "configs/llama-1b.toml", "--cluster", str(path), "--global-batch", "8", "--fix", "data=8"]) == 0
+    )
+    assert "assumed, since the file leaves them out: device.matrix" in capsys.readouterr().err
+    saved = tmp_path / "saved.toml"
+    Cluster.load(path).save(saved)
+    assert Cluster.load(saved).source == source  # nothing is left out there
+    path.write_text('preset = "h100-sxm"\n[device]\nmemory = "94GB"\n')
+    assert "assumed, since" not in Cluster.load(path).source
+
+
+def test_two_kinds_of_device_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[[device]]\nname = "A100"\n[[device]]\nname = "H100"\n[[level]]\n')
+    with pytest.raises(ClusterError, match=r"2 kinds of device; a cluster has one \[device\] table.*slowest device"):
+        Cluster.load(tmp_path / "c.toml")

@@ -77,8 +77,13 @@ def test_what_runs_at_once_shares_the_link() -> None:
     assert takes(UnitStep(1.0, reduce=2.0), UnitStep(1.0, grid_exposed=1.0)) == (pytest.approx(4.0), pytest.approx(4.0))
 
 
-def test_sums_across_groups_are_exposed() -> None:
-    assert takes(UnitStep(1.0, reduce=1.0, across=3.0)) == (1.0, 5.0)
+def test_one_sum_across_groups_overlaps() -> None:
+    alone = UnitStep(1.0, reduce=1.0, across=3.0)
+    assert takes(alone) == (1.0, 5.0)  # nothing follows that could hide it
+    short = UnitStep(1.0, reduce=0.25, across=0.5)  # both within the next unit's computing
+    assert takes(short, short, short)[0] == 3.0
+    long = UnitStep(1.0, reduce=0.25, across=2.0)  # the second sum waits for the first
+    assert takes(long, long, long)[1] > 3 + 2 * 2.0
 
 
 @given(

@@ -12,6 +12,7 @@ from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.api import make_plan
+from fourfold.planner.engines import TrainingEngine
 from fourfold.planner.evaluate import evaluate, predict, stage_layers
 from fourfold.planner.layouts import GridShape, layout_of_plan
 from fourfold.planner.op_times import units_of_stages
@@ -24,7 +25,8 @@ from fourfold.program.from_plan import schedule_of_plan
 def question(bandwidth: str = "x1", batch: int = 16, layers: int = 8, nodes: int = 1) -> PlanProblem:
     model = ModelConfig(family="llama", layers=layers, hidden=2048, heads=16, vocab=4096, seq_len=2048)
     cluster = replace(Cluster.preset("a100-80g", nodes=nodes).what_if({"bandwidth": bandwidth}), overlap=1.0)
-    return PlanProblem(ModelSpec.from_config(model), cluster, batch, Precision(compute="bf16"))
+    ahead = TrainingEngine()  # its host is always ahead
+    return PlanProblem(ModelSpec.from_config(model), cluster, batch, Precision(compute="bf16"), engine=ahead)
 
 
 def simulated(plan: Plan, problem: PlanProblem) -> float:
@@ -77,7 +79,7 @@ def test_times_are_those_of_the_program(mesh: dict[str, int], schedule: str, mod
 
 @pytest.mark.parametrize("bandwidth", ["x1", "x0.3"])
 @pytest.mark.parametrize("mode", ["replicate", "keep"])
-@pytest.mark.parametrize(("schedule", "tolerance"), [("interleaved", 0.002), ("zb-v", 0.02), ("1f1b", 0.04)])
+@pytest.mark.parametrize(("schedule", "tolerance"), [("interleaved", 0.01), ("zb-v", 0.02), ("1f1b", 0.04)])
 def test_deep_pipelines_gather_while_they_wait(schedule: str, tolerance: float, mode: Any, bandwidth: str) -> None:
     """Ranks that wait for their first input gather meanwhile; reductions delay the last backwards.
 

@@ -75,7 +75,7 @@ def test_links_change_the_flows() -> None:
 
 
 def test_what_fits_is_kept() -> None:
-    fixed = ("row=4", "col=2", "data=2", "pipe=1")
+    fixed = ("row=4", "col=2", "data=2", "pipe=1", "micro_batch_size=2")
     roomy = plan_for(question(), *fixed)
     assert "weights" in roomy.tensor.keep
     scarce = plan_for(question(memory="11GB"), *fixed, "optimizer=device", "activations=device")

@@ -27,11 +27,9 @@ from fourfold.planner.lower_bounds import (
     in_flight_of_schedule,
     least_bytes,
     memory_bound,
-    partition_bound,
-    schedule_bound,
 )
 from fourfold.planner.problem import PlanProblem, parse_fixes
-from fourfold.planner.stage_partition import partition_layers
+from fourfold.planner.stage_partition import compute_only_seconds, partition_layers
 from fourfold.planner.unit_cost import UnitChoice, rules_of
 from fourfold.planner.unit_options import OptionTable, UnitOption, sharding_options
 from fourfold.program.from_plan import schedule_of_plan
@@ -97,23 +95,25 @@ def test_no_plan_beats_its_lower_bounds_in_the_memory_that_it_takes() -> None:
     """Random plans of random layouts: in exactly the bytes that one holds, its layout's lower bounds are not above its seconds."""
     chance, seen = random.Random(7), Counter[tuple[str, str]]()
     near = 0
-    for problem in [unlike_layers(), *islice(random_problems(chance), 36)]:
+    for problem in [unlike_layers(), *islice(random_problems(chance), 24)]:
         table, every = OptionTable(problem, {}), list(enumerate_layouts(problem, parse_fixes([])))
-        for _ in range(10 if problem.spec.alike else 60):
+        for _ in range(8 if problem.spec.alike else 40):
             layout = random_layout(chance, every)
             try:
-                schedule, partition = partition_layers(problem, layout)
+                schedule, counts = partition_layers(problem, layout)
             except ScheduleError:
                 continue
-            layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(partition.counts))
-            outer = max(compute_bound(problem, layout, grid=True), partition_bound(problem, layout))
-            for style in chance.sample(STYLES, 3):
+            layers = tuple(n - (s == 0) - (s == schedule.stages - 1) for s, n in enumerate(counts))
+            outer = compute_bound(problem, layout, grid=True)
+            assert compute_bound(problem, layout) <= outer * (1 + 1e-9), layout
+            outer = max(outer, compute_only_seconds(problem, layout, schedule, counts))
+            for style in chance.sample(STYLES, 2):
                 choices = random_choices(chance, table, layout, style)
                 plan = layout.plan(problem, rules_of(choices), layers, flows=chosen_flows(problem, layout))
                 found = evaluate(plan, problem, choices, chance.choice((0.0, 1e15)))
                 peak = max(m.peak for m in found.memory)
                 first = memory_bound(table, layout, peak)
-                then = schedule_bound(table, layout, schedule, partition.counts, peak, 0.0)
+                then = memory_bound(table, layout, peak, schedule)
                 assert first is not None, (layout, style)
                 assert then is not None, (layout, style)
                 bound = max(outer, first, then)
@@ -122,22 +122,7 @@ def test_no_plan_beats_its_lower_bounds_in_the_memory_that_it_takes() -> None:
                 near += bound > 0.9 * found.seconds
                 seen[layout.schedule if layout.mesh.pipe > 1 else "", style] += 1
     assert len(seen) > 25
-    assert near > 100  # and they are useful
-
-
-def test_a_bound_that_is_cut_short_is_still_a_bound() -> None:
-    problem = unlike_layers()
-    table, cut = OptionTable(problem, {}), 0
-    for layout in enumerate_layouts(problem, parse_fixes([])):
-        whole = memory_bound(table, layout, problem.cluster.usable)
-        if whole is not None and layout.mesh.pipe > 1:
-            early = memory_bound(table, layout, problem.cluster.usable, 0.0, whole * (1 + 1e-7))
-            assert early == whole, layout
-            early = memory_bound(table, layout, problem.cluster.usable, 0.0, 0.5 * whole)
-            assert early is not None
-            assert 0.5 * whole < early <= whole
-            cut += early < whole
-    assert cut > 0
+    assert near > 50  # and they are useful
 
 
 def test_unlike_layers_are_planned_over_a_pipeline() -> None:
@@ -174,7 +159,7 @@ def ordered(name: str, pipe: int, micro_batches: int, per_rank: int) -> Schedule
         ("1f1b", (1,)),
         ("zb-h1", (1,)),
         ("interleaved", (2, 3, 4)),
-        ("wave", (2, 4, 8)),
+        ("wave", (2, 4)),
         ("zb-v", (2,)),
     ],
 )
@@ -182,7 +167,7 @@ def test_micro_batches_in_flight(name: str, counts: tuple[int, ...]) -> None:
     """At one instant before any backward, and at one after a backward of every stage: as many as claimed, or more."""
     between_seen = 0
     for pipe in (2, 3, 4, 6, 8):
-        for m in (1, 2, 3, 4, 5, 7, 8, 12, 16, 24):
+        for m in (1, 2, 3, 5, 8, 12, 16):
             for v in counts:
                 schedule = ordered(name, pipe, m, v)
                 for rank in range(pipe):

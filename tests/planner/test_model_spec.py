@@ -57,6 +57,9 @@ class _Unit:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
 
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
 
 def saved_bytes(model: Any, name: str, module: nn.Module, dtype: torch.dtype, recompute: Any) -> int:
     """Bytes of storages that a link keeps of two sequences, parameters and tables left out."""

@@ -126,7 +126,7 @@ def test_errors(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "-o" in args or "--what-if" in args:  # refused before the search
-        monkeypatch.setattr("fourfold.commands.plan.find_plan", None)
+        monkeypatch.setattr("fourfold.commands.plan.plan_problem", None)
     assert main(["plan", *args]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 

@@ -10,27 +10,22 @@ from math import inf
 from typing import Any
 
 import pytest
-from benchmarks.monotone import MODELS
 
 from fourfold.cluster import Cluster
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision
-from fourfold.planner.api import default_precision, find_plan, judge, make_plan
+from fourfold.planner.api import find_plan, judge, make_plan
 from fourfold.planner.build import build_plan
 from fourfold.planner.evaluate import predict
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts
-from fourfold.planner.lower_bounds import compute_bound, memory_bound, partition_bound
 from fourfold.planner.problem import PlanProblem, parse_fixes
 from fourfold.planner.report import binding, with_report
 from fourfold.planner.search_config import SearchConfig
-from fourfold.planner.stage_partition import partition_layers
 from fourfold.planner.unit_cost import UnitChoice, choice_of, rules_of
 from fourfold.planner.unit_options import OptionTable
 from fourfold.schema import parse_bytes
-
-SHARDED = ["pipe=1", "col=1", "optimizer=device"]
 
 
 def llama(layers: int = 16, hidden: int = 2048, seq_len: int = 2048) -> ModelSpec:
@@ -105,51 +100,22 @@ def test_no_layout_is_better_than_the_best() -> None:
     assert found.certificate["lower_bound"] <= min(every) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("layers", "nodes", "every"), [(6, 2, 29), (24, 4, 97)])
-def test_bounds_rise_and_hold(layers: int, nodes: int, every: int) -> None:
-    """Lower bounds of a layout are never above what its plan takes."""
-    s = problem(nodes=nodes, batch=16 * nodes, spec=llama(layers))
-    table, schedules, config = OptionTable(s, {}), set(), SearchConfig()
-    for number, layout in enumerate(enumerate_layouts(s, parse_fixes([]))):
-        first, then = compute_bound(s, layout), compute_bound(s, layout, grid=True)
-        assert first <= then * (1 + 1e-9), layout
-        if number % every:
-            continue
-        found = build_plan(s, table, layout, s.cluster.usable, config)
-        if found is not None:
-            schedules.add((layout.schedule, layout.micro_batches > layout.mesh.pipe))
-            partitioned = partition_layers(s, layout)[1].compute_bound(layout.micro_batches)
-            assert max(then, partition_bound(s, layout), partitioned) <= found.prediction.seconds * (1 + 1e-9), layout
-        hosted = replace(layout, **{"activations": "host"} if number % 2 else {"optimizer": "auto"})
-        found = build_plan(s, table, hosted, s.cluster.usable, config)
-        if found is not None:
-            least = memory_bound(table, hosted, s.cluster.usable)
-            assert least is not None
-            assert least <= found.prediction.seconds * (1 + 1e-9), hosted
-    assert len(schedules) > 4
+@pytest.mark.parametrize(
+    ("what", "values"),
+    [
+        ("memory", ("9GB", "9.2GB", "12GB", "20GB")),
+        ("bandwidth", ("x0.1", "x1", "x4")),
+        ("flops", ("x0.5", "x1", "x2")),
+    ],
+)
+def test_more_of_anything_is_hardly_slower(what: str, values: tuple[str, ...]) -> None:
+    """More memory, bandwidth or FLOP/s make a plan slower by at most 1 %; and no bound exceeds a plan found for less.
 
-
-MORE: list[tuple[str, int, int, ModelSpec, list[str], str, tuple[str, ...]]] = [
-    ("a100-40g", 1, 16, llama(8, 4096), [], "memory", ("16GB", "20GB", "28GB", "40GB")),
-    ("a100-40g", 1, 16, llama(8, 4096), [], "bandwidth", ("x0.1", "x0.5", "x1", "x4")),
-    ("a100-40g", 1, 16, llama(8, 4096), [], "flops", ("x0.5", "x1", "x2")),
-    ("a100-40g", 1, 64, llama(24), [], "memory", ("10615MB", "10936MB", "12320MB")),
-    ("l4-pcie", 4, 32, ModelSpec.from_config(MODELS[2]), [], "memory", ("29639MB", "30529MB")),
-    ("h100-sxm", 1, 96, ModelSpec.from_config(MODELS[2]), [], "memory", ("89124MB", "90015MB")),
-    ("v100-16g", 2, 64, ModelSpec.from_config(MODELS[1]), SHARDED, "memory", ("20681MB", "20764MB")),
-    ("v100-16g", 4, 256, ModelSpec.from_config(MODELS[2]), SHARDED, "memory", ("23609MB", "24083MB")),
-]
-
-
-@pytest.mark.parametrize(("preset", "nodes", "batch", "spec", "fixes", "what", "values"), MORE)
-def test_more_of_anything_is_hardly_slower(
-    preset: str, nodes: int, batch: int, spec: ModelSpec, fixes: list[str], what: str, values: tuple[str, ...]
-) -> None:
-    """More memory, bandwidth or FLOP/s make a plan slower by at most 1 %; and no bound exceeds a plan found for less."""
-    base, best = Cluster.preset(preset, nodes=nodes), inf
+    `benchmarks.monotone` tries random models and clusters.
+    """
+    base, best = problem(spec=llama(6, 2048), batch=16), inf
     for value in values:
-        s = PlanProblem(spec, base.what_if({what: value}), batch, default_precision(base))
-        found = find_plan(s, parse_fixes(fixes))
+        found = find_plan(replace(base, cluster=base.cluster.what_if({what: value})), parse_fixes([]))
         assert found.best.prediction.seconds <= 1.01 * best, value
         best = min(best, found.best.prediction.seconds)
         assert found.certificate["lower_bound"] <= best
@@ -263,13 +229,13 @@ def test_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("memory", "nodes", "batch", "fixes"),
     [
-        ("16GB", 1, 8, []),
+        ("4GB", 1, 8, []),
         ("5GB", 1, 8, ["col=1", "pipe=1", "recompute=none"]),
         ("5GB", 1, 8, ["data=8", "optimizer=device", "activations=device"]),
     ],
 )
 def test_named_remedies_work(memory: str, nodes: int, batch: int, fixes: list[str]) -> None:
-    s, wanted = problem(memory, nodes, batch, llama(40, 8192) if not fixes else llama(16, 4096)), parse_fixes(fixes)
+    s, wanted = problem(memory, nodes, batch, llama(8, 8192) if not fixes else llama(8, 4096)), parse_fixes(fixes)
     with pytest.raises(PlanError, match="What would fit: ") as e:
         find_plan(s, wanted)
     need = re.search(r"need about ([0-9.]+ GiB)", str(e.value))
@@ -290,15 +256,14 @@ def test_named_remedies_work(memory: str, nodes: int, batch: int, fixes: list[st
             find_plan(s, parse_fixes([f for f in fixes if not f.startswith(free[1])]))
 
 
-@pytest.mark.parametrize("layers", [6, 12])
-def test_a_tied_head_is_sharded_as_the_embedding(layers: int) -> None:
+def test_a_tied_head_is_sharded_as_the_embedding() -> None:
     """Whatever local search changes: it is one matrix."""
-    model = ModelConfig(family="gpt", layers=layers, hidden=1024, heads=16, vocab=50304, seq_len=1024)
+    model = ModelConfig(family="gpt", layers=6, hidden=1024, heads=16, vocab=50304, seq_len=1024)
     spec = ModelSpec.from_config(model)
     assert spec.tied
     seen = set()
-    for memory in (0.01, 0.06, 0.2):
-        s = problem(f"{2.7 + memory * layers}GB", batch=64, spec=spec)
+    for memory in ("2.76GB", "3.9GB"):
+        s = problem(memory, batch=64, spec=spec)
         best = find_plan(s, parse_fixes(["data=8", "micro_batches=8"])).best
         first, last = (choice_of(best.plan, spec.units[i]) for i in (0, -1))
         assert (first.mode, first.reduce, first.within) == (last.mode, last.reduce, last.within), memory
@@ -362,13 +327,13 @@ def test_a_fixed_recomputation_stays_while_modes_are_searched(recompute: str) ->
     assert plan.prediction.seconds <= 1.01 * least
 
 
-@pytest.mark.parametrize("fixes", [["pipe=4"], ["pipe=2", "schedule=wave"], ["mode=zero3"], ["data=8"]])
+@pytest.mark.parametrize("fixes", [["pipe=2", "schedule=wave"], ["data=8", "micro_batches=8"]])
 def test_the_price_is_what_one_more_gib_saves(fixes: list[str]) -> None:
-    s, wanted = problem("12GB", batch=64, spec=llama(16, 2048)), parse_fixes(fixes)
+    s, wanted = problem("8GB", batch=64, spec=llama(8, 2048)), parse_fixes(fixes)
     best = find_plan(s, wanted).best
-    more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(12 * 10**9 + 2**30)})), wanted).best
+    more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(8 * 10**9 + 2**30)})), wanted).best
     saved = best.prediction.seconds - more.prediction.seconds
-    assert best.price == pytest.approx(saved, rel=0.3, abs=1e-4 * best.prediction.seconds)
+    assert best.price == pytest.approx(saved, rel=0.3, abs=5e-4 * best.prediction.seconds)
     assert (binding(best) == "memory") == (best.price > 0)
 
 

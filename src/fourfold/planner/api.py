@@ -1,6 +1,7 @@
 """From a model and a cluster to a plan: the planner's entry points.
 
 make_plan(spec, cluster, global_batch=1024)  ->  Plan, with `predicted`, `certificate` and `alternatives` filled in
+predict(plan, spec, cluster, global_batch=1024) ->  Prediction of any plan: seconds, bytes, tokens/s, MFU
 judge(plan, problem)                         ->  the same plan with its prediction, without a search
 plan_run(config, cluster)                    ->  the plan of a run that starts now
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,9 +21,10 @@ from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Plan, Precision
 from fourfold.planner.build import Candidate
-from fourfold.planner.evaluate import predict
+from fourfold.planner.engines import TrainingEngine
+from fourfold.planner.evaluate import Prediction, evaluate
 from fourfold.planner.grid_cost import chosen_flows
-from fourfold.planner.layouts import layout_of_plan
+from fourfold.planner.layouts import ParallelLayout, layout_of_plan
 from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
 from fourfold.planner.report import no_fit, with_report
 from fourfold.planner.search import Progress, SearchResult, search
@@ -34,7 +37,9 @@ __all__ = [
     "judge",
     "make_plan",
     "named_precision",
+    "plan_problem",
     "plan_run",
+    "predict",
     "problem_of_run",
 ]
 
@@ -56,13 +61,15 @@ def make_plan(
     fix: Mapping[str, Any] | Sequence[str] | str = (),
     max_ranks: int | None = None,
     top: int = 5,
+    engine: str | TrainingEngine = "fourfold",
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that fits, with its report. Raises PlanError, with what would fit, where there is none.
 
     `cluster`: a cluster, the name of a preset (one node), or a file.
     `precision`: "bf16", "fp32" or "fp64"; default: bf16 on GPUs, fp32 on CPUs. `fix` constrains the search:
-    {"col": 4, "schedule": "wave"}, ["tp=4", "schedule=wave"] or "col=4"; see docs/planning.md.
+    {"col": 4, "schedule": "wave"}, ["tp=4", "schedule=wave"] or "col=4"; see docs/planning.md. `engine`: the system that
+    will run the plan: "fourfold", "torchtitan", "megatron" or "nemo".
     """
     cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     if moments not in _MOMENT_TYPES:
@@ -78,8 +85,61 @@ def make_plan(
         global_batch or default_batch(spec, cluster, max_ranks),
         named_precision(precision) if isinstance(precision, str) else precision or default_precision(cluster),
         moments,
-    )
-    return with_report(find_plan(problem, constraints, top, progress), problem, top)
+    ).with_engine(engine)
+    return plan_problem(problem, constraints, top, progress, narrow=precision is None)
+
+
+def plan_problem(
+    problem: PlanProblem,
+    constraints: Constraints,
+    top: int = 5,
+    progress: Progress | None = None,
+    *,
+    narrow: bool = False,
+    every: bool = False,
+) -> Plan:
+    """The fastest plan that fits, with its report of `top` plans, or of every one that was evaluated.
+
+    `narrow`: where none fits, gradients may be accumulated and reduced in bf16.
+    """
+
+    def reported(question: PlanProblem) -> Plan:
+        found = find_plan(question, constraints, top, progress)
+        return with_report(found, question, len(found.ranked) if every else top)
+
+    try:
+        return reported(problem)
+    except PlanError:
+        precision = problem.precision
+        if not narrow or precision.compute != "bf16" or precision.reduce == "bf16":
+            raise
+        halved = replace(problem, precision=replace(precision, reduce="bf16"))
+        plan: Plan | None = None
+        with suppress(PlanError):
+            plan = reported(halved)
+        if plan is None:
+            raise
+    note = "gradients are accumulated and reduced in bf16: with fp32 no plan fits (--precision bf16 insists on fp32)"
+    return replace(plan, predicted=(plan.predicted or {}) | {"note": note})
+
+
+def predict(
+    plan: Plan,
+    spec: ModelSpec,
+    cluster: Cluster | str,
+    *,
+    global_batch: int,
+    engine: str | TrainingEngine = "fourfold",
+) -> Prediction:
+    """What a plan takes and holds, by part and by rank; it need not fit. Raises PlanError where the plan cannot run.
+
+    `cluster`: a cluster, the name of a preset (one node), or a file. `engine`: the system that runs the plan ("fourfold",
+    "torchtitan", "megatron", "nemo"). Searches nothing; `fourfold plan --judge` prints the same.
+    """
+    schema.check_count("global_batch", global_batch, PlanError)
+    cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    _, problem = _checked(plan, PlanProblem(spec, cluster, global_batch, plan.precision).with_engine(engine))
+    return evaluate(plan, problem).prediction()
 
 
 def find_plan(
@@ -122,6 +182,18 @@ def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = Non
 
 def judge(plan: Plan, problem: PlanProblem) -> Plan:
     """A plan as it is, with the planner's prediction; its field `misfit` says why it does not fit."""
+    layout, problem = _checked(plan, problem)
+    plan = replace(plan, tensor=replace(plan.tensor, flows=chosen_flows(problem, layout)))
+    candidate = Candidate(layout, plan, evaluate(plan, problem).prediction())
+    judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1)
+    assert judged.predicted is not None
+    # what more memory would buy is known after a search only
+    predicted = judged.predicted | {"binding": "", "price": 0.0, "misfit": no_fit(candidate, problem)}
+    return replace(judged, predicted=predicted, certificate=None)
+
+
+def _checked(plan: Plan, problem: PlanProblem) -> tuple[ParallelLayout, PlanProblem]:
+    """The plan's layout, and the question with the plan's precision. Raises PlanError where the plan cannot run."""
     cluster, spec = problem.cluster, problem.spec
     if plan.mesh.ranks > cluster.ranks:
         nodes = plan.mesh.ranks if cluster.name == "local" else -(-plan.mesh.ranks // cluster.devices)
@@ -139,26 +211,21 @@ def judge(plan: Plan, problem: PlanProblem) -> Plan:
     if spec.config is not None:
         plan.check_model(spec.config)
     problem = replace(problem, precision=plan.precision, moments=plan.memory.moments)
-    layout = layout_of_plan(plan, problem)
-    plan = replace(plan, tensor=replace(plan.tensor, flows=chosen_flows(problem, layout)))
-    candidate = Candidate(layout, plan, predict(plan, problem))
-    judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1)
-    assert judged.predicted is not None
-    # what more memory would buy is known after a search only
-    predicted = judged.predicted | {"binding": "", "price": 0.0, "misfit": no_fit(candidate, problem)}
-    return replace(judged, predicted=predicted, certificate=None)
+    return layout_of_plan(plan, problem), problem
 
 
 # ---- a run that starts now ----
 
 
-def plan_run(config: Config, cluster: Cluster, precision: Precision | None = None) -> Plan:
+def plan_run(config: Config, cluster: Cluster, precision: Precision | None = None, context: float = 0.0) -> Plan:
     """The plan of a resolved config on all ranks of a cluster, with its prediction.
+
+    `context`: of its data, where several documents share a sequence (`Samples.context`).
 
     Plain data parallelism is preferred: where it fits, another plan must be predicted to be a tenth faster; and on `local`, whose
     numbers are not measured, it is always taken.
     """
-    ranks, problem = cluster.ranks, problem_of_run(config, cluster, precision)
+    ranks, problem = cluster.ranks, problem_of_run(config, cluster, precision, context)
     refusal: PlanError | None = None
     try:
         plain = _data_parallel(config, problem, ranks)
@@ -179,10 +246,13 @@ def plan_run(config: Config, cluster: Cluster, precision: Precision | None = Non
     return best if best.predicted["seconds"] <= _WORTH_IT * plain.predicted["seconds"] else plain
 
 
-def problem_of_run(config: Config, cluster: Cluster, precision: Precision | None = None) -> PlanProblem:
+def problem_of_run(
+    config: Config, cluster: Cluster, precision: Precision | None = None, context: float = 0.0
+) -> PlanProblem:
     """The planning problem of a run."""
-    spec = ModelSpec.from_config(config.model)
-    return PlanProblem(spec, cluster, config.train.global_batch, precision or default_precision(cluster))
+    spec = ModelSpec.from_config(config.model).with_context(context)
+    precision, together = precision or default_precision(cluster), config.sequences_together
+    return PlanProblem(spec, cluster, config.train.global_batch, precision, together=together)
 
 
 def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | None:

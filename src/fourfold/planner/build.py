@@ -27,13 +27,12 @@ from fourfold.planner.unit_options import (
     OptionTable,
     RankChoice,
     choose_for_rank,
-    smallest_bytes,
     smallest_for_rank,
 )
 from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, peaks
 
-__all__ = ["Candidate", "build_plan", "smallest_plan", "stretched_budget"]
+__all__ = ["Candidate", "build_plan", "smallest_plan"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class _PartitionedLayout:
 
     def __init__(self, problem: PlanProblem, layout: ParallelLayout):
         self.problem, self.layout = problem, layout
-        schedule, partition = partition_layers(problem, layout)
-        stages = units_of_stages(problem.spec, partition.counts)
+        schedule, counts = partition_layers(problem, layout)
+        stages = units_of_stages(problem.spec, counts)
         flat = Costs(activation=tuple(1.0 / len(schedule.stages_of[r]) for r in schedule.placement))
         flight = peaks(Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, flat), schedule.order)
         self._units = [[u for s in held for u in stages[s]] for held in schedule.stages_of]
@@ -65,7 +64,7 @@ class _PartitionedLayout:
             for r, units in enumerate(self._units)
         ]
         last = schedule.stages - 1
-        self._layers = tuple(n - (s == 0) - (s == last) for s, n in enumerate(partition.counts))
+        self._layers = tuple(n - (s == 0) - (s == last) for s, n in enumerate(counts))
 
     def plan(self, chosen: Sequence[RankChoice], limit: float) -> tuple[Plan, PlanEvaluation]:
         """The plan with every rank's choices, evaluated in `limit` bytes."""
@@ -79,43 +78,43 @@ class _PartitionedLayout:
 
 
 class _RankBudget:
-    """The budget of a rank with which what its units choose just fits by the replay."""
+    """The largest budget of a rank with which what its units choose fits by the replay, found by trying."""
 
-    def __init__(self, choose: Callable[[float], RankChoice | None], budget: float, limit: float, fills_up: bool):
-        """`fills_up`: optimizer state takes what is left, so that the peak does not show how much is free."""
-        self._choose, self._budget, self._limit, self._fills_up = choose, budget, limit, fills_up
-        self._fitting, self._too_large, self._too_small, self._stride = 0.0, inf, 0.0, 1.0
-        self.tried, self.settled = choose(budget), False
+    def __init__(self, choose: Callable[[float], RankChoice | None], limit: float, close: float, fills_up: bool):
+        """`close`: bytes that may stay free. `fills_up`: optimizer state takes what is free, so the peak does not show it."""
+        self._choose, self._limit, self._close, self._fills_up = choose, limit, close, fills_up
+        self._budget, self._low = limit, 0.0
+        self._high = inf  # it does not fit; `_low` fits, or is too little for any choice
+        self.tried, self.settled = choose(limit), False
         self.best: RankChoice | None = None
 
-    def update(self, peak: float, config: SearchConfig) -> None:
+    def update(self, peak: float) -> None:
         """What was tried holds `peak` bytes: keep it and try a little more, or try less."""
         if self.tried is None or (self.settled and peak <= self._limit):
             return
-        excess, close = peak - self._limit, config.budget_tolerance * self._limit
-        if excess > 0:
+        free = self._limit - peak
+        if free < 0:
             if self.settled:  # with the other ranks' choices (a tied weight) it no longer fits
-                self.best, self._fitting, self.settled = None, 0.0, False
-            self._too_large = min(self._too_large, self.tried.needs)  # with as much or more it would be chosen again
-            self._budget, self._stride = self._too_large - self._stride * excess, 2 * self._stride
+                self.best, self._low, self.settled = None, 0.0, False
+            self._high = min(self._high, self.tried.needs)  # with as much or more it would be chosen again
         else:
             if self.best is None or self.tried.seconds <= self.best.seconds:
-                self.best, self._fitting = self.tried, self._budget
-            full = -excess <= close and not (self._fills_up and self._too_large < inf)
+                self.best, self._low = self.tried, self._budget
+            full = free <= self._close and not (self._fills_up and self._high < inf)
             self.settled = self.tried.free or full
-            self._budget, self._stride = self._budget - 0.95 * excess, 1.0
-        least = self._too_small if self.best is None else self._fitting
-        if not least < self._budget < self._too_large:
-            self._budget = (least + self._too_large) / 2
-        if self.best is not None:
-            self.settled = self.settled or self._too_large - self._fitting <= close
-        if not self.settled:
-            self.tried = self._choose(self._budget)
-        while self.tried is None and self.best is None and self._too_large - self._budget > 0.1 * close:
-            self._too_small, self._budget = self._budget, (self._budget + self._too_large) / 2
-            self.tried = self._choose(self._budget)
-        if self.settled or self.tried is None:
+        if self.settled or (self.best is not None and self._high - self._low <= self._close):
             self.settle()
+            return
+        budget = min(self._budget, self._high) + free
+        self._try(budget if self._low < budget < self._high else (self._low + self._high) / 2)
+        while self.tried is None and self.best is None and self._high - self._budget > 0.1 * self._close:
+            self._low = self._budget
+            self._try((self._budget + self._high) / 2)
+        if self.tried is None:
+            self.settle()
+
+    def _try(self, budget: float) -> None:
+        self._budget, self.tried = budget, self._choose(budget)
 
     def settle(self) -> RankChoice | None:
         """Take the best that fits."""
@@ -128,10 +127,8 @@ def build_plan(
 ) -> Candidate | None:
     """The plan of a layout with every rank's own choices; None where none fits into `limit` bytes."""
     partitioned = _PartitionedLayout(problem, layout)
-    budgets = []
-    for load in partitioned.loads:
-        first = stretched_budget(table, layout, load, limit, config)
-        budgets.append(_RankBudget(_chooser(table, layout, load), first, limit, layout.optimizer == "auto"))
+    close, fills_up = config.budget_tolerance * limit, layout.optimizer == "auto"
+    budgets = [_RankBudget(_chooser(table, layout, load), limit, close, fills_up) for load in partitioned.loads]
     for round_ in range(config.budget_rounds):
         tried = [b.settle() if round_ == config.budget_rounds - 1 else b.tried for b in budgets]
         chosen: Sequence[RankChoice] = [c for c in tried if c is not None]
@@ -139,16 +136,8 @@ def build_plan(
             break
         plan, found = partitioned.plan(chosen, limit)
         for budget, memory in zip(budgets, found.memory, strict=True):
-            budget.update(memory.peak, config)
+            budget.update(memory.peak)
         if [b.tried for b in budgets] == tried and all(b.settled for b in budgets):
-            if len(budgets) == 1:
-                # a choice for a larger budget may be faster and still fit: what is held need not grow with the sums
-                for share in config.larger_budgets:
-                    more = choose_for_rank(table, layout, partitioned.loads[0], share * limit)
-                    if more is not None and more.seconds < chosen[0].seconds:
-                        other, evaluation = partitioned.plan([more], limit)
-                        if evaluation.fits:
-                            plan, found, chosen = other, evaluation, [more]
             gap = max(c.gap for c in chosen)
             return Candidate(layout, plan, found.prediction(), gap) if found.fits else None
     return None
@@ -166,14 +155,6 @@ def smallest_plan(
     chosen = [smallest_for_rank(table, layout, load) for load in partitioned.loads]
     plan, held = partitioned.plan(chosen, 0.0)
     return held.memory, lambda: Candidate(layout, plan, held.prediction(), max(c.gap for c in chosen))
-
-
-def stretched_budget(
-    table: OptionTable, layout: ParallelLayout, load: RankLoad, budget: float, config: SearchConfig
-) -> float:
-    """The budget, or somewhat more where that is the least with which there is a choice: the replay may find it fits."""
-    least = smallest_bytes(table, layout, load)
-    return least * (1 + 1e-9) if budget < least < config.budget_stretch * budget else budget
 
 
 def _assign(rank_units: list[list[UnitSpec]], chosen: Sequence[RankChoice]) -> dict[str, UnitChoice]:

@@ -5,7 +5,8 @@
 
 - Units compute one after another. When one starts, the gather of the next one starts: at most one is prefetched.
 - A unit's reduction starts when its gradients are complete. Of sharded units, one reduction at most overlaps with computing the
-  next gradient: when a second one starts, computing waits for the first. A sum across groups is always exposed.
+  next gradient: when a second one starts, computing waits for the first, whose sum across groups starts then. One such sum
+  at most overlaps with computing: the next one waits for it.
 - Gathers, reductions and the grid's collectives share the link. The grid's are spread over the unit: in `_GRID_PARTS` parts,
   each computes and then waits for its share.
 
@@ -140,7 +141,7 @@ class SharedLink:
 
 # ---- a chain of units ----
 
-_GATHERS, _REDUCTIONS, _GRID = 0, 1, 2
+_GATHERS, _REDUCTIONS, _GRID, _SUMS = 0, 1, 2, 3
 _GRID_PARTS = 4
 _LONGEST_PERIOD = 40
 """Units of a layer, at most, whose repetition is detected."""
@@ -184,11 +185,12 @@ _NO_MARK = _Mark(-_LONGEST_PERIOD - 1)
 class UnitTimeline:
     """Units that compute one after another, with their gathers and reductions next to them."""
 
-    def __init__(self, queue: float = 0.0) -> None:
+    def __init__(self, queue: float = 0.0, sums_link: int = 0) -> None:
+        """`sums_link`: 0 if sums across groups use the link of gathers and reductions, 1 if they have their own."""
         self.exposed = self.communicated = 0.0
         """Seconds waited for collectives so far; seconds of all collectives, each alone on the link."""
         self._computed = 0.0
-        self._link = SharedLink((0, 0, 0), (queue,) * 3)
+        self._link = SharedLink((0, 0, 0, sums_link), (queue,) * 4)
         self._in_flight: deque[tuple[int, float]] = deque()  # reductions: (number, the sum across groups after it)
 
     @property
@@ -279,12 +281,14 @@ class UnitTimeline:
         while self._in_flight:
             self._complete()
         self.exposed += self._link.wait_for_all_but(_REDUCTIONS, 0)
+        self.exposed += self._link.wait_for_all_but(_SUMS, 0)
 
     def _complete(self) -> None:
         number, across = self._in_flight.popleft()
         self.exposed += self._link.wait(_REDUCTIONS, number)
         if across:
-            self.exposed += self._link.wait(_GRID, self._link.start(_GRID, across))
+            self.exposed += self._link.wait_for_all_but(_SUMS, 0)
+            self._link.start(_SUMS, across)
 
 
 def _periods(chain: Sequence[int]) -> list[tuple[int, int]]:

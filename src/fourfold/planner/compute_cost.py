@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fourfold.model.operators import Operator
 from fourfold.planner.problem import PlanProblem
 
-__all__ = ["UnitSeconds", "matmul_seconds", "operator_seconds", "unit_seconds"]
+__all__ = ["UnitSeconds", "host_seconds", "matmul_seconds", "operator_seconds", "unit_seconds"]
 
 
 class UnitSeconds(NamedTuple):
@@ -62,13 +62,31 @@ def operator_seconds(
         accumulated *= o.inputs * o.outputs / col
         # slicing, padding, joining and a separate bias; on a GPU the host does that ahead of the kernels
         extra = cluster.device.operator if row * col > 1 and problem.on_cpu else 0.0
-        return f + extra, i + extra, w + extra + cluster.memory_bound(accumulated, fused=True)
+        if o.frozen:
+            return f + extra, i + extra, 0.0
+        adds = 0.0 if problem.engine.fused_accumulation else cluster.memory_bound(accumulated, fused=True)
+        return f + extra, i + extra, w + extra + adds
+    compiled = problem.precision.compile
     if o.kind == "attention":
-        seconds = cluster.attention(o.flops * tokens / col, problem.precision.compute)
+        seconds = _attention_seconds(problem, o, o.flops * tokens / col)
         return seconds, seconds * cluster.device.attention_backward * o.backward / 2.5, 0.0
     size = (o.moved * width + o.wide * max(4, width)) * tokens / col
-    seconds = cluster.memory_bound(size, fused=problem.precision.compile)
+    size *= 1.0 if compiled else problem.engine.traffic.get(o.name, 1.0)
+    seconds = cluster.memory_bound(size, fused=compiled)
     return seconds, seconds * o.backward, 0.0
+
+
+def _attention_seconds(problem: PlanProblem, o: Operator, flops: float) -> float:
+    """The forward: a fused kernel, or two batched matmuls, which are slow where a head's width is not aligned."""
+    config, dtype, cluster = problem.spec.config, problem.precision.compute, problem.cluster
+    if config is None or not config.head_dim:
+        return cluster.attention(flops, dtype)
+    if o.backward != 2.5:
+        return cluster.attention(flops / cluster.device.aligned(config.head_dim), dtype)
+    keys = o.flops / (4 * config.heads * config.head_dim)
+    return cluster.attention(
+        flops / problem.engine.attention_speed(cluster.device), dtype, min(problem.spec.seq_len, 2 * keys)
+    )
 
 
 @lru_cache(maxsize=50_000)
@@ -82,7 +100,18 @@ def unit_seconds(
         f, i, w = operator_seconds(problem, o, tokens, row, col, split, keeps_gradients)
         forward, input_grad, weight_grad = forward + f, input_grad + i, weight_grad + w
         if o.kind == "product":
-            unread += f if o.name == unit.unread and row * col == split == 1 and not problem.precision.compile else 0.0
+            skips = o.name == unit.unread and o.name in problem.engine.skipped
+            unread += f if skips and row * col == split == 1 and not problem.precision.compile else 0.0
         elif o.name in unit.again or (o.kind == "memory" and not unit.again):
             cheap += f
     return UnitSeconds(forward, input_grad, weight_grad, cheap, unread)
+
+
+def host_seconds(problem: PlanProblem, kind: str, on_grid: bool, split: int) -> tuple[float, float]:
+    """Seconds that the host takes for a unit's forward and backward on a GPU: its device cannot be faster. 0 on CPUs."""
+    engine = problem.engine
+    if problem.on_cpu or not (engine.host_unit or engine.host_matmul):
+        return 0.0, 0.0
+    matmuls = sum(o.kind == "product" for o in problem.spec.kinds[kind].operators)
+    seconds = split * (engine.host_unit + (engine.host_matmul * matmuls if on_grid else 0.0))
+    return 0.4 * seconds, 0.6 * seconds

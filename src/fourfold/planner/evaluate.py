@@ -69,7 +69,10 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and bytes of every rank of a pipeline."""
+    """Seconds of a step by part, bytes by part for every rank of a pipeline, tokens/s and MFU.
+
+    `memory[rank].peak` are the bytes of a rank, `.parts` what they are, `.at` the instant; ranks of the other axes hold as much.
+    """
 
     seconds: float
     compute: float
@@ -96,6 +99,20 @@ class Prediction:
     """Seconds of the slowest message between stages."""
     host_state: float = 0.0
     """Share of the optimizer's state on the host."""
+    usable: float = inf
+    """Bytes of a device that are available to tensors."""
+    engine: str = "fourfold"
+    """The system that it is predicted for."""
+
+    @property
+    def parts(self) -> StepTime:
+        """Where the seconds go; they sum to `seconds`."""
+        return StepTime(*(getattr(self, name) for name in StepTime._fields))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's tensors fit into its device."""
+        return self.peak.peak <= self.usable
 
     @property
     def peak(self) -> RankMemory:
@@ -116,6 +133,7 @@ class Prediction:
             **{name: round(getattr(self, name), 6) for name in ("seconds", *StepTime._fields)},
             "tokens_per_second": round(self.tokens_per_second, 1),
             "mfu": round(self.mfu, 4),
+            "engine": self.engine,
             "peak_bytes": round(self.peak.peak),
             "memory": [m.to_dict() for m in self.memory],
             "stages": [[float(f"{x:.6g}") for x in stage] for stage in self.stages],
@@ -231,11 +249,16 @@ class SimulatedStep:
     ):
         self.problem, self.layout, self.schedule, self.counts = problem, layout, schedule, counts
         self.stages = plan_units(problem, layout, units_of_stages(problem.spec, counts), choices)
+        timed = [(0.0, units) for units in self.stages]
+        if problem.engine.zero1_at_ends and schedule.ranks > 1:
+            timed = [_collectives_at_ends(units) for units in self.stages]
+        self._timed = timed
+        """By stage: seconds of collectives before its first forward and after its last backward; units without them."""
         self._times: dict[object, StageTimes] = {}  # identical stages share them
         self._replay_cache: dict[Any, Any] = {}
         self._message_bytes = layout.message_bytes(problem)
         self._tied_on_two_ranks = problem.spec.tied and schedule.placement[0] != schedule.placement[-1]
-        self._tied_elements = tied_elements(problem.spec, layout.mesh)
+        self._tied_elements = 0.0 if problem.spec.lora else tied_elements(problem.spec, layout.mesh)  # exchanged
 
     def units(self, rank: int) -> list[PlannedUnit]:
         """The units of a rank of the pipeline."""
@@ -314,6 +337,7 @@ class SimulatedStep:
         for rank, order in enumerate(schedule.order):
             end = ran.ends[rank][-1] + more[order[-1]].after
             late = max(0.0, ran.lanes[rank] - end) + self._exchange_tied(rank)
+            late += sum(self._timed[s][0] for s in schedule.stages_of[rank])
             ends.append(RankEnd(end + late + repeated, late))
         return ends, busiest, layout.micro_batches * work[busiest] + once
 
@@ -329,7 +353,7 @@ class SimulatedStep:
         return [times == 1 for times in emptied]
 
     def _stage_times(self, stage: int) -> StageTimes:
-        rank, units = self.schedule.placement[stage], self.stages[stage]
+        rank, units = self.schedule.placement[stage], self._timed[stage][1]
         steady, alone = self._steady[stage], len(self.schedule.stages_of[rank]) == 1
         key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
         if key not in self._times:
@@ -342,7 +366,7 @@ class SimulatedStep:
     def _exchange_tied(self, rank: int) -> float:
         """Seconds in which a tied weight's gradient goes from the last stage to the first, and the new weight back."""
         place, p = self.schedule.placement, self.problem
-        if not self._tied_on_two_ranks or rank not in (place[0], place[-1]):
+        if not self._tied_on_two_ranks or not self._tied_elements or rank not in (place[0], place[-1]):
             return 0.0
         stride = self.layout.mesh.ranks // self.layout.mesh.pipe
         sizes = (self._tied_elements * width for width in (p.reduce_bytes, p.compute_bytes))
@@ -396,6 +420,17 @@ class SimulatedStep:
             prefetch=layout.prefetch,
         )
         return replay_rank(schedule, rank, self.stages, extras, self._replay_cache)
+
+
+def _collectives_at_ends(units: Sequence[PlannedUnit]) -> tuple[float, list[PlannedUnit]]:
+    """Seconds of a stage's collectives that a step has once; and the units without them."""
+    seconds, out = 0.0, []
+    for u in units:
+        if u.choice.mode in ("keep", "replicate") and u.choice.reduce == "step":
+            seconds += u.cost.gather + u.cost.reduce + u.cost.across
+            u = replace(u, cost=replace(u.cost, gather=0.0, reduce=0.0, across=0.0))
+        out.append(u)
+    return seconds, out
 
 
 def _first_and_last(ops: Sequence[Op], times: Sequence[StageTimes]) -> dict[tuple[int, str, int], OpExtras]:
@@ -511,6 +546,8 @@ class PlanEvaluation:
             stages=step.stage_seconds,
             message=step.message,
             host_state=0.0 if problem.on_cpu else 1 - self.device_share,
+            usable=self.limit,
+            engine=problem.engine.name,
         )
 
     def _computing(self, rank: int) -> float:
@@ -529,7 +566,8 @@ class PlanEvaluation:
         else:
             moved = 2 * p.state_bytes + 5 * p.reduce_bytes + (45 if p.compute_bytes < 4 else 2 * p.compute_bytes)
         on_device = updated * moved / cluster.device.memory_rate  # streamed parameters are updated there, too
-        return max(on_device, self._on_host(updated, device_share) * p.streamed_bytes / cluster.host.link)
+        streamed = self._on_host(updated, device_share) * p.streamed_bytes / cluster.host.link
+        return max(on_device, streamed) + (0.0 if p.on_cpu else p.engine.host_step)
 
     def _on_host(self, updated: float, device_share: float) -> float:
         """Of a rank's parameters, those with state on the host: each rank keeps as many bytes as the fullest one's share."""

@@ -143,6 +143,7 @@ def _collectives(problem: PlanProblem, o: Operator, grid: GridShape, once: bool)
         every = tuple(lookup_moves(words, problem.spec.hidden, *grid[:3])) if words else ()
     else:
         every = moves(_sizes(problem, o, grid), flow_of(problem, o, grid), grid.tensor.keep)
+        every = [m for m in every if not o.frozen or m.op != "W"]
     out = []
     for m in every:
         if once or not m.once:
@@ -171,7 +172,7 @@ def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> tuple[f
     """Seconds and number of all-reduces of the gradients of norms and biases, which the grid's ranks hold as copies."""
     if row * col == 1:
         return 0.0, 0
-    vectors = {name: math.prod(shape) for name, shape in unit.shapes.items() if len(shape) == 1}
+    vectors = {name: math.prod(shape) for name, shape in unit.trained.items() if len(shape) == 1}
     own = {name for name in vectors if name.startswith(("qkv", "up", "q.", "k.", "v."))}  # divided over columns
     everywhere = 4.0 * sum(size for name, size in vectors.items() if name not in own)
     of_column = 4.0 * sum(vectors[name] for name in own) / col

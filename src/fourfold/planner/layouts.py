@@ -21,6 +21,8 @@ __all__ = ["GridShape", "ParallelLayout", "enumerate_layouts", "keep_options", "
 
 _SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved", "wave", "zb-v")
 """gpipe is never better, and synthesized schedules take long to make: only where requested."""
+_MOST_INTERLEAVED = 16
+"""Most stages per rank of an interleaved schedule that are searched."""
 _ALL_RANK_COUNTS, _RANK_COUNTS = 64, 5
 """With --max-ranks: up to 64, every number above the half is tried; above, the 5 that share most factors with the batch."""
 
@@ -250,6 +252,8 @@ def _layouts_of_mesh(problem: PlanProblem, mesh: Mesh, constraints: Constraints)
     homes = constraints.get("optimizer", "device"), constraints.get("activations", "device")
     for size in _degrees(each, constraints.get("micro_batch_size")):
         m = each // size
+        if size % problem.together:
+            continue
         if constraints.get("micro_batches", m) == m:
             most = keep_options(mesh, m, tensor, constraints.get("keep"))[0]
             for schedule, stages in _schedules(problem, mesh.pipe, m, constraints):
@@ -267,7 +271,8 @@ def _schedules(
     for name in (constraints.schedule,) if constraints.schedule else _SEARCHED_SCHEDULES:
         counts = [1]
         if name == "interleaved":
-            counts = [per_rank] if per_rank else [2, 3, 4, 8] if micro_batches >= pipe else []
+            searched = _interleavings(problem.spec.layers - 2, pipe) if micro_batches >= pipe else []
+            counts = [per_rank] if per_rank else searched
         elif name == "wave":
             counts = [2 * waves] if waves else [2, 4, 8]
         elif name == "zb-v":
@@ -275,6 +280,13 @@ def _schedules(
         for count in counts:
             if pipe * count <= problem.spec.layers:
                 yield str(name), count
+
+
+@lru_cache(maxsize=4096)
+def _interleavings(blocks: int, pipe: int) -> list[int]:
+    """Stages per rank that are tried: 2 and the most that divide a rank's layers equally; where few do, others too."""
+    equal = [n for n in _divisors(blocks // pipe) if 1 < n <= _MOST_INTERLEAVED] if blocks % pipe == 0 else []
+    return sorted({2, *equal[-3:]} if len(equal) > 2 else {2, 3, 4, 8, *equal})
 
 
 @lru_cache(maxsize=4096)

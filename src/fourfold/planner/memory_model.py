@@ -68,14 +68,16 @@ class Workspace:
         weights: float,
         slices: int,
     ):
-        """`weights`: bytes of the unit's gathered parameters."""
+        """`weights`: bytes of the gradients of the unit's parameters, in the compute type."""
         mesh, self.overlap = layout.mesh, layout.tensor.overlap
         self.problem, self.unit, self.mesh, self.slices = problem, unit, mesh, slices
         self.recompute, self.tokens, self.grads = recompute, tokens, weights / slices
         self.width, self.scale = problem.compute_bytes, tokens / mesh.col
         self.accumulates_early = accumulates_early(problem, layout)
-        sizes = [math.prod(s) for s in unit.shapes.values() if len(s) > 1]
-        self.largest = max(sizes, default=0) / max(1, unit.matrices)  # share of the largest weight
+        sizes = [math.prod(s) for s in unit.trained.values() if len(s) > 1]
+        self.largest = max(sizes, default=0) / max(1, sum(sizes))  # share of the largest weight
+        frozen = [math.prod(s) for name, s in unit.shapes.items() if len(s) > 1 and name in unit.frozen]
+        self.largest_matrix = max(frozen) / unit.matrices if frozen else self.largest
         self.saved_without_recompute = (
             _saved_per_token(problem, unit.saved["none"], unit, "none") + self._shared_keys
         ) * self.scale
@@ -122,8 +124,8 @@ class Workspace:
         if mesh.col > 1:
             size += m.full * self.tokens * e
         if mesh.row > 1:  # gathered, or (a gradient) not yet summed over the rows
-            wide = 4 if m.grads and e < 4 else 0
-            prefetched = self.largest if m.weights and self.overlap else 0.0
+            wide = 4 if m.grads and e < 4 and not self.unit.frozen else 0
+            prefetched = self.largest_matrix if m.weights and self.overlap else 0.0
             size += (m.weights * (e + wide) + prefetched * e) * self.unit.matrices / mesh.col
         return size
 
@@ -190,7 +192,10 @@ def _saved_per_token(problem: PlanProblem, held: Held, unit: UnitSpec, recompute
     wide = unit.scores * {"none": 3, "selective": 1}.get(recompute, 0)
     if recompute == "none":
         size += unit.mask * e
-        wide += unit.unfused * (2 if e < 4 else 1) + _unfused_heads(problem, unit)
+        copies = (2 if e < 4 else 1) - bool(
+            unit.frozen
+        )  # normalised values are kept for the gradient of the norm's weight
+        wide += unit.unfused * copies + _unfused_heads(problem, unit)
     return size + wide * max(4, e)
 
 
@@ -275,6 +280,11 @@ class RankMemory:
     @cached_property
     def peak(self) -> float:
         return sum(self.by_category)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by category."""
+        return dict(zip(CATEGORIES, self.by_category, strict=True))
 
     def with_state(self, optimizer: float, host: float) -> RankMemory:
         """With these bytes of optimizer state on the device and on the host, held all the time."""

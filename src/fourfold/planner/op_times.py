@@ -92,10 +92,19 @@ class _StageRunner:
     that what an op used last is still there for the next.
     """
 
-    def __init__(self, problem: PlanProblem, prefetch: int, *, steady: bool, split: bool, alone: bool = True):
+    def __init__(
+        self,
+        problem: PlanProblem,
+        prefetch: int,
+        *,
+        steady: bool,
+        split: bool,
+        alone: bool = True,
+        sums_link: int = 0,
+    ):
         self.problem, self.cluster, self.prefetch = problem, problem.cluster, prefetch
         self.steady, self.split, self.alone = steady, split, alone
-        self.timeline, self._charged = UnitTimeline(self.cluster.queue), 0.0
+        self.timeline, self._charged = UnitTimeline(self.cluster.queue, sums_link), 0.0
         self._last_used, self._deferred = "", 0.0
         self._known: dict[object, UnitStep] = {}
 
@@ -200,6 +209,11 @@ class _StageRunner:
         return max(0.0, moved - computing) + (1 - self.cluster.overlap) * min(computing, moved)
 
 
+def _sums_link(units: Sequence[PlannedUnit]) -> int:
+    """1 if sums across groups have a network level of their own: no unit's gathers or reductions are there."""
+    return int(all(u.cost.own_link for u in units if u.cost.reduce))
+
+
 def _backward(split: bool, last: bool = False) -> tuple[_StageOp, ...]:
     return (_StageOp("I", last=last), _StageOp("W", last=last)) if split else (_StageOp("B", last=last),)
 
@@ -229,7 +243,8 @@ def stage_times(
     """Times of a stage, some micro-batches after its first; flags as in `_StageRunner`."""
 
     def runner(steady: bool) -> _StageRunner:
-        return _StageRunner(problem, prefetch, steady=steady, split=split, alone=alone)
+        link = _sums_link(units)
+        return _StageRunner(problem, prefetch, steady=steady, split=split, alone=alone, sums_link=link)
 
     usual = [(units, op) for op in (_StageOp("F"), *_backward(split))]
     first = [(units, _StageOp("F", first=True)), *usual[1:]]
@@ -274,7 +289,7 @@ def _last_backward(
 
 def whole_step(problem: PlanProblem, units: Sequence[PlannedUnit], micro_batches: int, prefetch: int) -> float:
     """Seconds of a step of one rank without a pipeline, without the update; of micro-batches that repeat, one is timed."""
-    runner = _StageRunner(problem, prefetch, steady=False, split=False)
+    runner = _StageRunner(problem, prefetch, steady=False, split=False, sums_link=_sums_link(units))
     simulated = min(micro_batches, 3)
     ops = [
         (units, op)

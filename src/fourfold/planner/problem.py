@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from fourfold.cluster import Cluster
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import AXES, SCHEDULES, Precision
+from fourfold.planner.engines import FOURFOLD, TrainingEngine, engine_of
 
 __all__ = ["Constraints", "PlanProblem", "parse_fixes"]
 
@@ -26,6 +27,21 @@ class PlanProblem:
     """Sequences of a step."""
     precision: Precision
     moments: Literal["fp32", "bf16"] = "fp32"
+    engine: TrainingEngine = FOURFOLD
+    """The system that runs the plan; set it with `with_engine`."""
+    machine: Cluster | None = None
+    """The cluster itself, where `cluster` is as the engine uses it."""
+    together: int = 1
+    """Consecutive sequences that must be in one micro-batch."""
+
+    def with_engine(self, engine: str | TrainingEngine) -> PlanProblem:
+        """The same question about another system."""
+        found, machine = engine_of(engine), self.machine or self.cluster
+        return replace(self, cluster=found.on(machine), machine=machine, engine=found)
+
+    def with_cluster(self, cluster: Cluster) -> PlanProblem:
+        """The same question about another cluster."""
+        return replace(self, cluster=cluster, machine=None).with_engine(self.engine)
 
     @cached_property
     def heads(self) -> int:
@@ -92,6 +108,10 @@ class Constraints:
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fixed.get(name, default)
+
+    def allows(self, **values: Any) -> bool:
+        """Whether none of these values was decided to be another."""
+        return all(self.fixed.get(name, value) == value for name, value in values.items())
 
     @property
     def schedule(self) -> str | None:

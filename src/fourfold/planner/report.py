@@ -32,6 +32,7 @@ def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan
         "model": problem.spec.name,
         "parameters": problem.spec.parameters,
         "seq_len": problem.spec.seq_len,
+        **({"context": problem.spec.context} if problem.spec.context else {}),
         "global_batch": problem.global_batch,
         "cluster": problem.cluster.name,
         "ranks": best.layout.mesh.ranks,
@@ -139,6 +140,9 @@ def explain(plan: Plan) -> str:
         f"{format_seconds(p['seconds'])} a step, {p['tokens_per_second']:,.0f} tokens/s, "
         f"{p['mfu']:.1%} of the devices' peak in {plan.precision.compute} (MFU)",
         f"  {'; '.join(parts)}",
+        *([p["note"]] if p.get("note") else []),
+        *([f"predicted for {p['engine']}"] if p.get("engine", "fourfold") != "fourfold" else []),
+        *_units(plan),
         *_runner_up(plan),
         *_memory(plan),
         *_binds(p),
@@ -160,6 +164,37 @@ def _seconds(seconds: float) -> str:
 
 def _count(n: float) -> str:
     return f"{n / 1e9:.3g} B" if n >= 1e9 else f"{n / 1e6:.3g} M"
+
+
+def _units(plan: Plan) -> list[str]:
+    """Which units have which mode and recomputation, where they differ."""
+    by_choice: dict[str, dict[str, list[int]]] = {}
+    for rule in plan.unit:
+        within = f" within {rule.within}" if rule.within else ""
+        split = f", split {rule.split}" if rule.split > 1 else ""
+        again = f", recompute {rule.recompute}" if rule.recompute != "none" else ""
+        reduced = ", reduced every micro-batch" if rule.reduce == "micro-batch" else ""
+        numbers = [int(part) for part in rule.match.split(".") if part.isdigit()]
+        pattern = ".".join("#" if part.isdigit() else part for part in rule.match.split("."))
+        by_choice.setdefault(f"{rule.mode}{within}{again}{split}{reduced}", {}).setdefault(pattern, []).extend(numbers)
+    if len(by_choice) < 2:
+        return []
+    lines = ["units (a name goes before a pattern):"]
+    for choice, patterns in by_choice.items():
+        names = [name.replace("#", _ranges(numbers)) for name, numbers in patterns.items()]
+        lines.append(f"  {choice}: {', '.join(names)}")
+    return lines
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 is 0-2,5."""
+    out: list[list[int]] = []
+    for n in sorted(numbers):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in out)
 
 
 def _runner_up(plan: Plan) -> list[str]:
@@ -219,7 +254,9 @@ def _binds(p: dict[str, Any]) -> list[str]:
     if not p["binding"]:  # judged: nothing else was tried
         return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.1%} full"]
     if p["binding"] != "memory":
-        return [f"what binds: {p['binding']}; more memory would not make this layout faster"]
+        full = p["peak_bytes"] > 0.95 * p["usable_bytes"]
+        other = ", but another layout may be: --what-if memory=x1.2 searches for it" if full else ""
+        return [f"what binds: {p['binding']}; more memory would not make this layout faster{other}"]
     return [f"what binds: memory; one more GiB on every device would save about {_seconds(p['price'])} a step"]
 
 

@@ -1,8 +1,8 @@
 """The search: branch and bound over layouts, the fastest plan that fits, and a certificate of how good it is.
 
 1. Every layout has a lower bound (`lower_bounds`). The layout with the lowest bound is taken first and its bound tightened, at
-   more cost each time: with the grid's collectives, with whole layers on ranks, for each of what may be kept and placed where,
-   then with the relaxed choice of its units.
+   more cost each time: with the grid's collectives and its layers on ranks, for each of what may be kept and placed where, then
+   with the relaxed choice of its units.
 2. Where it still has the lowest bound, the units of its ranks are chosen by the knapsack: an estimate of the layout's time.
 3. The layouts with the best estimates are built into plans (`build`), unless their layers as partitioned into stages, simulated
    with nothing but computing, are too slow.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -26,15 +25,15 @@ from typing import Any, NamedTuple
 
 from fourfold.errors import ScheduleError
 from fourfold.plan import Tensor
-from fourfold.planner.build import Candidate, build_plan, stretched_budget
+from fourfold.planner.build import Candidate, build_plan
 from fourfold.planner.evaluate import fits
 from fourfold.planner.infeasible import explain_no_fit, least_memory_plan
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
-from fourfold.planner.local_search import LocalSearch
-from fourfold.planner.lower_bounds import compute_bound, memory_bound, partition_bound, schedule_bound
+from fourfold.planner.local_search import improve, price_of_memory
+from fourfold.planner.lower_bounds import compute_bound, memory_bound
 from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.planner.search_config import SearchConfig
-from fourfold.planner.stage_partition import RankLoad, in_flight, partition_layers, rank_loads
+from fourfold.planner.stage_partition import RankLoad, compute_only_seconds, in_flight, partition_layers, rank_loads
 from fourfold.planner.unit_cost import tied_elements
 from fourfold.planner.unit_options import OptionTable, choose_for_rank, free_bytes, smallest_bytes
 
@@ -56,11 +55,9 @@ class SearchResult:
 
 class _Estimate(NamedTuple):
     seconds: float
-    """Corrected by what layouts of its class took."""
     number: int
     layout: ParallelLayout
     bound: float
-    uncorrected: float
 
 
 def search(
@@ -96,28 +93,19 @@ def search(
     return SearchResult(best, tuple(ranked), certificate)
 
 
-def _without_placement(layout: ParallelLayout, keep: bool = False) -> ParallelLayout:
-    """Without its placements and, unless `keep`, without what it keeps on the grid."""
-    return replace(layout, optimizer="device", activations="device", tensor=layout.tensor if keep else Tensor())
+def _without_placement(layout: ParallelLayout) -> ParallelLayout:
+    """Without its placements and what it keeps on the grid."""
+    return replace(layout, optimizer="device", activations="device", tensor=Tensor())
 
 
-def _distinct(built: list[Candidate], keep: bool = False) -> list[Candidate]:
-    """The fastest first; of plans that differ only in placements the fastest, on the device where that costs nothing.
-
-    `keep`: what they keep on the grid also counts as a difference.
-    """
+def _distinct(built: list[Candidate]) -> list[Candidate]:
+    """The fastest first; of plans that differ only in placements the fastest, on the device where that costs nothing."""
     best: dict[ParallelLayout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
-        key = _without_placement(c.layout, keep)
+        key = _without_placement(c.layout)
         if key not in best or c.prediction.seconds < best[key].prediction.seconds:
             best[key] = c
     return sorted(best.values(), key=lambda c: c.prediction.seconds)
-
-
-def _class_of(layout: ParallelLayout) -> tuple[object, ...]:
-    """Layouts whose estimates err alike."""
-    mesh = layout.mesh
-    return layout.schedule, mesh.pipe > 1, mesh.row > 1, mesh.col > 1, layout.micro_batches > 1, layout.activations
 
 
 _Step = Callable[[ParallelLayout, float], None]
@@ -150,8 +138,6 @@ class _Search:
         self.total = self.expanded = self.simulated = self.too_large = 0
         self.unexpanded = self.tried = self.lower = inf
         """Lowest bounds: of layouts left in the queue, of those that were built or pruned last, and of all."""
-        self.errors: dict[Any, list[float]] = defaultdict(list)
-        """By class of layouts: seconds of built plans over their estimates."""
         self._number = 0
 
     # ---- branch and bound ----
@@ -163,7 +149,7 @@ class _Search:
         while self.queue:
             bound, _, layout, tighten = self.queue[0]
             while self.estimates and self.estimates[0].seconds <= bound and not self._enough():
-                self._build_next()
+                self._build(heapq.heappop(self.estimates))
             wanted = self.config.estimates_per_alternative * self.top
             enough = len(self.built) >= self.top or len(self.built) + len(self.estimates) >= wanted
             if (bound > self._cut() and enough) or self._enough():
@@ -172,7 +158,7 @@ class _Search:
             heapq.heappop(self.queue)
             tighten(layout, bound)
         while self.estimates and not self._enough():
-            self._build_next()
+            self._build(heapq.heappop(self.estimates))
             self._report(self.expanded)
         self.lower = min(self.unexpanded, self.tried, self._lowest_skipped())
         self._report(self.total)
@@ -190,8 +176,7 @@ class _Search:
         return self.total > self.config.many_layouts
 
     def _enough(self) -> bool:
-        most = self.config.most_built // (2 if self._many else 1)
-        return len(self.built) >= most or self.simulated >= 4 * most
+        return len(self.built) >= self.config.most_built or self.simulated >= 4 * self.config.most_built
 
     def _best(self) -> float | None:
         return min((c.prediction.seconds for c in self.built), default=None)
@@ -207,10 +192,7 @@ class _Search:
     # ---- one layout, from its first bound to its estimate ----
 
     def _add_grid(self, layout: ParallelLayout, bound: float) -> None:
-        self._push(max(bound, compute_bound(self.problem, layout, grid=True)), layout, self._add_partition)
-
-    def _add_partition(self, layout: ParallelLayout, bound: float) -> None:
-        self._push(max(bound, partition_bound(self.problem, layout)), layout, self._expand)
+        self._push(max(bound, compute_bound(self.problem, layout, grid=True)), layout, self._expand)
 
     def _expand(self, layout: ParallelLayout, bound: float) -> None:
         """Variants of a layout: what it may keep on the grid, what it prefetches, and what is on the host."""
@@ -226,7 +208,7 @@ class _Search:
         if self._memory_is_free(layout):  # there is room to keep something on the grid
             variants += [replace(layout, tensor=tensor) for tensor in richer]
         else:  # less prefetching, or the host's memory, may allow a faster choice
-            if layout.replicas > 1 and (not self._many or self._may_not_fit(layout)):
+            if layout.replicas > 1 and self._may_not_fit(layout):
                 variants.append(replace(layout, prefetch=0))
             if not self.problem.on_cpu:
                 if "optimizer" not in fixed:
@@ -236,8 +218,7 @@ class _Search:
                 if not {"optimizer", "activations"} & fixed.keys():
                     variants.append(replace(layout, optimizer="auto", activations="host"))
         for variant in variants:
-            busiest = max(map(sum, rank_loads(self.problem, variant)[1]))
-            self._push(max(bound, variant.micro_batches * busiest), variant, self._add_memory)
+            self._push(max(bound, compute_bound(self.problem, variant, grid=True)), variant, self._add_memory)
 
     def _memory_is_free(self, layout: ParallelLayout) -> bool:
         """Whether memory is no constraint."""
@@ -251,11 +232,11 @@ class _Search:
         return any(self._room(layout, load) < need for load, need in zip(loads, needs, strict=True))
 
     def _add_memory(self, layout: ParallelLayout, bound: float) -> None:
-        least = memory_bound(self.table, layout, self.limit, bound, self._cut())
+        least = memory_bound(self.table, layout, self.limit)
         if least is None:
             self.too_large += 1
         else:
-            self._push(least, layout, self._estimate)
+            self._push(max(bound, least), layout, self._estimate)
 
     def _estimate(self, layout: ParallelLayout, bound: float) -> None:
         """Choose for the distinct ranks; then the layout waits for being built."""
@@ -271,35 +252,17 @@ class _Search:
             if total > worst:
                 worst, busiest = total, work
         seconds = worst + _bubble(layout, *busiest) + _message_waits(self.problem, layout, works)
-        if layout.activations == "host" and layout.mesh.pipe == 1:
-            # so far as if each unit waited for its own copies, where most overlap with others, as in the bound
-            seconds = bound + self.config.exposed_host_share * (seconds - bound)
         self._number += 1
-        heapq.heappush(self.estimates, _Estimate(seconds, self._number, layout, bound, seconds))
+        heapq.heappush(self.estimates, _Estimate(seconds, self._number, layout, bound))
 
     def _room(self, layout: ParallelLayout, load: RankLoad) -> float:
         """Bytes for a rank's units."""
         problem, tied = self.problem, 0.0
         if load.tied_copy:
             tied = tied_elements(problem.spec, layout.mesh) * (problem.compute_bytes + problem.reduce_bytes)
-        room = self.limit - 6 * layout.message_bytes(problem) - tied
-        return stretched_budget(self.table, layout, load, room, self.config)
+        return self.limit - 6 * layout.message_bytes(problem) - tied
 
     # ---- one layout, built into a plan ----
-
-    def _build_next(self) -> None:
-        """Build the layout with the lowest estimate, unless correcting the estimate moves it behind another."""
-        estimate = heapq.heappop(self.estimates)
-        corrected = estimate.uncorrected * self._correction(estimate.layout)
-        if corrected > estimate.seconds and self.estimates and corrected > self.estimates[0].seconds:
-            heapq.heappush(self.estimates, estimate._replace(seconds=corrected))
-        else:
-            self._build(estimate)
-
-    def _correction(self, layout: ParallelLayout) -> float:
-        """Correction factor: half the smallest relative error seen for this class of layouts."""
-        found = self.errors[_class_of(layout)]
-        return (1 + min(found)) / 2 if len(found) >= self.config.least_samples else 1.0
 
     def _build(self, estimate: _Estimate) -> None:
         enough = len(self.built) >= self.top
@@ -319,18 +282,17 @@ class _Search:
             return
         if candidate is not None:
             self.built.append(candidate)
-            self.errors[_class_of(estimate.layout)].append(candidate.prediction.seconds / estimate.uncorrected)
 
     def _tightened(self, estimate: _Estimate) -> float | None:
         """Its bound with its schedule and its layers partitioned into stages; None where nothing fits then."""
         layout = estimate.layout
-        schedule, partition = partition_layers(self.problem, layout)
-        bound = max(estimate.bound, partition.compute_bound(layout.micro_batches))
+        schedule, counts = partition_layers(self.problem, layout)
+        bound = max(estimate.bound, compute_only_seconds(self.problem, layout, schedule, counts))
         if bound > self._cut():
             return bound
-        least = schedule_bound(self.table, layout, schedule, partition.counts, self.limit, bound)
+        least = memory_bound(self.table, layout, self.limit, schedule)
         self.too_large += least is None
-        return least
+        return None if least is None else max(bound, least)
 
     def _lowest_skipped(self) -> float:
         """The lowest bound of layouts that were estimated and not built: the lowest is tightened, until it has been."""
@@ -351,26 +313,30 @@ class _Search:
         return left[0][0] if left else inf
 
     def _unlikely(self, estimate: _Estimate) -> bool:
-        """Whether it would have to be much better than others of its class."""
+        """Whether its estimate is well above the best plan."""
         best = self._best()
-        if best is None or not self._many:
-            return False
-        return estimate.uncorrected * self._correction(estimate.layout) > (1 + self.config.unlikely) * best
+        return best is not None and estimate.seconds > (1 + self.config.unlikely) * best
 
     # ---- the result ----
 
     def improved(self) -> Candidate:
-        """The best plan, after local search."""
-        built = _distinct(self.built, keep=True)
-        local = LocalSearch(self.problem, self.table, self.constraints, self.config, self._many)
-        best = local.improve(built)
+        """The best plan, after local search, with the price of memory."""
+        problem, config = self.problem, self.config
+        built = _distinct(self.built)
+        near = (1 + config.improved_share) * built[0].prediction.seconds
+        starts = [c for c in built if c.prediction.seconds <= near][: 1 if self._many else config.most_improved]
+        best = min((improve(problem, self.constraints, config, c) for c in starts), key=lambda c: c.prediction.seconds)
         prefetching = [c for c in built if c.layout.prefetch]
-        if self.problem.on_cpu and not best.layout.prefetch and prefetching:
+        if problem.on_cpu and not best.layout.prefetch and prefetching:
             # on CPUs, gathers and reductions pass each other on a link that they are predicted to share
-            other = local.improve(prefetching)
-            if best.prediction.seconds > (1 - self.config.cpu_link_gain) * other.prediction.seconds:
-                return other
-        return best
+            other = improve(problem, self.constraints, config, prefetching[0])
+            if best.prediction.seconds > (1 - config.cpu_link_gain) * other.prediction.seconds:
+                best = other
+        price = price_of_memory(problem, self.table, config, best)
+        if best.layout.optimizer == "auto":  # record how much of the optimizer's state stays on the device
+            state = replace(best.plan.memory, device_state=str(int(best.prediction.device_state)))
+            best = replace(best, plan=replace(best.plan, memory=state))
+        return replace(best, price=price)
 
     def take_least_memory_plan(self) -> None:
         """Raises PlanError, with what would fit, where not even that fits."""

@@ -13,19 +13,15 @@ class SearchConfig:
 
     # ---- branch and bound over layouts ----
     many_layouts: int = 2000
-    """With more layouts than this, the search is less thorough: the next two shares apply, and half as many plans are built."""
+    """With more layouts than this, the next share applies, and only the best plan is improved."""
     least_gain: float = 0.02
     """Of many layouts, those are pruned whose lower bound allows a gain of less than this share."""
     unlikely: float = 0.02
-    """Of many layouts, those are skipped whose corrected estimate exceeds the best plan by more than this share."""
-    most_built: int = 48
+    """Once there are enough plans to be shown, layouts are skipped whose estimate exceeds the best by more than this share."""
+    most_built: int = 24
     """Layouts built into plans that fit, at most; four times as many are tried."""
     estimates_per_alternative: int = 4
     """Layouts estimated for every alternative that is to be shown, where fewer could be best."""
-    least_samples: int = 3
-    """Minimum samples per class of layouts before its estimates are corrected."""
-    exposed_host_share: float = 0.25
-    """Without a pipeline: share of each unit's own wait for the host's link that the estimate counts as exposed."""
     most_tightened: int = 200
     """Lower bounds that are tightened for the certificate alone, at most."""
 
@@ -34,10 +30,6 @@ class SearchConfig:
     """Choices of a rank that are replayed, at most."""
     budget_tolerance: float = 0.01
     """A choice is full when it leaves no more than this share of the memory free."""
-    budget_stretch: float = 1.4
-    """A choice may add up to this multiple of the memory: summed transients need not coincide, and the replay decides."""
-    larger_budgets: tuple[float, ...] = (1.04, 1.08, 1.12, 1.16, 1.2, 1.3, 1.4)
-    """Without a pipeline: multiples of the memory that are also tried as a budget."""
 
     # ---- local search ----
     improved_share: float = 0.03
@@ -48,8 +40,6 @@ class SearchConfig:
     """Whether other modes are tried for all units, and for all units of a name pattern."""
     fill_rounds: int = 6
     """Rounds in which changes of single units are evaluated and a knapsack of them is chosen; 0: never."""
-    fill_margins: tuple[float, ...] = (0.0, 0.003, -0.003, 0.01, -0.01)
-    """Shares of the memory by which the knapsack's room is varied: the sums of changes are not exact."""
 
     # ---- CPUs ----
     cpu_tie: float = 0.01

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
 from fourfold.offload_sizes import HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
 from fourfold.plan import Mesh, Plan, Tensor, UnitRule
-from fourfold.planner.compute_cost import unit_seconds
+from fourfold.planner.compute_cost import host_seconds, unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
 from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.memory_model import Workspace, accumulates_early
@@ -151,11 +151,15 @@ def unit_times_on_grid(
         at_ends = once is not False or grid.amortized_over == 1
         moves, usual_moves = (grid_times(problem, grid, splits_backward, each)[kind] for each in (at_ends, False))
     forward, backward, again = (_exposed(axes) for axes in (moves.forward, moves.backward, usual_moves.forward))
+    host_forward, host_backward = host_seconds(problem, kind, grid.row * grid.col > 1, split)
+    host_too = sum if problem.engine.synchronous else max  # the device waits for the host
+    input_grad, weight_grad = c.input_grad + backward - moves.weight, c.weight_grad + moves.weight
+    slower = host_too((host_backward, input_grad + weight_grad)) / max(1e-12, input_grad + weight_grad)
     return UnitTimes(
-        c.forward + forward,
-        c.input_grad + backward - moves.weight,
-        c.weight_grad + moves.weight,
-        {"none": 0.0, "selective": c.cheap}.get(recompute, c.forward + again - c.unread),
+        host_too((host_forward, c.forward + forward)),
+        slower * input_grad,
+        slower * weight_grad,
+        {"none": 0.0, "selective": c.cheap}.get(recompute, host_too((host_forward, c.forward + again - c.unread))),
         forward + backward,
         moves,
     )
@@ -190,6 +194,8 @@ class ShardingCost:
     """Seconds of one reduction of its gradients, within its group."""
     across: float
     """Seconds of the sum across groups that follows."""
+    own_link: bool
+    """That sum is on another network level than gathers and reductions."""
     gathered_bytes: float
     """Its parameters, gathered."""
     parameter_bytes: float
@@ -207,12 +213,23 @@ class ShardingCost:
 
 
 @lru_cache(maxsize=4096)
-def _elements(problem: PlanProblem, kind: str, parts: int) -> float:
-    """Elements of a unit's parameters on a rank: a grid divides matrices, except positions and token types (copied)."""
+def _elements(problem: PlanProblem, kind: str, row: int, col: int, trained: bool = True) -> float:
+    """Elements of a unit's parameters on a rank, of those that are trained or of the frozen ones.
+
+    A grid divides matrices, except positions and token types (copied); of an adapter, the factor that is not on the residual
+    stream, over the columns.
+    """
     unit = problem.spec.kinds[kind]
+
+    def parts(name: str, shape: tuple[int, ...]) -> int:
+        if ".adapter." in name:
+            return col if name.startswith(("qkv.adapter.b", "up.adapter.b", "out.adapter.a", "down.adapter.a")) else 1
+        return row * col if len(shape) > 1 and not name.startswith(("positions", "types")) else 1
+
     sizes = (
-        math.prod(shape) / (parts if len(shape) > 1 and not name.startswith(("positions", "types")) else 1)
+        math.prod(shape) / parts(name, shape)
         for name, shape in unit.shapes.items()
+        if (name not in unit.frozen) == trained
     )
     return float(sum(_aligned(size, 1) for size in sizes))
 
@@ -232,29 +249,33 @@ def sharding_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choic
     mode = choice.mode if group > 1 else "replicate"
     shards = 1 if mode == "replicate" else group
     slices = choice.split if unit.slices > 1 else 1
-    n = _aligned(_elements(problem, kind, mesh.row * mesh.col), shards * slices)
+    n, frozen = (_aligned(_elements(problem, kind, mesh.row, mesh.col, t), shards * slices) for t in (True, False))
     e, r = problem.compute_bytes, problem.reduce_bytes
     gather = across = 0.0
     if mode == "replicate":
         reduce = cluster.collective("all_reduce", n * r, replicas, stride)
     else:
-        gather = cluster.collective("all_gather", n * e, group, stride)
+        gather = sum(cluster.collective("all_gather", each * e, group, stride) for each in (n, frozen) if each)
+        if mode == "keep" and problem.engine.broadcasts:  # as many latencies of a ring as there are ranks, in a step
+            share = unit.parameters / problem.spec.parameters
+            gather += share * group * cluster.collective("all_gather", 1.0, group, stride)
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
     kept_bytes = 0.0  # weights and gradients of all rows that the grid keeps for the step
     if mesh.row > 1 and unit.flops:
-        width = (e if "weights" in keep else 0) + (max(4, e) if "gradients" in keep else 0)
+        width = (e if "weights" in keep else 0) + (max(4, e) if "gradients" in keep and not unit.frozen else 0)
         kept_bytes = unit.matrices / mesh.col * width
     return ShardingCost(
         gather=gather,
         reduce=reduce,
         across=across,
-        gathered_bytes=n * e,
-        parameter_bytes=n * e / shards + kept_bytes,
+        own_link=across > 0 and cluster.link(group, stride) != cluster.link(replicas // group, stride * group),
+        gathered_bytes=(n + frozen) * e,
+        parameter_bytes=(n + frozen) * e / shards + kept_bytes,
         gradient_bytes=n * r,
         reduced_bytes=n * r / shards,
         updated=n / shards,
-        transient_bytes=n * e / slices if mode == "zero3" else 0.0,
+        transient_bytes=(n + frozen) * e / slices if mode == "zero3" else 0.0,
         slices=slices,
     )
 
@@ -338,7 +359,8 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
         vectors, deferred = deferred, 0.0
     last = unit.layer == problem.spec.layers - 1
     tied = tied_elements(problem.spec, mesh) if last else 0.0  # of the head's matrix, which the embedding holds
-    weights = sharding.gathered_bytes + tied * e
+    trains = 0.0 if unit.frozen else 1.0  # a tied weight that is frozen has no gradient
+    weights = sharding.gradient_bytes / problem.reduce_bytes * e + tied * e * trains
     workspace = Workspace(problem, layout, unit, choice.recompute, tokens, weights, sharding.slices)
     saved = workspace.saved
     offloads = layout.activations == "host" and not last  # the loss follows the last unit: it stays
@@ -349,9 +371,11 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
         on_device = saved + (-(-saved // HOST_PAGE_BYTES) * HOST_PAGE_BYTES if offloaded else 0.0)
     tied_parameters = 0.0
     if tied and sharding.transient_bytes:
-        elements = _elements(problem, problem.spec.units[0].kind, mesh.row * mesh.col)
+        elements = _elements(problem, problem.spec.units[0].kind, mesh.row, mesh.col, not unit.frozen)
         tied_parameters = _aligned(elements, choice.within or layout.replicas) * e
     back_on_device = max(0.0, saved - on_device)
+    if last and problem.spec.config is not None:  # the loss
+        back_on_device += problem.engine.logits * problem.spec.config.vocab * tokens / mesh.col
     return UnitCost(
         **vars(sharding),
         times=unit_times(problem, layout, kind, choice, False),
@@ -366,7 +390,7 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
         input_grad_workspace=workspace.input_grad() + back_on_device,
         weight_grad_workspace=workspace.weight_grad(),
         accumulates_early=accumulates_early(problem, layout),
-        tied_gradient_bytes=tied * problem.reduce_bytes,
+        tied_gradient_bytes=tied * problem.reduce_bytes * trains,
         tied_parameter_bytes=tied_parameters,
         offloaded_bytes=saved if offloads else 0.0,
         grid_shares_link=_grid_shares_link(problem, layout),

@@ -45,8 +45,6 @@ _EPSILON = 1e-12
 
 HostLinkWeights = tuple[float, float]
 """[Note: lower bound of the host's link]"""
-LowerBound = Literal["no recompute", "all recompute"]
-"""Seconds that no plan can beat: if nothing is recomputed, or as if everything were, which overlaps more."""
 
 
 class UnitOption(NamedTuple):
@@ -61,8 +59,6 @@ class UnitOption(NamedTuple):
     """Of `memory`, bytes before any gradient is made."""
     last: float = 0.0
     """Of `memory`, bytes at the end of a step."""
-    queued: float = 0.0
-    """Seconds of reductions that may overlap with anything before the step's end; left out of a lower bound's seconds."""
 
 
 class AtEnd(NamedTuple):
@@ -129,10 +125,14 @@ def sharding_options(
     kind: str,
     piped: bool,
     at_end: AtEnd = AtEnd(),  # noqa: B008
-    bound: LowerBound | None = None,
+    bound: bool = False,
     wanted: str = "",
 ) -> list[UnitOption]:
-    """All modes that make sense for these replicas, and the one that is `wanted`."""
+    """All modes that make sense for these replicas, and the one that is `wanted`.
+
+    `bound`: seconds that no plan can beat: as if everything were recomputed, which overlaps more; and all-reduces of replicas may
+    overlap with anything.
+    """
     m, replicas = layout.micro_batches, layout.replicas
     choices = [UnitChoice()]
     if replicas > 1:
@@ -152,7 +152,7 @@ def sharding_options(
     before = before if before in problem.spec.kinds else kind
     other = unit_times(problem, whole_ops, before, UnitChoice())
     forward, backward = other.forward, other.input_grad + other.weight_grad
-    if bound == "all recompute":
+    if bound:
         forward, backward = 2 * forward, backward + 2 * forward
     if not layout.prefetch:  # nothing is in flight while something computes
         forward = backward = 0.0
@@ -172,7 +172,7 @@ def _sharding_option(
     piped: bool,
     windows: tuple[float, float],
     at_end: AtEnd,
-    bound: LowerBound | None,
+    bound: bool,
 ) -> list[UnitOption]:
     """A mode, with its state on the device, on the host, or either.
 
@@ -187,7 +187,7 @@ def _sharding_option(
         return beyond + (1 - overlap) * (takes - beyond)
 
     sharded = choice.mode != "replicate"
-    seconds = queued = 0.0
+    seconds = 0.0
     if choice.mode == "zero3":
         seconds += (1 if at_end.first else m) * exposed(cost.gather, forward)
         seconds += 0.0 if at_end.last else m * exposed(cost.gather, backward)
@@ -198,9 +198,10 @@ def _sharding_option(
     if in_bucket and 0 < cost.gradient_bytes < JOIN:  # its share of a bucket's sum
         reduce = problem.cluster.collective("all_reduce", JOIN, layout.replicas, layout.replica_stride)
         reduce = min(cost.reduce, cost.gradient_bytes / JOIN * reduce)
-    if bound is not None and not sharded:
-        queued, backward = overlap * reduce, reduce
-    seconds += (m if choice.reduce == "micro-batch" else 1) * (exposed(reduce, backward) + cost.across)
+    if bound and not sharded:
+        backward = reduce
+    sums = exposed(reduce, backward) + exposed(cost.across, backward)
+    seconds += (m if choice.reduce == "micro-batch" else 1) * sums
     if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # the grid gathers them again
         again, once = (unit_times(problem, layout, kind, c).work for c in (choice, UnitChoice()))
         seconds += m * (again - once)
@@ -212,9 +213,9 @@ def _sharding_option(
     if cost.transient_bytes and layout.prefetch:  # one is gathered ahead
         transient += sharding_cost(problem, layout, before, choice).transient_bytes
     state = cost.updated * (problem.state_bytes if layout.optimizer == "device" else problem.streamed_bytes)
-    here = UnitOption(choice, seconds, memory + state, transient, first + state, last + state, queued)
+    here = UnitOption(choice, seconds, memory + state, transient, first + state, last + state)
     crossing = state / problem.cluster.host.link
-    there = UnitOption(choice, seconds + crossing, memory, transient, first, last, queued)
+    there = UnitOption(choice, seconds + crossing, memory, transient, first, last)
     return {"device": [here], "host": [there]}.get(layout.optimizer, [here, there])
 
 
@@ -244,7 +245,7 @@ class OptionTable:
         kind: str,
         piped: bool,
         at_end: AtEnd | None = None,
-        bound: LowerBound | None = None,
+        bound: bool = False,
     ) -> list[UnitOption]:
         """Modes, with seconds and bytes of a step; `bound`: lower bounds of the seconds, not estimates."""
         mesh = layout.mesh
@@ -263,9 +264,9 @@ class OptionTable:
         `weights`: of the host's link in a lower bound, where activations are offloaded; without, as if each unit waited.
         """
         mesh = layout.mesh
-        where: tuple[object, ...] = (layout.activations, _share_without_room(self.problem, layout))
-        if weights is not None and layout.activations == "host":
-            where = (weights, layout.splits_backward)
+        where: tuple[object, ...] = (layout.activations, weights, layout.splits_backward)
+        if weights is None or layout.activations == "device":
+            where = (layout.activations, _share_without_room(self.problem, layout))
         sizes = (mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.amortized_over)
         key = (kind, *sizes, *where)
         if key not in self._recompute:
@@ -290,7 +291,6 @@ def _dominates(a: UnitOption, b: UnitOption) -> bool:
         and a.transient <= b.transient
         and a.first <= b.first
         and a.last <= b.last
-        and a.queued <= b.queued
     )
 
 
@@ -438,7 +438,7 @@ def _solve(rows: _Rows, budget: float) -> RankChoice | None:
             room = budget - sharding_limit - recompute_limit
             if sum(g.smallest for g in groups) > room:
                 continue
-            chosen = choose(groups, room, below=inf if best is None else best[0].seconds)
+            chosen = choose(groups, room)
             if chosen is None:
                 continue
             bound = chosen.bound if bound is None else min(bound, chosen.bound)

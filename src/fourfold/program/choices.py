@@ -14,7 +14,7 @@ from typing import Literal
 
 from fourfold.config import ModelConfig
 from fourfold.errors import PlanError
-from fourfold.model.spec import unit_names
+from fourfold.model.spec import OwnLayers, unit_names
 from fourfold.plan import Plan
 
 __all__ = ["ResolvedUnit", "resolve_units"]
@@ -34,15 +34,18 @@ class ResolvedUnit:
     slices: int = 1
 
 
-def resolve_units(model: ModelConfig, plan: Plan) -> dict[str, ResolvedUnit]:
+def resolve_units(model: ModelConfig | OwnLayers, plan: Plan) -> dict[str, ResolvedUnit]:
     """The options of every unit of the model, by name, in forward order."""
     replicas = plan.mesh.data * plan.mesh.depth
     out = {}
-    for name in unit_names(model):
-        rule = plan.rule_for(name)
-        sharing = plan.rule_for("embed") if name == "head" and model.tie else rule
+    for name in model.names if isinstance(model, OwnLayers) else unit_names(model):
+        rule = sharing = plan.rule_for(name)
+        if isinstance(model, OwnLayers):
+            slices = _own_slices(name, rule.split)
+        else:
+            slices = _slices(name, rule.split, model, plan)
+            sharing = plan.rule_for("embed") if name == "head" and model.tie else rule
         shards = 1 if sharing.mode == "replicate" else sharing.within or replicas
-        slices = _slices(name, rule.split, model, plan)
         recompute = "full" if rule.recompute == "per-slice" else rule.recompute
         out[name] = ResolvedUnit(
             names=_names(name, slices, recompute),
@@ -60,6 +63,12 @@ def _names(name: str, slices: int, recompute: str) -> tuple[str, ...]:
         return (name,)
     parts = ("",) if name == "head" or recompute == "full" else (".up", ".down")
     return tuple(f"{name}/{i}{part}" for i in range(slices) for part in parts)
+
+
+def _own_slices(name: str, split: int) -> int:
+    if split > 1:
+        raise PlanError(f"unit '{name}': split = {split}: layers of your own model are not split; use split = 1")
+    return 1
 
 
 def _slices(name: str, split: int, model: ModelConfig, plan: Plan) -> int:

@@ -123,7 +123,7 @@ def groups_of(model: ModelConfig, plan: Plan, layout: PipelineLayout, rank: int)
     add("grid", members_of(degrees, rank, "row", "col"))
     line, here = members_of(degrees, rank, "pipe"), coordinates_of(degrees, rank)["pipe"]
     ends = [layout.rank_of[layout.choices[unit].names[0]] for unit in ("embed", "head")]
-    if tied_parameters(model) and ends[0] != ends[1]:
+    if tied_parameters(model) and ends[0] != ends[1] and model.lora is None:  # a frozen weight is not exchanged
         mine = here in ends
         add("tied", [line[end] for end in ends] if mine else [rank], gloo=not mine, placeholder=not mine)
     if plan.mesh.pipe > 1:

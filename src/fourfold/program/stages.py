@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from fourfold.config import ModelConfig
 from fourfold.errors import PlanError, ScheduleError
-from fourfold.model.spec import unit_flops
+from fourfold.model.spec import OwnLayers, unit_flops
 from fourfold.plan import Plan
 from fourfold.program.choices import ResolvedUnit, resolve_units
 from fourfold.program.from_plan import schedule_of_plan
@@ -49,20 +49,22 @@ class PipelineLayout:
         return {*hops, *((b, a) for a, b in hops)}
 
 
-def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early: bool = False) -> PipelineLayout:
+def lay_out_pipeline(
+    model: ModelConfig | OwnLayers, plan: Plan, global_batch: int, *, early: bool = False
+) -> PipelineLayout:
     """The stages and programs of a plan; raises PlanError if the plan does not suit the model.
 
     If optimizer state is streamed, every unit is a bucket; `early`: updates do not wait for the gradient norm.
     """
     micro_batches = plan.micro_batches(global_batch)
-    layers = _layers(model)
+    layers, flops = _layers(model), _flops(model)
     try:
         schedule = schedule_of_plan(plan, micro_batches, layers=len(layers))
-        counts = _counts(model, plan, layers, schedule)
+        counts = _counts(model, plan, [sum(flops[unit] for unit in layer) for layer in layers], schedule)
     except ScheduleError as e:
         raise PlanError(str(e)) from None
     ends = list(accumulate(counts))
-    choices, flops = resolve_units(model, plan), unit_flops(model)
+    choices = resolve_units(model, plan)
     described = [
         [
             unit
@@ -83,7 +85,8 @@ def lay_out_pipeline(model: ModelConfig, plan: Plan, global_batch: int, *, early
         lower(evaluation, described, prefetch=ahead),
         choices,
     )
-    _check_tied(model, layout)
+    if not isinstance(model, OwnLayers):
+        _check_tied(model, layout)
     return layout
 
 
@@ -97,28 +100,39 @@ def _check_tied(model: ModelConfig, layout: PipelineLayout) -> None:
         )
 
 
-def _layers(model: ModelConfig) -> list[list[str]]:
+def _flops(model: ModelConfig | OwnLayers) -> dict[str, float]:
+    return model.flops if isinstance(model, OwnLayers) else unit_flops(model)
+
+
+def _layers(model: ModelConfig | OwnLayers) -> list[list[str]]:
+    if isinstance(model, OwnLayers):
+        return [[name] for name in model.names]
     blocks = [[f"blocks.{i}.attn", f"blocks.{i}.mlp"] for i in range(model.layers)]
     return [["embed"], *blocks, ["head"]]
 
 
-def _counts(model: ModelConfig, plan: Plan, layers: list[list[str]], schedule: Schedule) -> list[int]:
-    """Number of layers of every stage, embedding and head included."""
+def _counts(model: ModelConfig | OwnLayers, plan: Plan, work: list[float], schedule: Schedule) -> list[int]:
+    """Number of layers of every stage, embedding and head included; `work` is that of every layer."""
     given, stages = plan.pipeline.layers, schedule.stages
+    own = isinstance(model, OwnLayers)
+    if own and len(work) < stages:
+        raise PlanError(
+            f"your model has {len(work)} layers, which cannot fill {stages} stages; use {len(work)} at most"
+        )
     if isinstance(given, tuple):
         if len(given) != stages:
             raise PlanError(
                 f"pipeline.layers has {len(given)} numbers, but {schedule.name or 'the schedule'} has {stages} stages "
                 f"on {schedule.ranks} ranks; give one for each"
             )
-        if sum(given) != model.layers:
-            raise PlanError(f"pipeline.layers sums to {sum(given)}, but the model has {model.layers} layers")
-        counts = [n + (s == 0) + (s == stages - 1) for s, n in enumerate(given)]
+        there = len(work) if own else len(work) - 2  # an embedding and a head are no blocks
+        if sum(given) != there:
+            raise PlanError(f"pipeline.layers sums to {sum(given)}, but the model has {there} layers")
+        counts = list(given) if own else [n + (s == 0) + (s == stages - 1) for s, n in enumerate(given)]
         if 0 in counts:
             raise PlanError(f"pipeline.layers leaves stage {counts.index(0)} empty; give it at least one layer")
         return counts
-    flops = unit_flops(model)
-    return list(partition([sum(flops[unit] for unit in layer) for layer in layers], schedule.placement))
+    return list(partition(work, schedule.placement))
 
 
 def _describe(choice: ResolvedUnit, flops: float) -> list[ProgramUnit]:

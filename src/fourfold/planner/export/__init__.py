@@ -16,7 +16,7 @@ from fourfold.errors import PlanError
 from fourfold.plan import Plan, UnitRule
 from fourfold.planner.evaluate import fits, predict
 from fourfold.planner.problem import PlanProblem
-from fourfold.schema import format_bytes
+from fourfold.schema import format_bytes, format_seconds
 
 __all__ = ["ExportedPlan", "common_losses", "export", "uniform_units"]
 
@@ -34,9 +34,12 @@ class ExportedPlan:
     """What of the plan the other system cannot do."""
     files: dict[str, str] = field(default_factory=dict)
     """Files the options refer to, by name."""
+    predicted: str = ""
+    """What the plan takes and holds there."""
 
     def __str__(self) -> str:
         lines = [f"# {self.system}", *self.options]
+        lines += [f"# predicted there: {self.predicted}"] if self.predicted else []
         lines += [f"# lost: {what}" for what in self.lost]
         return "\n".join(lines)
 
@@ -48,16 +51,16 @@ class ExportedPlan:
 
 def export(plan: Plan, problem: PlanProblem, system: Literal["torchtitan", "megatron"], csv: str = "") -> ExportedPlan:
     """The plan for another system. `csv`: name of the schedule's file, where one is needed."""
-    problem = replace(problem, precision=plan.precision, moments=plan.memory.moments)
+    if system not in ("torchtitan", "megatron"):
+        raise PlanError(f"plans are exported to torchtitan and megatron; found '{system}'")
+    problem = replace(problem, precision=plan.precision, moments=plan.memory.moments).with_engine(system)
     if system == "torchtitan":
         from fourfold.planner.export.torchtitan import to_torchtitan
 
         return to_torchtitan(plan, problem, csv)
-    if system == "megatron":
-        from fourfold.planner.export.megatron import to_megatron
+    from fourfold.planner.export.megatron import to_megatron
 
-        return to_megatron(plan, problem)
-    raise PlanError(f"plans are exported to torchtitan and megatron; found '{system}'")
+    return to_megatron(plan, problem)
 
 
 def _commonest(plan: Plan, problem: PlanProblem, name: str) -> tuple[Any, bool]:
@@ -106,7 +109,9 @@ def _recompute_that_fits(
     if not fit:
         need, there = format_bytes(found.peak.peak), format_bytes(problem.cluster.usable)
         lost.append(f"what made it fit: with these options about {need} are needed on a device, which has {there}")
-    return {"recompute": level, "host_state": found.host_state}
+    held = f"{format_bytes(found.peak.peak)} of {format_bytes(problem.cluster.usable)} on a device"
+    predicted = f"{format_seconds(found.seconds)} a step, {held}" + ("" if fit else ", which does not fit")
+    return {"recompute": level, "host_state": found.host_state, "predicted": predicted}
 
 
 def common_losses(plan: Plan, lost: list[str]) -> None:

@@ -52,7 +52,7 @@ def to_megatron(plan: Plan, problem: PlanProblem) -> ExportedPlan:
         lost.append("the streamed update: its optimizer runs on the CPU")
     if plan.memory.activations != "device":
         lost.append("activations on the host")
-    return ExportedPlan("Megatron-LM", tuple(options), tuple(lost))
+    return ExportedPlan("Megatron-LM", tuple(options), tuple(lost), predicted=units["predicted"])
 
 
 def _pipeline(plan: Plan, problem: PlanProblem, options: list[str], lost: list[str]) -> None:

@@ -52,9 +52,8 @@ def to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> ExportedPlan:
     options["training.mixed_precision_reduce"] = "float32"
     if plan.precision.reduce == "bf16":
         lost.append("gradients reduced in bf16: it supports float32 only")
-    return ExportedPlan(
-        "torchtitan", tuple(f"--{k} {shlex.quote(str(v))}" for k, v in options.items()), tuple(lost), files
-    )
+    flags = tuple(f"--{k} {shlex.quote(str(v))}" for k, v in options.items())
+    return ExportedPlan("torchtitan", flags, tuple(lost), files, units["predicted"])
 
 
 def _pipeline(

@@ -1,0 +1,110 @@
+"""The system that runs a plan, as far as the planner's model depends on it: Fourfold itself, torchtitan, Megatron-LM, NeMo.
+
+A `TrainingEngine` says what the same plan takes and holds in another system: how many bytes its operators between matmuls move,
+what full recomputation repeats, how fast its attention is, what its host does for every unit, whether ZeRO-1's collectives are at
+the ends of a step, and which memory it takes besides. `make_plan(…, engine=)` and `predict(…, engine=)` take a name or an engine.
+
+Where the numbers are from: `fourfold` is measured on an H200. Of the others, bytes are counted kernel by kernel from their
+sources; rates of attention kernels are those of the FlashAttention-2 paper's figures; host times and memory shares are assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from fourfold import schema
+from fourfold.errors import PlanError
+
+if TYPE_CHECKING:
+    from fourfold.cluster import Cluster, Device
+
+__all__ = ["ENGINES", "FOURFOLD", "TrainingEngine", "engine_of"]
+
+
+@dataclass(frozen=True)
+class TrainingEngine:
+    """A training system, as the planner's model sees it."""
+
+    name: str = "fourfold"
+    fused: bool = False
+    """Operators between matmuls are fused even where a plan does not compile."""
+    traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """By operator between matmuls: bytes it moves, relative to ours, where nothing is compiled."""
+    fused_accumulation: bool = False
+    """Matmuls of weight gradients add to those of earlier micro-batches; else a kernel of its own does."""
+    skipped: tuple[str, ...] = ("out", "down")
+    """Matmuls that full recomputation leaves out, since the backward does not read their output."""
+    attention: Literal["best", "flash-2", "flash-1"] = "best"
+    """Its attention kernel: the device's best, or a version of FlashAttention."""
+    host_unit: float = 0.0
+    """Seconds that the host takes for a forward and backward of a unit: on a GPU, a lower bound of its time."""
+    host_matmul: float = 0.0
+    """The same for every matmul on a tensor grid, in addition."""
+    host_step: float = 0.0
+    """Seconds of every step in which the device waits for the host: data, optimizer, metrics."""
+    synchronous: bool = False
+    """Kernels are launched one at a time (CUDA_LAUNCH_BLOCKING=1): the host's time adds to the device's."""
+    zero1_at_ends: bool = False
+    """In a pipeline, what is gathered and reduced once a step is gathered before the first forward and reduced after the last
+    backward, on all stages at once."""
+    broadcasts: bool = False
+    """ZeRO-1's parameters are broadcast by one rank of the group after another, not gathered."""
+    logits: float = 0.0
+    """Bytes of a logit that the loss holds, beyond ours: fp32 copies, where the loss is not fused."""
+    margin: float = 0.0
+    """Fraction of the memory that its allocator loses, beyond the cluster's margin."""
+
+    def attention_speed(self, device: Device) -> float:
+        """Of its attention kernel, relative to the device's best."""
+        return {"best": 1.0, "flash-2": device.flash_2, "flash-1": _FLASH_1 * device.flash_2}[self.attention]
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster as this engine uses it."""
+        d = cluster.device
+        changed = replace(d, eager=1.0 if self.fused else d.eager, margin=min(0.9, d.margin + self.margin))
+        return cluster if changed == d else replace(cluster, device=changed)
+
+
+_FLASH_1 = 0.5
+"""Speed of the first FlashAttention relative to the second, on an A100."""
+FOURFOLD = TrainingEngine(host_unit=1.2e-3, host_matmul=0.9e-3)
+"""On the H200's host, Python takes 2.4 ms for a layer of two units, and 5 to 7 ms on a grid."""
+_TITAN = TrainingEngine(
+    name="torchtitan",
+    # eager: queries and keys are rotated as complex fp32 numbers (20 bytes an element instead of 4), RMSNorm is partly fused,
+    # SiLU and the product are two kernels (10 bytes instead of 6)
+    traffic={"rotary": 3.5, "norm": 3.0, "activation": 1.67, "norm of every head": 3.0, "norm of all heads": 3.0},
+    skipped=("down",),  # a block is recomputed as one, up to the last result that the backward reads
+    attention="flash-2",
+    host_unit=0.8e-3,
+    host_matmul=0.5e-3,
+    host_step=0.02,
+    logits=2.0,  # bf16 logits beside their fp32 copy
+    margin=0.03,
+)
+_MEGATRON = TrainingEngine(
+    name="megatron",
+    fused=True,
+    fused_accumulation=True,
+    skipped=(),
+    host_unit=0.5e-3,
+    host_matmul=0.1e-3,
+    host_step=0.02,
+    zero1_at_ends=True,
+    logits=2.0,
+    margin=0.04,
+)
+ENGINES: Mapping[str, TrainingEngine] = {
+    e.name: e for e in (FOURFOLD, _TITAN, _MEGATRON, replace(_MEGATRON, name="nemo", host_unit=0.4e-3))
+}
+
+
+def engine_of(engine: str | TrainingEngine) -> TrainingEngine:
+    """An engine by name."""
+    if isinstance(engine, TrainingEngine):
+        return engine
+    if engine not in ENGINES:
+        raise PlanError(f"engine = {engine!r}{schema.nearest(str(engine), tuple(ENGINES))}")
+    return ENGINES[engine]
