@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
+import importlib.util
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -118,6 +121,39 @@ def test_templates_agree_with_transformers(folder: Path, tmp_path: Path) -> None
     assert ids.tolist() == list(full["input_ids"])
     assert mask is not None
     assert mask.tolist() == list(full["assistant_masks"])
+
+
+def test_templates_of_many_families(tmp_path: Path) -> None:
+    """Templates that TRL has of models, as they are and with `{% generation %}` added: transformers' texts, TRL's masks."""
+    pytest.importorskip("transformers")
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("trl is not installed")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    talk = [{**m, "content": m["content"].strip()} for m in TALK]
+    chat = parse_example({"messages": [dict(m) for m in talk]}, "here")
+    assert isinstance(chat, Chat)
+    tokens, families, masked = {"bos_token": "<BOS>", "eos_token": "<EOS>"}, set(), 0
+    for file in sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja")):
+        if file.stem.startswith(("idefics", "smolvlm", "llava")):  # content is a list of parts
+            continue
+        source = file.read_text()
+        (text,), (spans,) = render_jinja_template(
+            [talk], chat_template=source, return_assistant_tokens_mask=True, **tokens
+        )
+        ours = ChatTemplate(source, file.stem, tokens, datetime.date.today())
+        assert ours.render(talk) == text, file.stem
+        same, trained, _ = ours.render_trained(chat)
+        assert same == text
+        if spans:  # the template marks them itself
+            assert trained == [tuple(span) for span in spans], file.stem
+            masked += 1
+        else:
+            assert [text[a:b] for a, b in trained] == ["Fine – thanks!", "Again: Fine"], file.stem
+            families.add(file.stem.split("_")[0])
+    assert len(families) >= 10
+    assert masked >= 10
 
 
 @pytest.mark.parametrize(
@@ -244,8 +280,8 @@ def test_a_sample_is_one_whole_example(tmp_path: Path) -> None:
     corpus = corpus_of(
         tmp_path / "a.jsonl", [*lines, {"messages": [{"role": "assistant", "content": ""}]}], template="plain"
     )
-    samples = Samples(corpus, seq_len=40, vocab=256, seed=0)
-    assert (samples.count, corpus.left_out, samples.cut, samples.dropped) == (29, 1, 9, 0)
+    samples = Samples(corpus, seq_len=40, vocab=256, seed=0, packing="none")
+    assert (samples.count, corpus.left_out, samples.segments.cut, samples.segments.empty) == (29, 1, 9, 0)
     seen = set()
     for k in range(29):
         tokens, targets = samples[k]
@@ -260,7 +296,7 @@ def test_a_sample_is_one_whole_example(tmp_path: Path) -> None:
     assert seen == set(range(1, 30))
     assert "29 examples" in samples.describe(4, 10)
     assert "9 cut to fit" in samples.describe(4, 10)
-    assert Samples(corpus, seq_len=40, vocab=256, seed=0, overlong="drop").count == 20
+    assert Samples(corpus, seq_len=40, vocab=256, seed=0, packing="none", overlong="drop").count == 20
     with pytest.raises(DataError, match="9 of 29 examples are longer than model.seq_len = 40"):
         Samples(corpus, seq_len=40, vocab=256, seed=0, overlong="error")
     with pytest.raises(DataError, match="no example has a token to predict within model.seq_len = 5"):
@@ -333,3 +369,18 @@ def test_every_plan_sees_the_same_examples(tmp_path: Path) -> None:
         found.append(run_training(config, plan, 4 if mesh else 1))
     for key in ("loss", "grad_norm"):
         assert np.allclose(series(found[0], key), series(found[1], key), rtol=1e-9, atol=0)
+
+
+def test_characters_are_located_among_tokens(folder: Path) -> None:
+    """Against the places of all tokens, on random text with characters of several tokens and control tokens."""
+    codec, r = load_tokenizer(str(folder / "tokenizer.json")), random.Random(0)
+    alphabet = ["a", " ", "é", "–", "😀", "\n", "字", "\u0301", "<|im_end|>", "👍🏽"]
+    for _ in range(200):
+        text = "".join(r.choices(alphabet, k=r.randrange(1, 30)))
+        first = r.randrange(len(text))
+        last = r.randrange(first + 1, len(text) + 1)
+        ((_, tokens),) = codec.encode_all([text], locate=True)
+        places = codec._library.encode(text, add_special_tokens=False).offsets  # type: ignore[attr-defined]
+        assert list(range(*tokens(first, last))) == [i for i, (a, b) in enumerate(places) if b > first and a < last]
+        ((ids, tokens),) = ByteTokenizer().encode_all([text], locate=True)
+        assert bytes(ids[slice(*tokens(first, last))]).decode() == text[first:last]

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.errors import DataError
-from fourfold.train.data import IGNORE, ByteTokenizer, Samples, load_tokenizer, open_corpus, permute, write_tokens
+from fourfold.train.data import (
+    IGNORE,
+    ByteTokenizer,
+    Samples,
+    corpus_of,
+    load_tokenizer,
+    open_corpus,
+    permute,
+    write_tokens,
+)
 
 
 @settings(deadline=None)
@@ -72,7 +81,7 @@ def test_prompts_are_not_predicted(tmp_path: Path) -> None:
     lines = [{"prompt": "what?", "answer": "that"}, {"text": "plain"}] * 20
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    s = samples(str(path))
+    s = samples(str(path), packing="none")
     assert not s.all_valid
     for k in range(s.count):
         tokens, targets = s[k]
@@ -173,3 +182,40 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "broken.json"))
     with pytest.raises(DataError, match="no such tokenizer file"):
         load_tokenizer("nowhere.json")
+
+
+# ---- a dataset of the user's own ----
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"tokens": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]},
+        {"tokens": [1, 2, 3], "targets": [IGNORE, 3, 4]},
+        {"input_ids": [1, 2, 3, 4], "labels": [IGNORE, IGNORE, 3, 4]},
+    ],
+)
+def test_own_examples(item: dict[str, list[int]]) -> None:
+    corpus = corpus_of([item] * 3, vocab=100)
+    s = Samples(corpus, seq_len=5, vocab=100, seed=0, packing="none")
+    tokens, targets = s[0]
+    assert (s.count, tokens[:3].tolist()) == (3, [1, 2, 3])
+    assert targets.tolist() == [IGNORE, 3, 4, IGNORE, IGNORE]
+
+
+def test_own_examples_of_text_and_bad_ones() -> None:
+    corpus = corpus_of([{"prompt": "a", "completion": "bc"}], vocab=256)
+    assert corpus.tokens.tolist() == [97, 98, 99, 0]
+    assert corpus.mask is not None
+    assert corpus.mask.tolist() == [0, 1, 1, 1]
+    bad: list[tuple[object, str]] = [
+        ({"tokens": [1, 200]}, r"example 1: has the id 200, but model.vocab = 100"),
+        ({"tokens": [1, 2], "loss_mask": [1]}, "2 tokens, but 1 values of 'loss_mask'"),
+        ({"tokens": [1, 2], "targets": [5, 6]}, "wants token 5 at place 1, where the example has 2"),
+        ({"tokens": [1.5]}, "'tokens' must be a list of integers"),
+        ([1, 2], "expected a mapping with 'tokens', found list"),
+        ({"ids": [1]}, "no example: has 'ids'"),
+    ]
+    for item, message in bad:
+        with pytest.raises(DataError, match=message):
+            corpus_of([{"tokens": [1, 2]}, item], vocab=100)  # type: ignore[list-item]

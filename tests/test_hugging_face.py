@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -457,6 +459,36 @@ def test_the_page_from_a_folder_to_a_folder(
     assert load_file("out/model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
 
+def test_the_page_on_fine_tuning(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command of docs/fine-tuning.md, on 4 ranks by the planner's plan."""
+    page = (Path(__file__).parent.parent / "docs" / "fine-tuning.md").read_text()
+    commands = page.split("```bash\n")[1].split("```")[0].splitlines()
+    monkeypatch.chdir(tmp_path)
+    with_tokenizer(Path(shutil.copytree(folders["llama"], "model")))
+    chats = [
+        {"messages": [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": f"world {i}"}]}
+        for i in range(16)
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    assert [shlex.split(c)[1] for c in commands] == ["plan", "train", "sample", "export"]
+    small = {"train": ["--train.steps", "2", "--train.device", "cpu"], "sample": ["--tokens", "4"]}
+    for command in commands:
+        words = shlex.split(command)[1:]
+        assert main([*words, *small.get(words[0], [])]) == 0, command
+    out = capsys.readouterr().out
+    assert "rank 8, scale 2, on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in " ".join(out.split())
+    assert "fine-tuning: lr 0.0002" in out
+    assert {p.name for p in Path("runs/model/final").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    _, info = transformers.AutoModelForCausalLM.from_pretrained("merged", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert load_file("merged/model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    assert main(["sample", "runs/model/final", "--prompt", "hello", "--tokens", "4"]) == 0
+    assert main(["export", "runs/model", "again", "--merge"]) == 0
+    assert main(["sample", "again", "--prompt", "hello", "--tokens", "4"]) == 0
+
+
 SCALED = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
@@ -497,3 +529,52 @@ def test_unmodified_models_of_transformers_are_traced(name: str, folders: dict[s
     spec = ModelSpec.from_hf(folders[name], seq_len=16, dropout=0.0)
     assert traced.parameters == spec.parameters
     assert traced.layers == spec.layers
+
+
+def test_rotary_keys_that_only_transformers_4_reads(tmp_path: Path) -> None:
+    """GPT-NeoX has its own name for the rotated share of a head; Phi-3 allows three keys of longrope and no other."""
+    neox, phi = (
+        json.loads((exported(folder, opened(folder), folder) / "config.json").read_text())
+        for name in ("gpt_neox", "phi3")
+        if (folder := save(theirs(name, torch.float32), tmp_path / name))
+    )
+    assert neox["rotary_pct"] == neox["rope_parameters"]["partial_rotary_factor"] == 0.5
+    assert set(phi["rope_scaling"]) == {"type", "short_factor", "long_factor"}
+    assert phi["original_max_position_embeddings"] == phi["rope_parameters"]["original_max_position_embeddings"]
+
+
+IN_VERSION_4 = """
+import sys, torch, transformers
+assert transformers.__version__.startswith("4."), transformers.__version__
+for folder, kind in (line.split("\\t") for line in sys.stdin.read().splitlines()):
+    model, info = getattr(transformers, kind).from_pretrained(
+        folder + "/run/final", output_loading_info=True, dtype=torch.float32, attn_implementation="eager")
+    assert not any(info.values()), (folder, info)
+    torch.save(model(torch.load(folder + "/x.pt")).logits.detach(), folder + "/logits.pt")
+    model.save_pretrained(folder + "/four")
+"""
+
+
+@pytest.mark.skipif(
+    "FOURFOLD_TRANSFORMERS_4" not in os.environ,
+    reason="FOURFOLD_TRANSFORMERS_4 names no Python that has transformers 4.57",
+)
+def test_transformers_4_opens_every_family_and_we_open_what_it_writes(tmp_path: Path) -> None:
+    x = torch.randint(0, FAMILY_VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
+    lines, wanted = [], {}
+    for number, name in enumerate(EVERY):
+        folder = tmp_path / str(number)
+        model = theirs(name, torch.float32)
+        exported(save(model, folder), opened(folder), folder)
+        torch.save(x, folder / "x.pt")
+        lines.append(f"{folder}\tAutoModelFor{'MaskedLM' if name == 'bert' else 'CausalLM'}")
+        with torch.no_grad():
+            wanted[folder] = model(x).logits
+    python = os.environ["FOURFOLD_TRANSFORMERS_4"]
+    subprocess.run(
+        [python, "-c", IN_VERSION_4], input="\n".join(lines), text=True, check=True, env={"HF_HUB_OFFLINE": "1"}
+    )
+    for folder, logits in wanted.items():
+        assert (torch.load(folder / "logits.pt") - logits).abs().max() < 1e-5 * logits.abs().max()
+        with torch.no_grad():
+            assert (opened(folder / "four")(x) - logits).abs().max() < 1e-5 * logits.abs().max()

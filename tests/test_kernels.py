@@ -83,17 +83,19 @@ def by_operators(qkv: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dims", [DIM, 10])
-def test_rotary_embedding(dtype: torch.dtype, device: str, compiled: bool, dims: int) -> None:
+@pytest.mark.parametrize(("dims", "placed"), [(DIM, False), (10, False), (DIM, True)])
+def test_rotary_embedding(dtype: torch.dtype, device: str, compiled: bool, dims: int, placed: bool) -> None:
+    """`placed`: every sequence has positions of its own."""
     made = torch.Generator(device).manual_seed(0)
     wide = torch.randn(3, TOKENS, sum(WIDTHS), dtype=torch.float64, device=device, generator=made)
     grads = [torch.randn(3, n // DIM, TOKENS, DIM, dtype=torch.float64, device=device, generator=made) for n in WIDTHS]
     exact, narrow = wide.to(dtype).double().requires_grad_(), wide.to(dtype).requires_grad_()
     grads = [g.to(dtype) for g in grads]
     run = torch.compile(embed_qk, backend="aot_eager" if device == "cpu" else "inductor") if compiled else embed_qk
-    mine = run(narrow, WIDTHS, DIM, *tables(device, dtype, dims))
+    at = torch.randint(0, TOKENS, (3, TOKENS), generator=made, device=device) if placed else None
+    mine = run(narrow, WIDTHS, DIM, *tables(device, dtype, dims), at)
     torch.autograd.backward(mine, [g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads])
-    theirs = by_operators(exact, *tables(device, torch.float64, dims))
+    theirs = by_operators(exact, *(t if at is None else t[at] for t in tables(device, torch.float64, dims)))
     torch.autograd.backward(theirs, [g.double() for g in grads])
     close = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-6}[dtype]
     assert narrow.grad is not None

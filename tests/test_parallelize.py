@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.errors import CheckpointError
 from fourfold.testing.budget import Budget
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.ranks import run_ranks
 
 WIDTH = 24
+SLOW = pytest.mark.skipif("FOURFOLD_SLOW_TESTS" not in os.environ, reason="slow: set FOURFOLD_SLOW_TESTS=1")
 
 
 class Layer(nn.Module):
@@ -202,3 +210,170 @@ def test_units_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ff.Plan.from_dict({"unit": [{"match": "layers.*", "mode": "zero3"}], "precision": {"compile": True}})
     model = ff.parallelize(Net(), plan)
     assert model.step(batch(0)).item() == pytest.approx(serial(1)[0][0], rel=1e-12)
+
+
+# ---- as users have it ----
+
+TINY: dict[str, Any] = {"vocab_size": 11, "hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+def _pretrained(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=11, n_embd=24, n_head=2, n_layer=2, n_positions=8)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        return transformers.GPT2LMHeadModel(config).double()
+    config = transformers.LlamaConfig(**TINY, intermediate_size=48, max_position_embeddings=8, num_key_value_heads=1)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def labelled(step: int) -> dict[str, Tensor]:
+    """Chats of other lengths: what is padded has no label; every fourth has none at all."""
+    tokens, _ = batch(step)
+    labels = tokens.clone()
+    for row in range(12):
+        labels[row, 1 + row % 4 :] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def predicted(part: dict[str, Tensor]) -> Tensor:
+    return (part["labels"][:, 1:] != -100).sum()
+
+
+def _tuned(rank: int, ranks: int, kind: str, plan: dict[str, Any], folder: str) -> tuple[list[float], Any]:
+    """Three steps, saved after two and continued from there by another plan."""
+    losses, size = [], 12 // ranks
+    model = ff.parallelize(_pretrained(kind), ff.Plan.from_dict(plan))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        if step == 2:
+            model.save(folder, optimizer)
+            torch.manual_seed(rank)
+            other = {"unit": [{"match": "*", "mode": "zero2"}], "batch": {"micro_batches": 3}}
+            model = ff.parallelize(_pretrained(kind).train(False), ff.Plan.from_dict(other))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            model.load(folder, optimizer)
+        mine = {k: t[rank * size : (rank + 1) * size] for k, t in labelled(step).items()}
+        losses.append(model.step(mine, weight=predicted).item())
+        assert model.eval_step(mine, weight=predicted).item() == pytest.approx(losses[-1], rel=1e-6)
+        optimizer.step()
+        model.zero_grad()
+    out = model(input_ids=mine["input_ids"]).logits
+    assert out.isfinite().all()
+    assert not out.requires_grad
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("gpt2", 4), ("llama", 2)])
+def test_models_of_transformers_train_as_they_are(kind: str, ranks: int, tmp_path: Path) -> None:
+    net, losses = _pretrained(kind), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(3):
+        loss = net(**labelled(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    plan = {"unit": [{"match": "*", "mode": "zero3"}], "batch": {"micro_batches": 1 if ranks == 4 else 2}}
+    for found in run_ranks(_tuned, ranks, kind, plan, str(tmp_path / "saved")):
+        assert found[0] == pytest.approx(losses, rel=1e-6)  # transformers computes its losses in fp32
+        for name, value in net.named_parameters():
+            assert torch.allclose(found[1][name], value.detach(), rtol=0, atol=1e-5), name
+    again = _pretrained(kind)  # and in plain torch, from the last whole state
+    again.load_state_dict(found[1], strict=False)
+    assert again(**labelled(5)).loss.item() == pytest.approx(net(**labelled(5)).loss.item(), rel=1e-5)
+
+
+def _few_parameters(rank: int, ranks: int) -> tuple[list[float], int]:
+    torch.manual_seed(rank)  # all ranks take rank 0's weights
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1, bias=False)).double()
+    net[1].requires_grad_(False)
+    frozen = net[1].weight.detach().clone()
+
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).square().mean()
+
+    model = ff.parallelize(Squares(), ff.Plan.from_dict({"unit": [{"match": "*", "mode": "zero3"}]}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    losses = []
+    for _ in range(3):
+        losses.append(model.step(torch.ones(2, 3).double()).item())
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        model.zero_grad()
+    if rank == 0:
+        assert torch.equal(model.state_dict()["net.1.weight"], frozen)
+    else:
+        model.state_dict()
+    return losses, len(list(model.parameters()))
+
+
+def test_every_rank_has_a_parameter() -> None:
+    """Of six elements on four ranks, three ranks hold padding alone."""
+    alone = _few_parameters(0, 1)
+    for losses, count in run_ranks(_few_parameters, 4):
+        assert losses == pytest.approx(alone[0], rel=1e-12)
+        assert count
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda loss: {"logits": loss}, "output, a dict, has no loss; the batch has 'x'"),
+        (lambda loss: SimpleNamespace(loss=None), "compute one if the batch has 'labels'"),
+        (lambda loss: loss.expand(3), r"must be one number, the mean over the batch; found a tensor of shape \[3\]"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(output: Any, message: str) -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return output(super().forward(x).mean())
+
+    with pytest.raises(ff.ConfigError, match=message):
+        ff.parallelize(Odd(3, 3)).step({"x": torch.ones(2, 3)})
+
+
+def test_what_a_module_must_be() -> None:
+    with pytest.raises(ff.ConfigError, match=r"without values \(on the meta device\)"):
+        ff.parallelize(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ff.ConfigError, match="has no parameters"):
+        ff.parallelize(nn.ReLU())
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(ff.PlanError, match=r"float32 and of torch.float64 \('1.weight'\), and a unit has one type"):
+        ff.parallelize(mixed)
+    with pytest.raises(ff.PlanError, match="the mesh is data 3 = 3 ranks, but there are 1"):
+        ff.parallelize(Net(), ff.Plan.from_dict({"mesh": {"data": 3}}))
+    model = ff.parallelize(Net(), ff.Plan.from_dict({"batch": {"micro_batches": 2}}))
+    with pytest.raises(ff.ConfigError, match="would depend on the plan; say how many"):
+        model.step({"tokens": batch(0)[0], "labels": torch.full((12, 5), -100)})
+
+
+def test_state_dicts_are_checked() -> None:
+    model, state = ff.parallelize(Net()), Net().state_dict()
+    model.load_state_dict(state)  # with the head's further name of the embedding's weight
+    assert model.eval_step(batch(0)).item() == pytest.approx(serial(1)[0][0], rel=1e-12)
+    state.pop("layers.1.up.bias")
+    with pytest.raises(CheckpointError, match=r"has no 'layers.1.up.bias'; strict=False"):
+        model.load_state_dict(state)
+    model.load_state_dict(state, strict=False)
+    with pytest.raises(CheckpointError, match=r"'embed.weight' is \[2\] in the state dict, not \[11, 24\]"):
+        model.load_state_dict({"embed.weight": torch.ones(2)}, strict=False)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), 4])
+def test_the_example_under_torchrun_is_the_example_alone(ranks: int, tmp_path: Path) -> None:
+    script, said = str(Path(__file__).parents[1] / "examples" / "own_module.py"), []
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    for options in ([], launch):
+        command = [sys.executable, *options, script, str(tmp_path / str(len(options)))]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert out.returncode == 0, out.stderr[-2000:]
+        said.append([float(x) for x in re.findall(r"loss ([\d.]+)", out.stdout)])
+    assert len(said[0]) == 5
+    assert said[1] == pytest.approx(said[0], abs=1e-5)

@@ -94,42 +94,52 @@ class Pending:
 def all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [ranks · n] = every rank's mine [n], in rank order. Receives (ranks - 1) · n elements."""
     if (lane := lane_for(group, out)) is None:
-        return _start(_all_gather, out, mine, group=group, what=what)
-    return _by_ring(lane, lambda: lane.all_gather(out, mine, what, now), group, what, "all_gather", out, mine)
+        return _start(_all_gather, out, mine, group=group, what=what, kind="all_gather", whole=out)
+    return _by_ring(lane, lambda: lane.all_gather(out, mine, what, now), group, what, "all_gather", out, mine, now=now)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [n] = this rank's part of the sum over ranks of whole [ranks · n]. Receives (ranks - 1) · n elements."""
     if (lane := lane_for(group, whole)) is None:
-        return _start(_reduce_scatter, out, whole, group=group, what=what)
-    return _by_ring(lane, lambda: lane.reduce_scatter(out, whole, what, now), group, what, "reduce_scatter", whole, out)
+        return _start(_reduce_scatter, out, whole, group=group, what=what, kind="reduce_scatter", whole=whole)
+    return _by_ring(
+        lane, lambda: lane.reduce_scatter(out, whole, what, now), group, what, "reduce_scatter", whole, out, now=now
+    )
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
     if (lane := lane_for(group, x, beside=not now)) is None:
-        return _start(dist.all_reduce, x, group=group, what=what, async_op=True)
-    return _by_ring(lane, lambda: lane.all_reduce(x, what, now), group, what, "all_reduce", x, x)
+        return _start(dist.all_reduce, x, group=group, what=what, kind="all_reduce", whole=x, async_op=True)
+    return _by_ring(lane, lambda: lane.all_reduce(x, what, now), group, what, "all_reduce", x, x, now=now)
 
 
 def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = that of the rank `source` of the group. The others receive |x| elements."""
     if (lane := lane_for(group, x)) is None:
-        return _start(dist.broadcast, x, group=group, what=what, group_src=source, async_op=True)
-    return _by_ring(lane, lambda: lane.broadcast(x, source, what, now), group, what, "broadcast", x, x, source)
+        return _start(
+            dist.broadcast, x, group=group, what=what, kind="broadcast", whole=x, group_src=source, async_op=True
+        )
+    return _by_ring(lane, lambda: lane.broadcast(x, source, what, now), group, what, "broadcast", x, x, source, now=now)
 
 
 def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = the sum over ranks of x, on the rank `target` of the group; undefined elsewhere. Receives |x| elements."""
     if (lane := lane_for(group, x)) is None:
-        return _start(dist.reduce, x, group=group, what=what, group_dst=target, async_op=True)
-    return _by_ring(lane, lambda: lane.reduce(x, target, what, now), group, what, "reduce", x, x, target)
+        return _start(dist.reduce, x, group=group, what=what, kind="reduce", whole=x, group_dst=target, async_op=True)
+    return _by_ring(lane, lambda: lane.reduce(x, target, what, now), group, what, "reduce", x, x, target, now=now)
 
 
 def _start(
-    call: Callable[..., _Work | None], *tensors: Tensor, group: dist.ProcessGroup, what: str, **options: object
+    call: Callable[..., _Work | None],
+    *tensors: Tensor,
+    group: dist.ProcessGroup,
+    what: str,
+    kind: str,
+    whole: Tensor,
+    **options: object,
 ) -> Pending:
-    ticket = RECORD.wait(RECORD.start(group, what))  # the host may block in the call, too
+    RECORD.waiting = ticket = RECORD.start(group, what, kind, whole.nbytes)  # the host may block in the call, too
     try:
         work = call(*tensors, group=group, **options)
     except RuntimeError as e:
@@ -147,8 +157,12 @@ def _by_ring(
     whole: Tensor,
     mine: Tensor,
     root: int = 0,
+    *,
+    now: bool = False,
 ) -> Pending:
-    ticket = RECORD.wait(RECORD.start(group, what))  # a lane whose caller waits at once does it in this call
+    ticket = RECORD.start(group, what, kind, whole.nbytes)
+    RECORD.waiting = ticket  # a lane whose caller waits at once does it in this call
+    ticket.begun = ticket.issued if now else None
     _here.start = start
     _op(kind, whole, mine, lane.name, root)
     job = _here.job
@@ -190,7 +204,10 @@ def summed(x: Tensor, group: dist.ProcessGroup, what: str, op: str = "sum") -> T
     if op == "sum":
         all_reduce(out, group, what, now=True).wait()
     else:
-        _start(dist.all_reduce, out, group=group, what=what, op=dist.ReduceOp.MAX, async_op=True).wait()
+        maximum = dist.ReduceOp.MAX
+        _start(
+            dist.all_reduce, out, group=group, what=what, kind="all_reduce", whole=out, op=maximum, async_op=True
+        ).wait()
     return out
 
 
@@ -202,9 +219,9 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
         return _done(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
     out = torch.empty_like(x)
     if (lane := lane_for(group, out)) is None:
-        _start(dist.all_to_all_single, out, x, group=group, what=what, async_op=True).wait()
+        _start(dist.all_to_all_single, out, x, group=group, what=what, kind="all_to_all", whole=x, async_op=True).wait()
     else:
-        _by_ring(lane, lambda: lane.exchange(out, x, what, True), group, what, "all_to_all", out, x).wait()
+        _by_ring(lane, lambda: lane.exchange(out, x, what, True), group, what, "all_to_all", out, x, now=True).wait()
     return out
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,9 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DpoConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "RopeScaling",
@@ -42,6 +45,7 @@ MOST = {
     "model.positions": 10**8,
     "model.token_types": 2**16,
     "model.rope_scaling.original_positions": 10**8,
+    "lora.rank": 2**20,
     "train.global_batch": 2**24,
     "train.eval_batches": 2**20,
     "train.seed": 2**53,
@@ -94,6 +98,41 @@ class RopeScaling:
                 f"model.rope_scaling: longrope needs short_factor and long_factor of one length, half the rotary dimensions; "
                 f"found {len(self.short_factor)} and {len(self.long_factor)}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA: the weights stay as they are, and linear layers get trainable factors. y = x Wᵀ + alpha / rank · x Aᵀ Bᵀ."""
+
+    rank: int = 0
+    """Rank of the factors A [rank, inputs] and B [outputs, rank]; 0: no LoRA, all weights are trained."""
+    alpha: float = 0.0
+    """The product of the factors is multiplied by alpha / rank; 0: twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers that are adapted, as in the model's files (q_proj, down_proj; also with what comes before,
+    self_attn.q_proj); default: all of the blocks."""
+    dropout: float = 0.0
+    """Must be 0: results would depend on the plan."""
+    merge: bool = False
+    """Write final/ as a whole model, the factors multiplied and added to the weights, and not as an adapter."""
+
+    def __post_init__(self) -> None:
+        _require(self, "lora", rank=0, alpha=0)
+        if self.dropout:
+            raise ConfigError(
+                f"lora.dropout = {self.dropout:g} is not supported: every rank would draw other masks, and results would depend "
+                "on the plan; use 0"
+            )
+        if not self.rank and (self.alpha or self.targets or self.merge):
+            raise ConfigError("lora.rank is missing: [lora] needs a rank of at least 1, for example rank = 16")
+        if len(set(self.targets)) < len(self.targets):
+            twice = next(t for t in self.targets if self.targets.count(t) > 1)
+            raise ConfigError(f"lora.targets names '{twice}' twice")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of the two factors."""
+        return (self.alpha or 2.0 * self.rank) / self.rank
 
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -219,6 +258,8 @@ class ModelConfig:
     """Dropout after the embedding, attention and MLP, and on attention weights; default 0, or the value of `hf`."""
     init_std: float = 0.02
     """Standard deviation of initial matrices (projections back to the residual stream: divided by sqrt(2 layers))."""
+    lora: LoraConfig | None = None
+    """Adapters on its linear layers, as the section `lora` says; then all other parameters are frozen."""
 
     def __post_init__(self) -> None:
         sizes = ("heads", "kv_heads", "head_dim", "ffn", "positions", "rope_theta", "norm_eps", "rope_dim")
@@ -343,7 +384,7 @@ class ModelConfig:
             raise ConfigError("model.norm_bias = true needs model.norm = 'layer': an RMSNorm has no bias")
         if norm == "layer" and m.norm_plus_one:
             raise ConfigError("model.norm_plus_one = true needs model.norm = 'rms'")
-        return dataclasses.replace(
+        made = dataclasses.replace(
             m,
             norm=norm,
             norm_bias=norm_bias,
@@ -360,6 +401,11 @@ class ModelConfig:
             norm_eps=m.norm_eps or (1e-12 if m.family == "bert" else 1e-5),
             dropout=dropout,
         )
+        if made.lora is not None:
+            from fourfold.model.lora import check_targets
+
+            check_targets(made)
+        return made
 
 
 _LLAMA_ONLY: dict[str, Any] = {
@@ -381,7 +427,12 @@ class DataConfig:
     """The corpus and how it is read."""
 
     source: str = "stdlib"
-    """stdlib (the running Python's own source), or the path of a text file, JSONL file, token file or folder of text."""
+    """stdlib (the running Python's own source), or a file, folder or glob: text, JSONL, parquet, a token file (docs/data.md)."""
+    sources: tuple[str, ...] = ()
+    """Several sources in place of `source`: each a path, or a weight and a path ("0.5 code/*.jsonl"), which is how many times
+    an epoch has its examples."""
+    eval_source: str = ""
+    """A source of its own for evaluation; default: `eval_fraction` of the training data."""
     tokenizer: str = ""
     """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files carry their own. Default: the one
     in the folder of `model.hf`, bytes without one."""
@@ -393,11 +444,13 @@ class DataConfig:
     """What a template that asks for today's date is told, so that data does not depend on the day."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens of an example that the loss counts: the assistant's turns or the answer, or all of them."""
-    packing: Literal["auto", "none", "concat"] = "auto"
-    """none: a sample is one whole example, padded. concat: documents one after another, cut into windows. auto: none for chats
-    and for prompts with answers, concat for text."""
-    overlong: Literal["cut", "drop", "error"] = "cut"
-    """Examples longer than seq_len, where packing is none: cut at the end, left out, or refused."""
+    packing: Literal["auto", "documents", "none", "concat"] = "auto"
+    """documents: several whole examples in a window, none of which sees another. none: a sample is one whole example, padded.
+    concat: documents one after another, cut into windows. auto: documents for chats and for prompts with answers (none if the
+    model has dropout), concat for text."""
+    overlong: Literal["auto", "cut", "split", "drop", "error"] = "auto"
+    """Examples longer than seq_len, where packing keeps them whole: cut at the end, split into several, left out, or refused.
+    auto: split for text, cut for others."""
     mask_rate: float = 0.15
     """bert: fraction of tokens to predict (80 % masked, 10 % random, 10 % unchanged)."""
 
@@ -409,10 +462,27 @@ class DataConfig:
             raise ConfigError(
                 f"data.template_date = '{self.template_date}' is not a date; write it as 2024-07-26"
             ) from None
+        self.mixture()
+        if self.sources and self.source not in ("", "stdlib"):
+            raise ConfigError(f"data.source = '{self.source}' and data.sources are both given; keep one of them")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"data.eval_fraction = {self.eval_fraction} must be at least 0 and below 1")
         if not 0 < self.mask_rate < 1:
             raise ConfigError(f"data.mask_rate = {self.mask_rate} must be between 0 and 1")
+
+    def mixture(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """The paths of all sources, and their weights."""
+        if not self.sources:
+            return (self.source,), (1.0,)
+        paths, weights = [], []
+        for given in self.sources:
+            first, _, rest = given.strip().partition(" ")
+            weight = float(first) if re.fullmatch(r"\d+(\.\d+)?", first) and rest.strip() else None
+            if weight == 0 or not given.strip():
+                raise ConfigError(f"data.sources has '{given}'; write a path, or a weight above 0 and a path")
+            paths.append(given.strip() if weight is None else rest.strip())
+            weights.append(1.0 if weight is None else weight)
+        return tuple(paths), tuple(weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,21 +552,32 @@ class TrainConfig:
     """Seconds without progress of any rank after which a run ends as hanging; 0: 60 on CPU, 600 on CUDA."""
     start_timeout: float = 0.0
     """The same until the first step is done; 0: `timeout`, at least 1800."""
+    eval_timeout: float = 0.0
+    """The same in an evaluation; 0: `timeout`."""
     max_skipped: int = 10
     """Maximum number of consecutive steps with a non-finite loss or gradient; each is skipped on all ranks."""
     guard: bool = True
     """Skip steps with a non-finite loss or gradient; false: streamed updates do not wait for the gradient norm."""
+    check_replicas: int = 0
+    """Compare the bits of all replicas' weights and optimizer state every N steps; 0: before every save only; -1: never."""
     deterministic: bool = True
     """Use torch's deterministic kernels, so that the same plan twice is bit-identical."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "start_timeout"):
+        for name in ("timeout", "start_timeout", "eval_timeout"):
             if getattr(self, name) > LONGEST_WAIT:
                 raise ConfigError(
                     f"train.{name} = {getattr(self, name):g} must be at most {LONGEST_WAIT} seconds, 30 days"
                 )
-        least = {"steps": 1, "global_batch": 1, "eval_every": 0, "eval_batches": 1, "max_skipped": 1}
-        _require(self, "train", timeout=0, start_timeout=0, **least)
+        least = {
+            "steps": 1,
+            "global_batch": 1,
+            "eval_every": 0,
+            "eval_batches": 1,
+            "max_skipped": 1,
+            "check_replicas": -1,
+        }
+        _require(self, "train", timeout=0, start_timeout=0, eval_timeout=0, **least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,6 +586,8 @@ class CheckpointConfig:
 
     every: int = 0
     """Save every N steps and at the end; 0: at the end only."""
+    dir: str = ""
+    """URL of a folder for checkpoints besides the run directory, in an object store: s3://bucket/run, gs://…, file:///…"""
     keep: int = 2
     """Number of complete checkpoints to keep, at least 2 (a machine may fail while the newest is written)."""
     keep_every: int = 0
@@ -516,6 +599,20 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         _require(self, "checkpoint", every=0, keep=2, keep_every=0, timeout=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig:
+    """Preference training (DPO): pairs of a chosen and a rejected answer, against the initial weights as the reference."""
+
+    beta: float = 0.0
+    """How far the model may move from the reference for a preference, usually 0.1; 0: no preference training. The data has
+    `prompt`, `chosen` and `rejected`, and train.global_batch counts sequences, two for each pair."""
+
+    def __post_init__(self) -> None:
+        _require(self, "dpo")
+        if self.beta < 0:
+            raise ConfigError(f"dpo.beta = {self.beta} must not be negative; 0.1 is usual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,6 +642,18 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        lora = self.lora if self.lora.rank else None
+        if self.model.lora != lora:  # the section says it; all that takes a model sees it there
+            object.__setattr__(self, "model", dataclasses.replace(self.model, lora=lora))
+
+    @property
+    def sequences_together(self) -> int:
+        """Consecutive sequences of a step that must be in one micro-batch."""
+        return 2 if self.dpo.beta else 1
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -565,18 +674,22 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
+        if isinstance(model := data.get("model"), dict) and "lora" in model:
+            raise ConfigError("unknown field 'model.lora'; LoRA has a section of its own, [lora]")
         return schema.build(cls, data)
 
     def to_dict(self) -> dict[str, Any]:
-        return schema.dump(self)
+        data: dict[str, Any] = schema.dump(self)
+        data["model"].pop("lora", None)  # it is the section's
+        return data
 
     def with_short_warmup(self) -> Config:
         """A copy whose warm-up is not longer than its steps, for runs with fewer steps than the file has."""
         warmup = min(self.optim.warmup, self.train.steps)
         return dataclasses.replace(self, optim=dataclasses.replace(self.optim, warmup=warmup))
 
-    def resolve(self) -> Config:
-        """A copy with all defaults filled in and all values checked."""
+    def resolve(self, *, own_model: bool = False) -> Config:
+        """A copy with all defaults filled in and all values checked; `own_model`: `[model]` says nothing about it."""
         if not self.train.run_dir:
             raise ConfigError("train.run_dir is missing: say where the run is to be written")
         if self.optim.warmup > self.train.steps:
@@ -591,7 +704,8 @@ class Config:
             own = hf_folder(self.model.hf) / "tokenizer.json" if self.model.hf else None
             scratch = own is None or (self.model.init == "random" and not own.is_file())
             data = dataclasses.replace(data, tokenizer="bytes" if scratch else str(own))
-        return dataclasses.replace(self, model=self.model.resolve(), data=data)
+        model = dataclasses.replace(self.model, init="random") if own_model else self.model.resolve()
+        return dataclasses.replace(self, model=model, data=data)
 
 
 def nearest_divisor(total: int, target: int) -> int:

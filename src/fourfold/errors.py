@@ -6,6 +6,8 @@ returns: 2 when the input is at fault (nothing was started), 1 when a run failed
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "ClusterError",
@@ -23,6 +25,7 @@ __all__ = [
     "PlanError",
     "RankFailure",
     "ReleasedError",
+    "ReplicaError",
     "RunDirError",
     "ScheduleError",
     "TrainingError",
@@ -99,6 +102,10 @@ class ReleasedError(FourfoldError, RuntimeError):
     """A sharded parameter was used while released."""
 
 
+class ReplicaError(TrainingError):
+    """Copies of a weight differ between ranks; says which weight, ranks and step. Nothing was saved after the last comparison."""
+
+
 class Interrupted(FourfoldError):
     """The user ended the ranks by a second Ctrl-C or SIGTERM."""
 
@@ -110,6 +117,15 @@ class RankFailure(FourfoldError):
 
     after_stop = False
     """Whether the user had already asked the ranks to stop."""
+    rank = -1
+    """The rank at fault; -1: none in particular."""
+    kind = ""
+    """What it died of: the name of an exception, or of a signal."""
+
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        self.reports: dict[int, dict[str, Any]] = {}
+        """What the launcher knows of every rank, for the flight record."""
 
 
 class OverBudget(FourfoldError, MemoryError):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fourfold import schema
 from fourfold.config import Config, ModelConfig, nearest_divisor
 from fourfold.errors import PlanError
-from fourfold.model.spec import unit_names
+from fourfold.model.spec import OwnLayers, unit_names
 
 if TYPE_CHECKING:
     from fourfold.program.stages import PipelineLayout
@@ -54,10 +54,15 @@ class Mesh:
     """Degrees of the mesh axes."""
 
     pipe: int = 1
+    """Pipeline parallelism: stages of layers."""
     data: int = 1
+    """Data parallelism: replicas, or shards of units."""
     depth: int = 1
+    """Tensor grid: its copies, which hold other sequences."""
     row: int = 1
+    """Tensor grid: sequences and the rows of matrices are split."""
     col: int = 1
+    """Tensor grid: features, heads and the columns of matrices are split (tensor parallelism as in Megatron-LM)."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -329,16 +334,24 @@ class Plan:
         """Sequences of one micro-batch on one rank."""
         return global_batch // (self.mesh.batch_ways * self.micro_batches(global_batch))
 
-    def check(self, config: Config, ranks: int | None = None) -> PipelineLayout:
-        """Raise PlanError unless this plan can train `config` (a resolved one) on `ranks` ranks; returns its lowered pipeline."""
-        self._check_ranks(ranks)
+    def check(self, config: Config, ranks: int | None = None, own: OwnLayers | None = None) -> PipelineLayout:
+        """Raise PlanError unless this plan can train `config` (a resolved one) on `ranks` ranks; returns its lowered pipeline.
+
+        `own`: the layers of the user's own model, in place of the config's.
+        """
+        self.check_ranks(ranks)
         self._check_batch(config.train.global_batch)
-        self.check_units(unit_names(config.model))
-        self.check_model(config.model)
+        self.check_together(config.train.global_batch, config.sequences_together)
+        self.check_units(unit_names(config.model) if own is None else own.names)
+        if own is None:
+            self.check_model(config.model)
+        else:
+            self._check_pipeline()
+            self._check_no_grid()
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
         early = self.updates_early(config)
-        return lay_out_pipeline(config.model, self, config.train.global_batch, early=early)
+        return lay_out_pipeline(own or config.model, self, config.train.global_batch, early=early)
 
     def updates_early(self, config: Config) -> bool:
         """Whether a unit's update may start in the backward, as soon as its own gradient is reduced."""
@@ -354,7 +367,8 @@ class Plan:
         self._check_pipeline()
         self._check_grid(model)
 
-    def _check_ranks(self, ranks: int | None) -> None:
+    def check_ranks(self, ranks: int | None) -> None:
+        """Raise PlanError unless the mesh has this many ranks."""
         if ranks is None or self.mesh.ranks == ranks:
             return
         fixed = self.mesh.ranks // self.mesh.data
@@ -374,6 +388,17 @@ class Plan:
             near = f"{low} or {high}" if low else f"{high}"
             raise PlanError(
                 f"train.global_batch = {global_batch} does not divide by {factors} = {step}; use {near} sequences"
+            )
+
+    def check_together(self, global_batch: int, together: int) -> None:
+        """Raise PlanError unless every micro-batch holds a multiple of `together` sequences, which a loss compares."""
+        size = self.micro_batch_size(global_batch)
+        if size % together:
+            ways, micro = self.mesh.batch_ways, self.micro_batches(global_batch)
+            raise PlanError(
+                f"a micro-batch has train.global_batch {global_batch} / (data · depth · row {ways} · micro_batches {micro}) = "
+                f"{size} sequences, but the loss compares {together} that must be in one; use a global_batch of "
+                f"{ways * micro * together} or a multiple, or fewer micro_batches"
             )
 
     def _wide(self) -> list[str]:
@@ -414,6 +439,14 @@ class Plan:
                 f"pipeline.slack = {p.slack}: the ordered executor follows '{p.schedule}' as it is; use schedule = '1f1b' or "
                 f"'synthesized', or executor = 'message-driven'"
             )
+
+    def _check_no_grid(self) -> None:
+        for axis in ("row", "col"):
+            if getattr(self.mesh, axis) > 1:
+                raise PlanError(
+                    f"mesh.{axis} = {getattr(self.mesh, axis)}: the layers of your own model run as they are, and nothing says "
+                    f"how they and the loss lie on a tensor grid; use {axis} = 1, and pipe, data or depth for the rest"
+                )
 
     def _check_grid(self, model: ModelConfig) -> None:
         mesh, tensor = self.mesh, self.tensor

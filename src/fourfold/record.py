@@ -6,18 +6,80 @@ waits from one that is waited for. One record per process: like a log, it is wri
 Collectives of a group are numbered in the order in which they are started, which is the same on all ranks of the group. On CPUs
 one is finished when the wait for it returns. On CUDA a wait only orders streams: an event is recorded behind it, and the
 collective (or the computation before it) is finished when the device has reached that event; `poll` looks, and never waits.
+
+The last `EVENTS` things that happened are kept for the flight record (train/flight.py). A launcher on the same machine shares a
+few bytes of memory with the rank (`mirror`): what the rank was doing is known there even when it was killed.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RECORD", "GroupRecord", "Record", "Ticket"]
+__all__ = ["EVENTS", "MIRROR", "RECORD", "Event", "GroupRecord", "Record", "StepTrace", "Ticket", "read_mirror"]
+
+EVENTS = 256
+MIRROR = 256
+"""Bytes of shared memory per rank."""
+
+
+class Event(NamedTuple):
+    """Something that a rank did or waited for in a traced step. Times are marks of the rank's clock (train/clock.py)."""
+
+    kind: str
+    """A collective (all_gather, reduce_scatter, …), `message` (received), `send`, or a part of the step: `data`, `unit`, …"""
+    what: str
+    issued: Any
+    """When it was started."""
+    begun: Any
+    """When the rank began to wait for it, or to do it."""
+    end: Any
+    size: int = 0
+    """Bytes of the whole buffer."""
+    group: GroupRecord | None = None
+    number: int = 0
+    """Of the collectives of the group."""
+    peer: int = -1
+    """The other rank of a message."""
+
+
+class StepTrace:
+    """Events of a traced step, beside its ops. `mark` marks a moment; on CUDA that is an event in the current stream.
+
+    `memory` returns the bytes in use now, `parts` what they are made of: called when there are more than ever in the step.
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[], Any],
+        memory: Callable[[], int] | None = None,
+        parts: Callable[[], dict[str, int]] | None = None,
+    ):
+        self.mark, self._memory, self._parts = mark, memory, parts
+        self.done: Any = None  # where the last part of the step ended
+        self.events: list[Event] = []
+        self.memory: list[tuple[Any, int]] = []
+        self.peak: tuple[Any, int, dict[str, int]] | None = None
+
+    def add(self, kind: str, what: str, begun: Any, *, size: int = 0, peer: int = -1) -> None:
+        """Something that began at a mark and ends now."""
+        self.events.append(Event(kind, what, begun, begun, self.mark(), size, peer=peer))
+
+    def weigh(self, at: Any) -> None:
+        """Note the memory in use, at a mark that was just taken."""
+        if self._memory is None:
+            return
+        used = self._memory()
+        self.memory.append((at, used))
+        if self._parts is not None and (self.peak is None or used > 1.01 * self.peak[1]):
+            self.peak = at, used, self._parts()
 
 
 class GroupRecord:
@@ -34,61 +96,101 @@ class GroupRecord:
 class Ticket:
     """Something started: a collective (`number` of `group`), a message from rank `peer`, or an op on the device."""
 
-    __slots__ = ("event", "group", "number", "peer", "what")
+    __slots__ = ("begun", "event", "group", "issued", "kind", "number", "peer", "size", "what")
 
-    def __init__(self, what: str, group: GroupRecord | None = None, number: int = 0, peer: int = -1):
+    def __init__(
+        self,
+        what: str,
+        group: GroupRecord | None = None,
+        number: int = 0,
+        peer: int = -1,
+        kind: str = "message",
+        size: int = 0,
+    ):
         self.what, self.group, self.number, self.peer = what, group, number, peer
+        self.kind, self.size = kind, size
         self.event: Any = None
+        self.issued: Any = None  # marks of a traced step
+        self.begun: Any = None
 
 
 class Record:
     """Written by the rank's threads, read by its watchdog; every field is replaced as a whole, so no lock is needed."""
 
     def __init__(self) -> None:
+        self.mirror: memoryview | None = None  # MIRROR bytes that a launcher reads
         self.clear()
 
     def clear(self) -> None:
         self.phase, self.op, self.device_op = "start", "", ""
         self.limit = float("inf")  # seconds that the phase may make no progress
+        self.setting = ""  # the config's name of that limit
         self.progress = 0
         self.waiting: Ticket | None = None  # what the main thread is blocked on
         self.watched = False  # somebody polls
+        self.trace: StepTrace | None = None  # of the step under way, if it is traced
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
         self._recorded: deque[Ticket] = deque()  # issued to the device, in order
         self._unreached: list[Ticket] = []  # of these, what the poller has taken over
         self._events: deque[Any] = deque()  # to be used again
+        # (time, what happened, to what), oldest first
+        self.events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS)
 
-    def enter(self, phase: str, limit: float) -> None:
-        """Begin a phase: a step, an evaluation, a save."""
-        self.phase, self.limit, self.op = phase, limit, ""
-        self.progress += 1
+    def enter(self, phase: str, limit: float, setting: str = "") -> None:
+        """Begin a phase: a step, an evaluation, a save; `setting` is the config's name of its limit."""
+        self.phase, self.limit, self.setting, self.op = phase, limit, setting, ""
+        self._note("phase", phase)
+        self._reflect()
 
     def begin_op(self, op: str) -> None:
         self.op = op
+        self._note("op", op)
+        self._reflect()
+
+    def _note(self, kind: str, what: str) -> None:
+        self.events.append((time.time(), kind, what))
         self.progress += 1
+
+    def _reflect(self) -> None:
+        if self.mirror is not None:
+            data = f"{self.phase}\n{self.op}".encode()[: MIRROR - 1]
+            self.mirror[: len(data) + 1] = data + b"\0"
 
     # ---- collectives and messages ----
 
-    def start(self, group: dist.ProcessGroup, what: str) -> Ticket:
-        """A collective of a group is started."""
+    def start(self, group: dist.ProcessGroup, what: str, kind: str = "collective", size: int = 0) -> Ticket:
+        """A collective of a group is started, over buffers of `size` bytes."""
         try:
             found = self.groups[group]
         except KeyError:
             found = self.groups[group] = GroupRecord(group.group_name, dist.get_process_group_ranks(group))
         found.started += 1
         found.what = what
-        self.progress += 1
-        return Ticket(what, found, found.started)
+        self._note("start", what)
+        ticket = Ticket(what, found, found.started, kind=kind, size=size)
+        if self.trace is not None:
+            ticket.issued = self.trace.mark()
+        return ticket
 
     def wait(self, ticket: Ticket) -> Ticket:
         """The main thread begins to wait for it."""
         self.waiting = ticket
+        if ticket.peer >= 0:
+            self.events.append((time.time(), "receive", ticket.what))
+        if self.trace is not None and ticket.begun is None:
+            ticket.begun = self.trace.mark()
         return ticket
 
     def done(self, ticket: Ticket, *, on_device: bool = False) -> None:
         """The wait has returned; `on_device`: the current CUDA stream will wait, the host did not."""
         self.waiting = None
-        self.progress += 1
+        self._note("done", ticket.what)
+        if self.trace is not None and ticket.begun is not None:
+            t, begun = ticket, ticket.begun
+            issued = begun if t.issued is None else t.issued
+            end = self.trace.mark()
+            self.trace.events.append(Event(t.kind, t.what, issued, begun, end, t.size, t.group, t.number, t.peer))
+            ticket.begun = None
         if not on_device:
             _finish(ticket)
         elif self.watched:
@@ -104,6 +206,16 @@ class Record:
     def _issued(self, ticket: Ticket, event: Any) -> None:
         ticket.event = event
         self._recorded.append(ticket)
+
+    # ---- the parts of a traced step ----
+
+    @contextmanager
+    def part(self, kind: str, what: str) -> Iterator[None]:
+        """Within, a part of the step is done; if the step is traced, recorded from the end of the part before."""
+        yield
+        if (trace := self.trace) is not None:
+            trace.add(kind, what, trace.done)
+            trace.done = trace.events[-1].end
 
     # ---- read by the watchdog ----
 
@@ -135,6 +247,12 @@ class Record:
 def _finish(ticket: Ticket) -> None:
     if ticket.group is not None:
         ticket.group.finished = max(ticket.group.finished, ticket.number)
+
+
+def read_mirror(mirror: memoryview) -> tuple[str, str]:
+    """Phase and op of a rank, from the memory it shares; empty when it has not begun one."""
+    phase, _, op = bytes(mirror).partition(b"\0")[0].decode(errors="replace").partition("\n")
+    return phase, op
 
 
 RECORD = Record()

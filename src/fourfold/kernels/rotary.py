@@ -20,7 +20,10 @@ def _rotated_shape(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) ->
 
 @operator("(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin) -> Tensor", _rotated_shape)
 def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q [B, H, T, E], k and v [B, K, T, E] of any strides to [B, T, (H + 2 K) E]; tables [T, E], both halves equal."""
+    """q [B, H, T, E], k and v [B, K, T, E] of any strides to [B, T, (H + 2 K) E]; both halves of the tables are equal.
+
+    Tables are [T, E] for all sequences, or [B, T, E].
+    """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     batch, heads, tokens, dim = q.shape
     out = q.new_empty(batch, tokens, (heads + 2 * k.shape[1]) * dim)
@@ -28,7 +31,8 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     _rotated[(tokens, batch)](
         *(q, k, v, cos, sin, out),
         *(n for t in (q, k, v) for n in t.stride()[:3]),
-        *(cos.stride(0), sin.stride(0), out.stride(0), out.stride(1), heads, k.shape[1], dim // 2),
+        *(cos.stride(0) if cos.dim() == 3 else 0, sin.stride(0) if sin.dim() == 3 else 0),
+        *(cos.stride(-2), sin.stride(-2), out.stride(0), out.stride(1), heads, k.shape[1], dim // 2),
         most,
         triton.next_power_of_2(dim // 2),
     )
@@ -39,13 +43,13 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 def _rotated(
     q, k, v, cos, sin, out,
     qb, qh, qt, kb, kh, kt, vb, vh, vt,
-    ct, st, ob, ot, heads, groups, half,
+    cb, sb, ct, st, ob, ot, heads, groups, half,
     most: tl.constexpr, pairs: tl.constexpr,
 ):  # fmt: skip
     token, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     e = tl.arange(0, pairs)
-    c = tl.load(cos + token * ct + e, mask=e < half, other=0.0)[None, :]
-    s = tl.load(sin + token * st + e, mask=e < half, other=0.0)[None, :]
+    c = tl.load(cos + sequence * cb + token * ct + e, mask=e < half, other=0.0)[None, :]
+    s = tl.load(sin + sequence * sb + token * st + e, mask=e < half, other=0.0)[None, :]
     h = tl.arange(0, most)[:, None]
     to = out + sequence * ob + token * ot + h * 2 * half + e[None, :]
     inside = (h < heads) & (e[None, :] < half)

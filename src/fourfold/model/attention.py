@@ -1,12 +1,20 @@
-"""Softmax attention over a sliding window, or with soft-capped scores: what torch's fused kernel does not compute.
+"""Softmax attention over a sliding window, with soft-capped scores, or within documents: what torch's fused kernel does not
+compute.
 
     scores   s = scale · q kᵀ, then cap · tanh(s / cap) where there is a cap
-    mask     causal: query i attends to keys j ≤ i; with a window w to i - w < j ≤ i, which is w keys with its own
+    mask     causal: query i attends to keys j ≤ i; with a window w to i - w < j ≤ i, which is w keys with its own; with
+             documents to j ≥ starts[i], the first token of its own
     output   softmax(s) v
 
 Queries are taken a block at a time, each with the keys that its block can see, so that the scores of one block exist at a time
 and a window of w costs T · w and not T². Kept for the backward: q, k, v, the output and the log of each query's sum of
 exponentials; scores are computed again. Softmax, tanh and the sums of key and value gradients are in fp32 (fp64 for fp64).
+
+[Note: documents]
+Several documents may share the T tokens of a sequence (`data.packing = "documents"`); `Documents` says which. Where they begin is
+known from the data alone, so every rank of every stage computes it for itself and nothing is sent. On CPUs documents are
+taken one by one, which costs Σ L² for documents of L tokens and not T²; on GPUs torch's variable-length kernel does the same,
+for 16-bit types without soft-capping. Other types there have the mask above and the cost of T².
 
 Both directions are operators of torch's library: selective recomputation sees one operator, whose output it keeps, and
 torch.compile takes it as it is.
@@ -16,64 +24,139 @@ Letters: B sequences, T tokens, H heads, K key heads, G = H / K, E width of a he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from fourfold.kernels import operator
 
-__all__ = ["blocked_attention"]
+__all__ = ["Documents", "blocked_attention", "document_attention"]
 
 SCORES = 1 << 24
 """Scores of one block, at most, unless a block would have fewer than `FEWEST` queries."""
 FEWEST = 64
+WIDTHS = range(8, 257, 8)
+"""Widths of a head that torch's variable-length kernel takes."""
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether torch's kernel takes fewer key heads than query heads (from 2.12 on)."""
+
+
+class Documents(NamedTuple):
+    """The documents of a micro-batch of B sequences with T tokens: [Note: documents]."""
+
+    starts: Tensor
+    """[B, T] int64: the place in its sequence at which each token's document begins."""
+    positions: Tensor
+    """[B, T] int64: the place of each token in its document."""
+    bounds: Tensor
+    """int32: where documents begin among all B · T tokens, and the end of the last one."""
+    longest: int
+    """Bound on the tokens of a document: a power of two, or T."""
+
+    @classmethod
+    def of(cls, starts: Tensor) -> Documents:
+        """From `starts`, on the CPU."""
+        tokens = starts.shape[1]
+        positions = torch.arange(tokens) - starts
+        first = torch.nonzero(positions.flatten() == 0)[:, 0]
+        bounds = torch.cat((first, torch.tensor([starts.numel()]))).int()
+        longest = int(positions.max()) + 1
+        return cls(starts, positions, bounds, min(tokens, 1 << (longest - 1).bit_length()))
+
+    def to(self, send: Callable[[Tensor], Tensor]) -> Documents:
+        """On another device: `send` copies a tensor there."""
+        return Documents(send(self.starts), send(self.positions), send(self.bounds), self.longest)
+
+
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, scale: float, cap: float = 0.0, window: int = 0
+) -> Tensor:
+    """Causal attention within documents: q [B, H, T, E], k and v [B, K, T, E] to [B, H, T, E]."""
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not cap and q.shape[-1] in WIDTHS:
+        return _variable_length(q, k, v, documents, scale, window)
+    return blocked_attention(q, k, v, scale=scale, cap=cap, window=window, starts=documents.starts)
+
+
+def _variable_length(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, window: int) -> Tensor:
+    """Through torch's kernel, which takes all tokens in one dim: [B · T, H, E]."""
+    rows, more = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)], {}
+    if q.shape[1] != k.shape[1]:
+        if GROUPED:
+            more = {"enable_gqa": True}
+        else:
+            rows[1:] = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in rows[1:]]
+    at, longest = documents.bounds, documents.longest
+    reach = (window - 1 if window else -1, 0)
+    attend: Any = varlen_attn
+    out: Tensor = attend(*rows, at, at, longest, longest, scale=scale, window_size=reach, **more)
+    return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 
 def blocked_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, cap: float = 0.0, window: int = 0, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    window: int = 0,
+    causal: bool = True,
+    starts: Tensor | None = None,
 ) -> Tensor:
-    """q [B, H, T, E], k and v [B, K, T, E] to [B, H, T, E]; `cap` and `window`: 0 for none."""
-    out: Tensor = _Attend.apply(q, k, v, scale, cap, window, causal)
+    """q [B, H, T, E], k and v [B, K, T, E] to [B, H, T, E]; `cap` and `window`: 0 for none; `starts` [B, T]: of documents."""
+    out: Tensor = _Attend.apply(q, k, v, starts, scale, cap, window, causal)
     return out
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, window: int, causal: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor | None,
+        scale: float,
+        cap: float,
+        window: int,
+        causal: bool,
     ) -> Tensor:
-        out, log_sum = attend(q, k, v, scale, cap, window, causal)
-        ctx.save_for_backward(q, k, v, out, log_sum)
+        out, log_sum = attend(q, k, v, starts, scale, cap, window, causal)
+        ctx.save_for_backward(q, k, v, out, log_sum, starts)
         ctx.options = scale, cap, window, causal
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *attend_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        return *attend_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, window: int, causal: bool) -> tuple[Tensor, ...]:
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_wide(q))
 
 
 @operator(
-    "(Tensor q, Tensor k, Tensor v, float scale, float cap, int window, bool causal) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? starts, float scale, float cap, int window, bool causal) -> (Tensor, Tensor)",
     _fake,
     "CompositeExplicitAutograd",
 )
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, window: int, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float, cap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The output and, for every query, the log of the sum of its exponentials."""
     out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_wide(q))
-    for queries, keys in _blocks(q, window, causal):
-        s, _ = _scores(q, k, queries, keys, scale, cap, window, causal)
+    for block in _blocks(q, starts, window, causal):
+        rows, queries, keys = block
+        s, _ = _scores(q, k, block, starts, scale, cap, window, causal)
         top = s.logsumexp(-1, keepdim=True)
         p = (s - top).exp_().to(v.dtype)
-        out[:, :, queries] = _by_query(p @ v[:, :, keys], q.shape[1])
-        log_sum[:, :, queries] = _by_query(top, q.shape[1])[..., 0]
+        out[rows, :, queries] = _by_query(p @ v[rows, :, keys], q.shape[1])
+        log_sum[rows, :, queries] = _by_query(top, q.shape[1])[..., 0]
     return out, log_sum
 
 
@@ -82,8 +165,8 @@ def _fake_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 @operator(
-    "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum, float scale, float cap, int window, bool causal)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum, Tensor? starts, float scale, float cap, int window, "
+    "bool causal) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
     "CompositeExplicitAutograd",
 )
@@ -94,6 +177,7 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     log_sum: Tensor,
+    starts: Tensor | None,
     scale: float,
     cap: float,
     window: int,
@@ -103,15 +187,16 @@ def attend_backward(
     dq = torch.empty_like(q)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     dots = (dy.to(wide) * out).sum(-1, keepdim=True)  # Σ p · dp of every query
-    for queries, keys in _blocks(q, window, causal):
-        s, slope = _scores(q, k, queries, keys, scale, cap, window, causal)
-        p = s.sub_(_by_group(log_sum[:, :, queries, None], groups)).exp_()
-        dy_block = _by_group(dy[:, :, queries], groups)
-        dv[:, :, keys] += p.to(v.dtype).mT @ dy_block
-        ds = (dy_block @ v[:, :, keys].mT).to(wide).sub_(_by_group(dots[:, :, queries], groups)).mul_(p)
+    for block in _blocks(q, starts, window, causal):
+        rows, queries, keys = block
+        s, slope = _scores(q, k, block, starts, scale, cap, window, causal)
+        p = s.sub_(_by_group(log_sum[rows, :, queries, None], groups)).exp_()
+        dy_block = _by_group(dy[rows, :, queries], groups)
+        dv[rows, :, keys] += p.to(v.dtype).mT @ dy_block
+        ds = (dy_block @ v[rows, :, keys].mT).to(wide).sub_(_by_group(dots[rows, :, queries], groups)).mul_(p)
         ds = (ds if slope is None else ds.mul_(slope)).mul_(scale).to(q.dtype)
-        dq[:, :, queries] = _by_query(ds @ k[:, :, keys], q.shape[1])
-        dk[:, :, keys] += ds.mT @ _by_group(q[:, :, queries], groups)
+        dq[rows, :, queries] = _by_query(ds @ k[rows, :, keys], q.shape[1])
+        dk[rows, :, keys] += ds.mT @ _by_group(q[rows, :, queries], groups)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -119,15 +204,40 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _blocks(q: Tensor, window: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that one of them sees."""
+Block = tuple[slice, slice, slice]
+
+
+def _one_by_one(starts: Tensor) -> bool:
+    """Whether documents are taken one by one; reading where they begin would make the host wait for a GPU."""
+    return starts.device.type == "cpu"
+
+
+def _blocks(q: Tensor, starts: Tensor | None, window: int, causal: bool) -> Iterator[Block]:
+    """Blocks of queries: which sequences, which queries, and the keys that one of them sees.
+
+    Documents are taken one by one, or several together, which `_scores` then masks.
+    """
     batch, heads, tokens, _ = q.shape
-    size = max(FEWEST, SCORES // (batch * heads * min(tokens, 2 * window or tokens)))
+    if starts is None or not _one_by_one(starts):
+        yield from _of_documents(slice(0, batch), batch * heads, 0, tokens, window, causal)
+        return
+    for row, its in enumerate(starts.unbind()):
+        bounds = [*its.unique_consecutive().tolist(), tokens]
+        for first, last in itertools.pairwise(bounds):
+            yield from _of_documents(slice(row, row + 1), heads, first, last, window, causal)
+
+
+def _of_documents(rows: slice, heads: int, first: int, last: int, window: int, causal: bool) -> Iterator[Block]:
+    """The blocks of one document in [first, last), or of several documents at the same place of all sequences."""
+    size = max(FEWEST, SCORES // (heads * min(last - first, 2 * window or last - first)))
     size = min(size, max(FEWEST, window)) if window else size
-    for start in range(0, tokens, size):
-        stop = min(start + size, tokens)
-        last = stop if causal else tokens
-        yield slice(start, stop), slice(max(0, start - window + 1) if window else 0, last)
+    for start in range(first, last, size):
+        stop = min(start + size, last)
+        yield (
+            rows,
+            slice(start, stop),
+            slice(max(first, start - window + 1) if window else first, stop if causal else last),
+        )
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -141,11 +251,11 @@ def _by_query(x: Tensor, heads: int) -> Tensor:
 
 
 def _scores(
-    q: Tensor, k: Tensor, queries: slice, keys: slice, scale: float, cap: float, window: int, causal: bool
+    q: Tensor, k: Tensor, block: Block, starts: Tensor | None, scale: float, cap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [B, K, G · c, keys] in fp32 or wider, -inf where masked, and the slope of the soft-cap (None: no cap)."""
-    groups, slope = k.shape[1], None
-    s = (_by_group(q[:, :, queries], groups) @ k[:, :, keys].mT).to(_wide(q)).mul_(scale)
+    (rows, queries, keys), groups, slope = block, k.shape[1], None
+    s = (_by_group(q[rows, :, queries], groups) @ k[rows, :, keys].mT).to(_wide(q)).mul_(scale)
     if cap:
         s = s.div_(cap).tanh_()
         slope = 1 - s.square()
@@ -154,5 +264,7 @@ def _scores(
         i = torch.arange(queries.start, queries.stop, device=q.device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=q.device)[None, :]
         masked = (j > i) | (j <= i - window) if window else j > i
-        s.unflatten(2, (-1, masked.shape[0])).masked_fill_(masked, float("-inf"))
+        if starts is not None and not _one_by_one(starts):
+            masked = (masked | (j < starts[rows, queries, None]))[:, None, None]
+        s.unflatten(2, (-1, queries.stop - queries.start)).masked_fill_(masked, float("-inf"))
     return s, slope

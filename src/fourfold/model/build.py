@@ -4,7 +4,8 @@
 Element i (row-major index in the serial parameter) of a matrix is a function of (seed, name, i) alone: a 64-bit hash of
 them, read as four 16-bit numbers whose sum, centred and scaled, is close to normal (standard deviation 1, cut at 3.46).
 Integer arithmetic until the last two operations, both correctly rounded in fp64, so any rank makes any piece on any
-device without the rest of the tensor, with the same bits. Norms start as factors of 1, biases as 0.
+device without the rest of the tensor, with the same bits. Norms start as factors of 1, biases as 0. Of an adapter (LoRA), A is
+uniform in ±1/sqrt(inputs), as PEFT has it, and B is 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config import ModelConfig
+from fourfold.model.adapter import adapt
 from fourfold.model.layers import Rotary
+from fourfold.model.lora import is_adapter
 from fourfold.model.transformer import Transformer
 from fourfold.piece import Box, Piece, shape_of, whole
 
@@ -26,7 +29,7 @@ __all__ = ["build_model", "fill_initial", "initial_std", "materialize_buffers", 
 def build_model(m: ModelConfig) -> Transformer:
     """The model on the meta device: shapes and names, no storage."""
     with torch.device("meta"):
-        return Transformer(m)
+        return adapt(Transformer(m))
 
 
 def serial_model(
@@ -65,12 +68,16 @@ def fill_initial(local: Tensor, piece: Piece, m: ModelConfig, seed: int) -> None
         target.zero_()
     elif len(piece.global_shape) == 1:
         target.fill_(0 if m.norm_plus_one else 1)
+    elif is_adapter(piece.name) and ".adapter.b." in piece.name:
+        target.zero_()
     else:
-        std = initial_std(piece.name, m)
+        make, scale = _normal, initial_std(piece.name, m)
+        if is_adapter(piece.name):
+            make, scale = _uniform, piece.global_shape[1] ** -0.5
         for rows in _chunks(piece.global_slice, 1 << 16 if local.device.type == "cpu" else 1 << 24):
             start = rows[0][0] - piece.global_slice[0][0]
-            values = _normal(seed, piece.name, piece.global_shape, rows, local.device)
-            target[start : start + values.shape[0]].copy_(values.mul_(std))
+            values = make(seed, piece.name, piece.global_shape, rows, local.device)
+            target[start : start + values.shape[0]].copy_(values.mul_(scale))
 
 
 def _chunks(box: Box, elements: int) -> list[Box]:
@@ -82,15 +89,26 @@ def _chunks(box: Box, elements: int) -> list[Box]:
 
 def _normal(seed: int, name: str, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
     """Standard normal values, fp64, of the elements `box` of a tensor of `shape`: [Note: initial weights]."""
-    key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little", signed=True)
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for (a, b), stride in zip(box, _strides(shape), strict=True):
-        index = index[..., None] + torch.arange(a, b, dtype=torch.int64, device=device) * stride
-    bits = _mix(index.mul_(_signed(0x9E3779B97F4A7C15)).add_(key))
+    bits = _bits(seed, name, shape, box, device)
     pairs = ((bits >> 16) & 0x0000FFFF0000FFFF).add_(bits.bitwise_and_(0x0000FFFF0000FFFF))
     total = (pairs >> 32).add_(pairs & 0xFFFFFFFF)
     assert total.shape == shape_of(box)
     return total.double().sub_(131070.0).mul_(math.sqrt(3 / (2**32 - 1)))
+
+
+def _uniform(seed: int, name: str, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+    """The same, uniform between -1 and 1."""
+    bits = _bits(seed, name, shape, box, device)
+    return (bits >> 11).double().mul_(2.0**-52)  # 53 bits with their sign
+
+
+def _bits(seed: int, name: str, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+    """64 random bits for each of the elements."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little", signed=True)
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for (a, b), stride in zip(box, _strides(shape), strict=True):
+        index = index[..., None] + torch.arange(a, b, dtype=torch.int64, device=device) * stride
+    return _mix(index.mul_(_signed(0x9E3779B97F4A7C15)).add_(key))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ __all__ = [
     "Window",
     "canonical_name",
     "links",
+    "rows_of",
     "tied_names",
 ]
 
@@ -724,7 +725,7 @@ def _by_head(theirs: str, ours: str, shape: tuple[int, ...], width: int) -> list
 
 
 def _link(rule: Rule, m: ModelConfig, theirs: str, ours: str, shape: tuple[int, ...]) -> Link:
-    runs = _runs(rule, m, shape[0])
+    runs = rows_of(rule, m, shape[0])
     dims = (sum(run.length for run in runs), *shape[1:])
     transposed = rule.transposed and len(shape) == 2
     view = dims[::-1] if transposed else dims
@@ -733,8 +734,8 @@ def _link(rule: Rule, m: ModelConfig, theirs: str, ours: str, shape: tuple[int, 
     return Link(theirs, stored, ours, view, transposed, runs)
 
 
-def _runs(rule: Rule, m: ModelConfig, rows: int) -> tuple[Run, ...]:
-    """Which rows of ours are which rows of theirs."""
+def rows_of(rule: Rule, m: ModelConfig, rows: int) -> tuple[Run, ...]:
+    """Which rows of ours, of which there are `rows`, are which rows of theirs."""
     e, q, kv = m.head_dim, m.heads * m.head_dim, m.kv_heads * m.head_dim
     if rule.part == "qkv by head":
         assert m.heads == m.kv_heads, "rows by head need as many key heads as heads"

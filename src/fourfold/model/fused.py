@@ -7,7 +7,8 @@ SiLU and the full rotary embedding are one kernel in each direction (kernels/), 
     soft_cap   x                                            →  cap · tanh(x / cap)                keeps the result
     embed_qk   qkv [B, T, H·E | K·E | K·E], tables [T, R]   →  q, k, v  [B, H or K, T, E]         keeps the tables
 
-`embed_qk` gives q, k and v memory of their own, so that its input can be freed. R ≤ E: the dimensions of a head that are rotated.
+`embed_qk` gives q, k and v memory of their own, so that its input can be freed; positions [B, T] may name the rows of the
+tables. R ≤ E: the dimensions of a head that are rotated.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _SoftCap(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [.., T, E] by tables [T, R], in the tables' type.
+    """Rotary embedding of x [B, H, T, E] by tables [T, R], or [B, T, R] of its own for each sequence, in the tables' type.
 
     Pairs (e, e + R/2) of the first R dimensions are rotated, the others are left as they are.
     """
@@ -120,32 +121,53 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     half = cos.shape[-1] // 2
-    return x[..., :half], x[..., half : 2 * half], cos[:, :half], sin[:, :half]
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    return x[..., :half], x[..., half : 2 * half], cos[..., :half], sin[..., :half]
 
 
 def embed_qk(
-    qkv: Tensor, widths: tuple[int, int, int], head_dim: int, cos: Tensor, sin: Tensor
+    qkv: Tensor,
+    widths: tuple[int, int, int],
+    head_dim: int,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the three parts of qkv's last dim, as heads, with the rotary embedding of q and k."""
+    """q, k and v of the three parts of qkv's last dim, as heads, with the rotary embedding of q and k.
+
+    `positions` [B, T]: rows of the tables, where these are not 0 to T - 1.
+    """
     if torch.compiler.is_compiling() and not (_has_kernel(qkv) and cos.shape[-1] == head_dim):
         q, k, v = _heads(qkv, widths, head_dim)
+        cos, sin = _at(cos, sin, positions)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
-    made: tuple[Tensor, Tensor, Tensor] = _EmbedQK.apply(qkv, widths, head_dim, cos, sin)
+    made: tuple[Tensor, Tensor, Tensor] = _EmbedQK.apply(qkv, widths, head_dim, cos, sin, positions)
     return made
+
+
+def _at(cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (cos, sin) if positions is None else (cos[positions], sin[positions])
 
 
 class _EmbedQK(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, widths: tuple[int, int, int], head_dim: int, cos: Tensor, sin: Tensor
+        ctx: Any,
+        qkv: Tensor,
+        widths: tuple[int, int, int],
+        head_dim: int,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        return _heads(_rotated(_heads(qkv, widths, head_dim), cos, sin), widths, head_dim)
+        ctx.save_for_backward(cos, sin, positions)  # all layers share them
+        return _heads(_rotated(_heads(qkv, widths, head_dim), *_at(cos, sin, positions)), widths, head_dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads, cos, -sin), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        cos, sin = _at(*ctx.saved_tensors)
+        return _rotated(grads, cos, -sin), None, None, None, None, None
 
 
 def _rotated(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> Tensor:

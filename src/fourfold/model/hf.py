@@ -328,7 +328,8 @@ def _rope(c: dict[str, Any], rope: Rope, head_dim: int, path: Path) -> dict[str,
         )
     if partial > 1:
         raise ConfigError(f"{path}: {rope.partial_key} = {partial} must be at most 1")
-    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(old or new, c, rope, path)}
+    scaled = old if new.get("rope_type", "default") == "default" else new
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(scaled, c, rope, path)}
     if partial < 1:
         fields["rope_dim"] = int(head_dim * partial)
     if rope.local_theta:

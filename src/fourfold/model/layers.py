@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.config import ModelConfig, RopeScaling
-from fourfold.model.attention import blocked_attention
+from fourfold.model.adapter import LoraLinear
+from fourfold.model.attention import Documents, blocked_attention, document_attention
 from fourfold.model.fused import embed_qk, gated, rotate, soft_cap
 
 __all__ = [
@@ -78,9 +79,11 @@ class Rotary(nn.Module):
     def forward(self, x_bhte: Tensor) -> Tensor:
         return rotate(x_bhte, *self.tables(x_bhte.shape[-2]))
 
-    def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The rows of cos and sin for this many tokens."""
-        return self.cos[:tokens], self.sin[:tokens]
+    def tables(self, tokens: int, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
+        """The rows of cos and sin for this many tokens [T, R]; with documents, of their places in these [B, T, R]."""
+        if documents is None:
+            return self.cos[:tokens], self.sin[:tokens]
+        return self.cos[documents.positions], self.sin[documents.positions]
 
 
 def _frequencies(dim: int, theta: float, scaling: RopeScaling | None, positions: int) -> tuple[Tensor, float]:
@@ -182,7 +185,7 @@ class _Part(nn.Module):
         self.dropout = m.dropout or 0.0
         self.residual_scale = m.residual_scale
 
-    def inner(self, h_btd: Tensor) -> Tensor:
+    def inner(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
         raise NotImplementedError
 
     @property
@@ -190,30 +193,33 @@ class _Part(nn.Module):
         """The linear that leads back to the residual stream."""
         raise NotImplementedError
 
-    def forward(self, x_btd: Tensor, sum_btd: Tensor | None = None) -> Any:
+    def forward(self, x_btd: Tensor, sum_btd: Tensor | None = None, *, documents: Documents | None = None) -> Any:
         """The residual stream after this part; parallel attention: what feeds the MLP, and the residual sum."""
         h_btd = self.feed(x_btd)
-        return self._close(x_btd, h_btd, self.inner(h_btd), sum_btd)
+        return self._close(x_btd, h_btd, self.inner(h_btd, documents), sum_btd)
 
-    def again(self, x_btd: Tensor, sum_btd: Tensor | None = None) -> Any:
+    def again(self, x_btd: Tensor, sum_btd: Tensor | None = None, *, documents: Documents | None = None) -> Any:
         """`forward` for recomputation: only its graph is needed, not its result.
 
         So the last matmul need not be computed, unless a norm comes after it.
         """
         if self.post_norm or self.out_norm is not None or not isinstance(self.last, nn.Linear):
-            return self(x_btd, sum_btd)
+            return self(x_btd, sum_btd, documents=documents)
         h_btd = self.feed(x_btd)
-        inner = self.inner(h_btd)
+        inner = self.inner(h_btd, documents)
+        low = self.last.adapter.low(inner) if isinstance(self.last, LoraLinear) else None  # read by B's gradient
         with _Unread():
-            return self._close(x_btd, h_btd, inner, sum_btd)
+            return self._close(x_btd, h_btd, inner, sum_btd, low)
 
     def feed(self, x_btd: Tensor) -> Tensor:
         """What the branch reads."""
         return x_btd if self.norm is None or self.post_norm else self.norm(x_btd)
 
-    def _close(self, x_btd: Tensor, h_btd: Tensor, inner: Tensor, sum_btd: Tensor | None) -> Any:
-        """The last matmul and the residual sum."""
-        y_btd = self.last(inner)
+    def _close(
+        self, x_btd: Tensor, h_btd: Tensor, inner: Tensor, sum_btd: Tensor | None, low: Tensor | None = None
+    ) -> Any:
+        """The last matmul and the residual sum; `low`: what its adapter makes of its input, where that is known."""
+        y_btd = self.last(inner) if low is None else self.last(inner, low)
         if self.out_norm is not None:
             y_btd = self.out_norm(y_btd)
         return self._join(x_btd, h_btd, F.dropout(y_btd, self.dropout, self.training), sum_btd)
@@ -241,10 +247,12 @@ class _Unread(TorchDispatchMode):
 
 
 class Attention(_Part):
-    """Softmax attention over all earlier tokens, a window of them, or (bert) all tokens.
+    """Softmax attention over all earlier tokens, a window of them, those of the same document, or (bert) all tokens.
 
-    Through torch's fused kernel, unless a window or soft-capped scores ask for `blocked_attention`.
+    Through torch's fused kernel, unless a window, soft-capped scores or documents ask for those of attention.py.
     """
+
+    takes_documents = True
 
     def __init__(self, m: ModelConfig, rotary: Rotary | None, window: int = 0):
         super().__init__(m)
@@ -264,12 +272,18 @@ class Attention(_Part):
     def last(self) -> nn.Module:
         return self.out
 
-    def inner(self, h_btd: Tensor) -> Tensor:
-        return self.attend(*self.heads(self.qkv(h_btd))).transpose(1, 2).flatten(-2)
+    def inner(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
+        q_bhte, k_bkte, v_bkte = self.heads(self.qkv(h_btd), documents)
+        return self.attend(q_bhte, k_bkte, v_bkte, documents).transpose(1, 2).flatten(-2)
 
-    def attend(self, q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor) -> Tensor:
+    def attend(self, q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, documents: Documents | None = None) -> Tensor:
+        scale = self.scale or self.head_dim**-0.5
+        if documents is not None:
+            assert self.causal, "documents in a model that sees later tokens"
+            return document_attention(
+                q_bhte, k_bkte, v_bkte, documents, scale=scale, cap=self.softcap, window=self.window
+            )
         if self.softcap or 0 < self.window < q_bhte.shape[2]:
-            scale = self.scale or self.head_dim**-0.5
             return blocked_attention(
                 q_bhte, k_bkte, v_bkte, scale=scale, cap=self.softcap, window=self.window, causal=self.causal
             )
@@ -284,10 +298,11 @@ class Attention(_Part):
             enable_gqa=self.grouped,
         )
 
-    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, qkv: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H or K, T, E], with norms and rotary embedding where the layer has them."""
         if self.rotary is not None and self.q_norm is None:
-            return embed_qk(qkv, self.widths, self.head_dim, *self.rotary.tables(qkv.shape[1]))
+            positions = None if documents is None else documents.positions
+            return embed_qk(qkv, self.widths, self.head_dim, *self.rotary.tables(qkv.shape[1]), positions)
         q_btf, k_btf, v_btf = qkv.split(self.widths, dim=-1)
         if self.q_norm is not None and not self.norms_heads:
             q_btf = self.q_norm(q_btf)
@@ -296,7 +311,10 @@ class Attention(_Part):
         if self.norms_heads and self.q_norm is not None and self.k_norm is not None:
             q_bthe, k_bthe = self.q_norm(q_bthe), self.k_norm(k_bthe)
         q, k, v = (t.transpose(1, 2) for t in (q_bthe, k_bthe, v_bthe))
-        return (q, k, v) if self.rotary is None else (self.rotary(q), self.rotary(k), v)
+        if self.rotary is None:
+            return q, k, v
+        cos, sin = self.rotary.tables(q.shape[2], documents)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _join(self, x_btd: Tensor, h_btd: Tensor, y_btd: Tensor, sum_btd: Tensor | None) -> Any:
         if not self.parallel:
@@ -325,7 +343,7 @@ class MLP(_Part):
     def last(self) -> nn.Module:
         return self.down
 
-    def inner(self, h_btd: Tensor) -> Tensor:
+    def inner(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
         return activate(self.activation, self.gated, self.up(h_btd))
 
     def _join(self, x_btd: Tensor, h_btd: Tensor, y_btd: Tensor, sum_btd: Tensor | None) -> Any:
@@ -345,17 +363,17 @@ class Block(nn.Module):
         self.attn = Attention(m, rotary, window)
         self.mlp = MLP(m)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
-        out = self.attn(x_btd)
+    def forward(self, x_btd: Tensor, documents: Documents | None = None) -> Tensor:
+        out = self.attn(x_btd, documents=documents)
         y_btd: Tensor = self.mlp(*out) if isinstance(out, tuple) else self.mlp(out)
         return y_btd
 
 
 class Positions(nn.Embedding):
-    """Learned positions: a row for every place in the sequences of token ids [B, T]."""
+    """Learned positions: a row for every place in the sequences of token ids [B, T], or in their documents."""
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        return self.weight[: tokens_bt.shape[1]]
+    def forward(self, tokens_bt: Tensor, documents: Documents | None = None) -> Tensor:
+        return self.weight[: tokens_bt.shape[1]] if documents is None else F.embedding(documents.positions, self.weight)
 
 
 class TokenTypes(nn.Embedding):
@@ -371,6 +389,8 @@ class Embedding(nn.Module):
     `embed_scale` multiplies the rows of the table, rounded to their type, as Gemma does.
     """
 
+    takes_documents = True
+
     def __init__(self, m: ModelConfig):
         super().__init__()
         self.tokens: nn.Module = nn.Embedding(m.vocab, m.hidden)
@@ -380,12 +400,12 @@ class Embedding(nn.Module):
         self.scale = m.embed_scale
         self.dropout = m.dropout or 0.0
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
+    def forward(self, tokens_bt: Tensor, *, documents: Documents | None = None) -> Tensor:
         x_btd = self.tokens(tokens_bt)
         if self.scale != 1:
             x_btd = x_btd * torch.tensor(self.scale, dtype=x_btd.dtype, device="cpu").item()
         if self.positions is not None:
-            x_btd = x_btd + self.positions(tokens_bt)
+            x_btd = x_btd + self.positions(tokens_bt, documents)
         if self.types is not None:
             x_btd = x_btd.add_(self.types(tokens_bt))
         if self.norm is not None:
@@ -394,12 +414,19 @@ class Embedding(nn.Module):
 
 
 class TokenLoss(nn.Module):
-    """Sum of the tokens' cross entropies from logits [B, T, V] and targets [B, T], at least fp32; IGNORE counts for nothing."""
+    """Sum of the tokens' cross entropies from logits [B, T, V] and targets [B, T], at least fp32; IGNORE counts for nothing.
+
+    `per_token`: the cross entropies themselves, [B, T], for losses that are no such sum.
+    """
+
+    per_token = False
 
     def forward(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
         logits_nv = logits_btv.flatten(0, 1)
         logits_nv = logits_nv if logits_nv.dtype == torch.float64 else logits_nv.float()
-        return F.cross_entropy(logits_nv, targets_bt.flatten(), ignore_index=IGNORE, reduction="sum")
+        reduction = "none" if self.per_token else "sum"
+        loss = F.cross_entropy(logits_nv, targets_bt.flatten(), ignore_index=IGNORE, reduction=reduction)
+        return loss.view_as(targets_bt) if self.per_token else loss
 
 
 class Head(nn.Module):
@@ -416,7 +443,7 @@ class Head(nn.Module):
         self.proj: nn.Module = nn.Linear(m.hidden, m.vocab, bias=m.masked_lm)
         self.scale, self.softcap = m.logit_scale, m.logit_softcap
         self.tied = bool(m.tie)
-        self.loss: nn.Module = TokenLoss()
+        self.loss: Any = TokenLoss()
 
     def forward(self, x_btd: Tensor, targets_bt: Tensor | None = None) -> Tensor:
         logits_btv = self.cap(self.proj(self.feed(x_btd)))

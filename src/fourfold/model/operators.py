@@ -23,8 +23,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fourfold import schema
 from fourfold.config import ModelConfig
-from fourfold.model.spec import Shapes, keys_per_query, unit_flops, unit_names, unit_shapes
+from fourfold.model.lora import adapters
+from fourfold.model.spec import Shapes, frozen_shapes, keys_per_query, unit_flops, unit_names, unit_shapes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,6 +84,8 @@ class Operator:
     """Time of the backward over the forward's, for attention (2.5: fused, as the device does it) and memory-bound operators."""
     rows: float = 1.0
     """product: rows of the input; an image has many, and a pooled sequence one for all of its tokens."""
+    frozen: bool = False
+    """product: its weight is not trained: no weight gradient is computed."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,13 @@ class UnitSpec:
     """Maximum number of slices of operator splitting."""
     output: float = 0.0
     """Elements passed to the next unit."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained (LoRA): without gradients and optimizer state."""
+
+    @cached_property
+    def trained(self) -> Shapes:
+        """Shapes of the parameters that are trained."""
+        return {name: shape for name, shape in self.shapes.items() if name not in self.frozen}
 
     @cached_property
     def matrices(self) -> int:
@@ -157,6 +168,8 @@ class ModelSpec:
     """The head's matrix is the embedding's."""
     config: ModelConfig | None = field(default=None, compare=False)
     """What it was made from, when that was a config of ours."""
+    context: float = 0.0
+    """Tokens of a document as attention costs them, where several share a sequence; 0: seq_len."""
 
     @classmethod
     def from_config(cls, config: ModelConfig, name: str = "") -> ModelSpec:
@@ -164,18 +177,32 @@ class ModelSpec:
         m = config.resolve()
         flops = unit_flops(m)
         units = tuple(_unit(m, name, flops[name]) for name in unit_names(m))
-        title = name or f"{m.family} {m.layers}×{m.hidden}"
+        title = (name or f"{m.family} {m.layers}×{m.hidden}") + (f", LoRA rank {m.lora.rank}" if m.lora else "")
         return cls(title, units, m.seq_len, m.hidden, bool(m.tie), m)
 
     @classmethod
     def from_hf(cls, path: str | Path, *, seq_len: int = 0, dropout: float | None = None) -> ModelSpec:
         """The spec of a Hugging Face config.json (a file, or the folder that holds it); `dropout` in place of the file's."""
-        from fourfold.model.hf import LONGEST, read_config
-
-        fields = read_config(path, seq_len, dropout)
-        length = seq_len or min(LONGEST, fields["positions"])
         file = Path(path).resolve()
+        config = file / "config.json" if file.is_dir() else Path(path)
         name = file.name if file.is_dir() else file.parent.name if file.name == "config.json" else file.stem
+        return cls.from_hf_config(schema.read(config), name, config, seq_len=seq_len, dropout=dropout)
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: dict[str, Any],
+        name: str = "",
+        path: str | Path = "config.json",
+        *,
+        seq_len: int = 0,
+        dropout: float | None = None,
+    ) -> ModelSpec:
+        """The spec of what is in a Hugging Face config.json; errors name `path`."""
+        from fourfold.model.hf import LONGEST, read_fields
+
+        fields = read_fields(config, Path(path), seq_len, dropout)
+        length = seq_len or min(LONGEST, fields["positions"])
         return cls.from_config(ModelConfig(**fields | {"seq_len": length}), name)
 
     @classmethod
@@ -202,7 +229,13 @@ class ModelSpec:
     @cached_property
     def flops_per_token(self) -> float:
         """Forward and backward, without recomputation."""
-        return 3 * sum(u.flops for u in self.units)
+        frozen = sum(o.flops for u in self.units for o in u.operators if o.frozen)
+        return 3 * sum(u.flops for u in self.units) - frozen
+
+    @property
+    def lora(self) -> bool:
+        """Whether only adapters are trained, and all weights of the model are frozen."""
+        return self.config is not None and self.config.lora is not None
 
     @cached_property
     def kinds(self) -> dict[str, UnitSpec]:
@@ -229,6 +262,19 @@ class ModelSpec:
         """A short hash of all that the planner reads."""
         text = json.dumps([asdict(u, dict_factory=_said) for u in self.units], sort_keys=True, default=str)
         return hashlib.blake2b(f"{self.seq_len} {self.tied} {text}".encode(), digest_size=6).hexdigest()
+
+    def with_context(self, context: float) -> ModelSpec:
+        """The spec on packed data (`data.packing = "documents"`): attention costs Σ L² / Σ L keys for documents of L tokens."""
+        if not context or self.config is None or context >= self.seq_len:
+            return self
+        units, m = [], self.config
+        for u in self.units:
+            if u.kind.startswith("attn"):
+                share = keys_per_query(m, u.layer - 1, context) / keys_per_query(m, u.layer - 1)
+                operators = (replace(o, flops=o.flops * share) if o.kind == "attention" else o for o in u.operators)
+                u = replace(u, operators=tuple(operators))
+            units.append(u)
+        return replace(self, units=tuple(units), context=context)
 
     def with_plain_attention(self, dropout: bool = True, residual_copies: int = 1) -> ModelSpec:
         """As models were before fused attention: scores, softmax and dropout go through memory.
@@ -274,7 +320,7 @@ class ModelSpec:
 def _said(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Fields that say something: plans in files know the hashes of specs that had fewer."""
     silent = {"rows": 1.0, "mask": 0.0, "scores": 0.0}
-    return {name: value for name, value in fields if silent.get(name) != value}
+    return {name: value for name, value in fields if silent.get(name) != value and (value or name != "frozen")}
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -292,6 +338,7 @@ def _unit(m: ModelConfig, name: str, flops: float) -> UnitSpec:
     layer = 0 if name == "embed" else m.layers + 1 if name == "head" else 1 + int(name.split(".")[1])
     build = {"embed": _embed, "attn": _attention, "mlp": _mlp, "head": _head}[part]
     unit = build(m, name, layer)
+    unit = unit if m.lora is None else _with_adapters(m, unit)
     assert abs(unit.flops - flops) <= 1e-6 * max(1.0, flops), name
     return _with_dropout(m, unit) if m.dropout and part != "head" else unit
 
@@ -311,6 +358,51 @@ def _with_dropout(m: ModelConfig, unit: UnitSpec) -> UnitSpec:
         split=(*more(unit.split[:1]), *unit.split[1:]),
         mask=float(d),
         scores=float(m.heads * m.seq_len) if unit.kind == "attn" else 0.0,
+    )
+
+
+def _with_adapters(m: ModelConfig, unit: UnitSpec) -> UnitSpec:
+    """LoRA: the unit's own parameters are frozen, and adapted linears have two factors more.
+
+    A frozen linear keeps its input only for its adapter. An adapter keeps x Aᵀ; its matmuls are bound by memory: they read the
+    input, write the output, which the frozen matmul is added to, and read the output's gradient twice in the backward.
+    """
+    assert m.lora is not None
+    found, operators = adapters(m, unit.name), []
+    low = sum(m.lora.rank * len(parts) for parts in found.values())
+    wide = {o.name: (o.inputs, o.outputs) for o in unit.operators if o.kind == "product"}
+    for o in unit.operators:
+        operators.append(replace(o, frozen=True) if o.kind == "product" else o)
+        if parts := found.get(o.name):
+            rank = m.lora.rank
+            flops = 2.0 * rank * (len(parts) * o.inputs + sum(p.stop - p.start for p in parts))
+            moved = float(o.inputs + 2 * o.outputs)
+            operators.append(Operator(f"{o.name} adapter", "memory", flops=flops, moved=moved))
+    unread = sum(wide[n][0] for n in wide if n not in found and n in ("qkv", "up", "down", "proj"))
+    none, selective = unit.saved["none"], unit.saved["selective"]
+    if unit.name == "embed":
+        none = selective = unit.saved["full"]
+        operators = [replace(o, backward=0.0) for o in operators]
+    made = sum(wide[n][1] for n in found)
+
+    def more(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+        """An MLP whose `down` has no adapter does not keep that one's input: it comes and goes."""
+        inner = wide["down"][0] if "down" in wide and "down" not in found else 0
+        return tuple(x._replace(inner=Held(x.inner.narrow + inner, x.inner.wide)) for x in moments)
+
+    return replace(
+        unit,
+        operators=tuple(operators),
+        saved={
+            **unit.saved,
+            "none": Held(none.narrow + low - unread, none.wide),
+            "selective": Held(selective.narrow + low + made, selective.wide),
+        },
+        forward={name: moments if name == "selective" else more(moments) for name, moments in unit.forward.items()},
+        backward=(*unit.backward[:1], *more(unit.backward[1:])),
+        split=(*unit.split[:1], *more(unit.split[1:])),
+        for_weight_grad=Held(unit.for_weight_grad.narrow - unread + 2 * low, unit.for_weight_grad.wide),
+        frozen=tuple(frozen_shapes(m, unit.name)),
     )
 
 

@@ -9,22 +9,43 @@ Letters: L layers, D hidden, H heads, K kv_heads, E head_dim, F ffn, V vocab, T 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from fourfold.config import ModelConfig
 
 __all__ = [
+    "OwnLayers",
     "Shapes",
     "flops_per_token",
+    "frozen_shapes",
     "keys_per_query",
     "parameter_count",
     "parameter_shapes",
     "tied_parameters",
+    "trained_count",
+    "trained_shapes",
     "unit_flops",
     "unit_names",
     "unit_shapes",
 ]
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class OwnLayers:
+    """What a plan needs to know of a user's own model: its layers in order, each a unit, with their numbers of parameters."""
+
+    parameters: dict[str, int]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.parameters)
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Estimated FLOPs of each layer's forward for one token: 2 per parameter."""
+        return {name: 2.0 * count for name, count in self.parameters.items()}
 
 
 def unit_names(m: ModelConfig) -> list[str]:
@@ -47,7 +68,30 @@ def parameter_shapes(m: ModelConfig) -> Shapes:
 
 
 def unit_shapes(m: ModelConfig, unit: str) -> Shapes:
-    """Shapes of one unit's own parameters, by their names in it."""
+    """Shapes of one unit's own parameters, by their names in it: those of the model, then those of its adapters."""
+    return frozen_shapes(m, unit) | trained_shapes(m, unit) if m.lora is not None else _unit_shapes(m, unit)
+
+
+def trained_shapes(m: ModelConfig, unit: str) -> Shapes:
+    """Shapes of the parameters of a unit that are trained: all, or with LoRA those of its adapters."""
+    if m.lora is None:
+        return _unit_shapes(m, unit)
+    from fourfold.model.lora import adapters  # it needs this module
+
+    shapes: Shapes = {}
+    for name, parts in adapters(m, unit).items():
+        inputs = _unit_shapes(m, unit)[f"{name}.weight"][1]
+        shapes[f"{name}.adapter.a.weight"] = (m.lora.rank * len(parts), inputs)
+        shapes |= {f"{name}.adapter.b.{part.name}.weight": (part.stop - part.start, m.lora.rank) for part in parts}
+    return shapes
+
+
+def frozen_shapes(m: ModelConfig, unit: str) -> Shapes:
+    """Shapes of the parameters of a unit that are not trained."""
+    return {} if m.lora is None else _unit_shapes(m, unit)
+
+
+def _unit_shapes(m: ModelConfig, unit: str) -> Shapes:
     if unit == "embed":
         shapes: Shapes = {"tokens.weight": (m.vocab, m.hidden)}
         if m.learned_positions:
@@ -100,15 +144,24 @@ def parameter_count(m: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(m).values())
 
 
-def keys_per_query(m: ModelConfig, layer: int) -> float:
-    """Keys that a query attends to, on average: all (bert), half of them, or those in the layer's window."""
+def trained_count(m: ModelConfig) -> int:
+    """Parameters that are trained: all, or with LoRA those of the adapters."""
+    return sum(math.prod(s) for unit in unit_names(m) for s in trained_shapes(m, unit).values())
+
+
+def keys_per_query(m: ModelConfig, layer: int, context: float = 0.0) -> float:
+    """Keys that a query attends to, on average: all (bert), half of them, or those in the layer's window.
+
+    `context`: tokens of a document, where several share a sequence (`Samples.context`); 0: seq_len.
+    """
+    length = context or m.seq_len
     if not m.causal:
-        return m.seq_len
-    window = m.window(layer) or m.seq_len
-    return window - window * window / (2 * m.seq_len)
+        return length
+    window = min(m.window(layer) or length, length)
+    return window - window * window / (2 * length)
 
 
-def unit_flops(m: ModelConfig) -> dict[str, float]:
+def unit_flops(m: ModelConfig, context: float = 0.0) -> dict[str, float]:
     """FLOPs of each unit's forward for one token: 2 per weight of a matmul, plus attention.
 
     The head's matmul counts, also when tied; the embedding lookup does not. Attention multiplies every query with its
@@ -119,11 +172,19 @@ def unit_flops(m: ModelConfig) -> dict[str, float]:
         weights = sum(math.prod(s) for s in unit_shapes(m, unit).values() if len(s) == 2)
         flops[unit] = 2.0 * weights if unit != "embed" else 0.0
         if unit.endswith("attn"):
-            flops[unit] += 4 * keys_per_query(m, int(unit.split(".")[1])) * m.heads * m.head_dim
+            flops[unit] += 4 * keys_per_query(m, int(unit.split(".")[1]), context) * m.heads * m.head_dim
     flops["head"] += 2.0 * m.vocab * m.hidden if m.tie else 0.0
     return flops
 
 
-def flops_per_token(m: ModelConfig) -> float:
-    """Model FLOPs of one training token, forward and backward; the numerator of MFU, so recomputation does not count."""
-    return 3 * sum(unit_flops(m).values())
+def flops_per_token(m: ModelConfig, context: float = 0.0) -> float:
+    """Model FLOPs of one training token, forward and backward; the numerator of MFU, so recomputation does not count.
+
+    Frozen weights have no gradient: their matmuls have two of the three. `context`: tokens of a document, where several share a
+    sequence; 0: seq_len.
+    """
+    frozen = 0.0
+    for unit in unit_names(m) if m.lora is not None else ():
+        frozen += 2.0 * sum(math.prod(s) for s in frozen_shapes(m, unit).values() if len(s) == 2 and unit != "embed")
+    frozen += 2.0 * m.vocab * m.hidden if m.lora is not None and m.tie else 0.0
+    return 3 * sum(unit_flops(m, context).values()) - frozen

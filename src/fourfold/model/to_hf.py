@@ -13,7 +13,7 @@ from typing import Any
 
 from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
-from fourfold.model.families import FAMILIES, Family, Key
+from fourfold.model.families import FAMILIES, Family, Key, Rope
 from fourfold.model.hf import read_fields
 
 __all__ = ["family_of", "hf_config"]
@@ -70,7 +70,7 @@ def _says(c: dict[str, Any], m: ModelConfig) -> bool:
         again = ModelConfig(**read | {"seq_len": m.seq_len, "init_std": m.init_std}).resolve()
     except (ConfigError, KeyError):
         return False
-    return dataclasses.replace(again, init=m.init, model_type=m.model_type) == m
+    return dataclasses.replace(again, init=m.init, model_type=m.model_type, lora=m.lora) == m
 
 
 def hf_config(
@@ -97,7 +97,7 @@ def hf_config(
     if family.rope is not None and not (base or {}).keys() & {"rope_theta", "rope_parameters", family.rope.theta_key}:
         c["rope_parameters"] = _rope(m)
     if family.rope is not None:
-        _both_rotary_forms(c, family.rope.theta_key)
+        _both_rotary_forms(c, family.rope)
     return dict(sorted((c | {"dtype": dtype, "torch_dtype": dtype}).items()))
 
 
@@ -132,9 +132,9 @@ def _rope(m: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _both_rotary_forms(c: dict[str, Any], theta: str) -> None:
+def _both_rotary_forms(c: dict[str, Any], rope: Rope) -> None:
     """Rotary parameters as transformers 4 and 5 have them, whichever of the two is there."""
-    new = c.get("rope_parameters")
+    theta, new = rope.theta_key, c.get("rope_parameters")
     if isinstance(new, dict) and new and all(isinstance(v, dict) for v in new.values()):  # one for each kind of layer
         whole, local = new.get("full_attention", {}), new.get("sliding_attention", {})
         if "rope_theta" in whole:
@@ -142,21 +142,30 @@ def _both_rotary_forms(c: dict[str, Any], theta: str) -> None:
         if "rope_theta" in local and c["model_type"].startswith("gemma3"):
             c.setdefault("rope_local_base_freq", local["rope_theta"])
         if whole.get("rope_type", "default") != "default":
-            c.setdefault("rope_scaling", whole)
+            c.setdefault("rope_scaling", _old_scaling(whole))
         return
     if not isinstance(new, dict):
         old = c.get("rope_scaling") or {}
         new = {"rope_type": old.get("rope_type") or old.get("type") or "default"} | old
         if c.get(theta) is not None:
             new["rope_theta"] = c[theta]
-        if c.get("partial_rotary_factor") is not None:
-            new["partial_rotary_factor"] = c["partial_rotary_factor"]
+        if (partial := c.get(rope.partial_key, c.get("partial_rotary_factor"))) is not None:
+            new["partial_rotary_factor"] = partial
         if "rope_theta" not in new:
             return  # the family's own default, in both
         c["rope_parameters"] = new
     if "rope_theta" in new:
         c[theta] = new["rope_theta"]
     if "partial_rotary_factor" in new:
-        c["partial_rotary_factor"] = new["partial_rotary_factor"]
+        c["partial_rotary_factor"] = c[rope.partial_key] = new["partial_rotary_factor"]
     if new.get("rope_type", "default") != "default":
-        c["rope_scaling"] = new
+        c["rope_scaling"] = _old_scaling(new)
+        if new["rope_type"] == "longrope" and "original_max_position_embeddings" in new:
+            c.setdefault("original_max_position_embeddings", new["original_max_position_embeddings"])
+
+
+def _old_scaling(new: dict[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` as transformers 4 has it: without what it has at the top; longrope with three keys and no more."""
+    if new["rope_type"] == "longrope":
+        return {"type": "longrope", "short_factor": new["short_factor"], "long_factor": new["long_factor"]}
+    return {key: value for key, value in new.items() if key not in ("rope_theta", "partial_rotary_factor")}

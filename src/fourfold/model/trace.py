@@ -114,7 +114,7 @@ class _Counter(TorchDispatchMode):
             notes.products.append(_convolution(args[0], args[1], out, transposed=args[6]))
             notes.product_outputs += made
         elif name == "attend":  # ours, over a window or with soft-capped scores: model/attention.py
-            q, k, window, causal = args[0], args[1], args[5], args[6]
+            q, k, window, causal = args[0], args[1], args[6], args[7]
             keys = (window or k.shape[2]) - (window or k.shape[2]) ** 2 / (2 * k.shape[2]) if causal else k.shape[2]
             notes.attention += 4.0 * q.numel() * keys
             notes.product_outputs += q.numel()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fourfold.config import ModelConfig
+from fourfold.model.attention import Documents
 from fourfold.model.layers import Block, Embedding, Head, Rotary
 
 __all__ = ["Transformer"]
@@ -53,8 +54,10 @@ class Transformer(nn.Module):
         parts = {f"blocks.{i}.{p}": getattr(b, p) for i, b in enumerate(self.blocks) for p in ("attn", "mlp")}
         return {"embed": self.embed, **parts, "head": self.head}
 
-    def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
-        x_btd = self.embed(tokens_bt)
+    def forward(
+        self, tokens_bt: Tensor, targets_bt: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
+        x_btd = self.embed(tokens_bt, documents=documents)
         for block in self.blocks:
-            x_btd = block(x_btd)
+            x_btd = block(x_btd, documents)
         return self.head(x_btd, targets_bt)

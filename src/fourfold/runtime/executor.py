@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from fourfold.errors import CommunicationError
 from fourfold.program import Gather, Instruction, Op, Program, Recv, Reduce, Release, Send, Stream, UnitOp
 from fourfold.record import RECORD, Ticket
@@ -48,6 +50,9 @@ class Feed(Protocol):
 
     def extra(self, micro_batch: int) -> tuple[Any, ...]:
         """Further arguments of the last stage, for instance the targets."""
+
+    def documents(self, micro_batch: int) -> Any:
+        """Which tokens belong together, for every stage; None: all tokens of a sequence."""
 
     def grad(self, micro_batch: int) -> Any:
         """Gradient of the last stage's output."""
@@ -122,7 +127,7 @@ class Executor:
         """End a step: wait until everything has been sent, and check that every value was used."""
         values = self.values
         if self.transport is not None:
-            ticket = RECORD.wait(Ticket("the messages it sent to be received"))
+            ticket = RECORD.wait(Ticket("the messages it sent to be received", kind="sent"))
             self.transport.finish()
             RECORD.done(ticket)
         assert not values.made, f"never used: {[str(n) for n in values.made]}"
@@ -147,8 +152,12 @@ class Executor:
             case UnitOp(stage, kind, micro_batch, unit):
                 self._compute_part(stage, kind, micro_batch, unit)
             case Send(stage, what, micro_batch, peer):
-                name = Name(stage, what, micro_batch)
-                self.messages.send(peer, name, self.values.made.pop(name))
+                name, trace = Name(stage, what, micro_batch), RECORD.trace
+                value = self.values.made.pop(name)
+                begun = trace.mark() if trace is not None else None
+                self.messages.send(peer, name, value)
+                if trace is not None:
+                    trace.add("send", str(name), begun, size=_bytes(value), peer=self.messages.address(peer))
             case Recv(stage, what, micro_batch, peer):
                 self.messages.post(peer, Name(stage, what, micro_batch))
             case Gather(unit):
@@ -176,14 +185,15 @@ class Executor:
         here = self.stages[stage]
         match kind:
             case "F":
-                value = self._input(stage, micro_batch)
+                value, documents = self._input(stage, micro_batch), self._documents(micro_batch)
                 start = self.mark()
                 if self._evaluating:
-                    out = here.evaluate(value, self._extra(stage, micro_batch))
+                    out = here.evaluate(value, self._extra(stage, micro_batch), documents)
                     self._release(stage, micro_batch)
                 else:
                     whole = Op(stage, "B", micro_batch) in self._whole and (stage in self._full or here.accumulates)
-                    out = here.forward(micro_batch, value, self._extra(stage, micro_batch), whole=whole)
+                    extra = self._extra(stage, micro_batch)
+                    out = here.forward(micro_batch, value, extra, documents=documents, whole=whole)
                 self._made(stage, "F", micro_batch, out)
             case "B" | "I":
                 grad = self._grad(stage, micro_batch)
@@ -213,11 +223,11 @@ class Executor:
         if kind == "W":
             here.weight_grad_part(index, micro_batch)
         elif kind == "F":
-            extra = self._extra(stage, micro_batch)
+            extra, documents = self._extra(stage, micro_batch), self._documents(micro_batch)
             if self._evaluating:
-                value = here.evaluate_part(index, value, extra)
+                value = here.evaluate_part(index, value, extra, documents)
             else:
-                value = here.forward_part(index, micro_batch, value, extra)
+                value = here.forward_part(index, micro_batch, value, extra, documents)
         else:
             value = here.backward_part(index, micro_batch, value, split=kind == "I")
         if kind != "W" and index != last:
@@ -232,6 +242,8 @@ class Executor:
     def _did(self, what: str, asked: Any, start: Any) -> None:
         end = self.mark()
         self.spans.append(Span(what, asked, start, end))
+        if RECORD.trace is not None:
+            RECORD.trace.weigh(end)
         RECORD.computed(what, end)
 
     # ---- values between computations ----
@@ -250,6 +262,10 @@ class Executor:
         assert self._feed is not None
         return self._feed.extra(micro_batch) if stage == self.last else ()
 
+    def _documents(self, micro_batch: int) -> Any:
+        assert self._feed is not None
+        return self._feed.documents(micro_batch)
+
     def _take(self, stage: int, maker: int, kind: Any, micro_batch: int) -> Any:
         """The value that another stage produced: local, or received in a message."""
         name = Name(maker, kind, micro_batch)
@@ -258,11 +274,15 @@ class Executor:
         source = self.placement[maker]
         ticket = RECORD.wait(Ticket(str(name), peer=self.messages.address(source)))
         value = self.messages.receive(name, source)
+        ticket.size = _bytes(value) if RECORD.trace is not None else 0
         RECORD.done(ticket, on_device=flatten(value)[1][0].is_cuda)
         self.values.inputs.setdefault((stage, micro_batch), []).append(value)
         return value
 
     def _made(self, stage: int, kind: str, micro_batch: int, value: Any) -> None:
+        received = self.values.inputs.get((stage, micro_batch))
+        if received is not None and value is not None:
+            value = _apart(value, received)
         if kind == "F":
             if stage == self.last:
                 self.values.outputs[micro_batch] = value
@@ -275,3 +295,15 @@ class Executor:
         """Return the buffers of the messages that this stage and micro-batch used."""
         for value in self.values.inputs.pop((stage, micro_batch), ()):
             self.messages.release(value)
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.nbytes for t in flatten(value)[1])
+
+
+def _apart(value: Any, received: list[Any]) -> Any:
+    """A value without memory of received messages: a layer that passes on its input would pass on a buffer that is used again."""
+    held = {t.untyped_storage().data_ptr() for each in received for t in flatten(each)[1]}
+    if isinstance(value, Tensor):
+        return value.clone() if value.untyped_storage().data_ptr() in held else value
+    return tuple(_apart(v, received) if isinstance(v, Tensor) else v for v in value)

@@ -27,6 +27,11 @@ value, saves only that for its backward, and joins its output to the rest in one
     more     (h, acc)      → (h, acc + module(h))          (h, acc, a) → (h, acc + module(a))
     last     (h, acc)      → acc + module(h)               (h, acc, a) → acc + module(a)
 
+[Note: frozen units]
+With frozen parameters, a link's output may not be differentiable, or only some of its tensors. In the first stage, links up to
+the first one with trainable parameters are given inputs without gradients, so the backward ends there: links below it do nothing
+in a backward, and pass on no gradient.
+
 Random numbers (dropout) are a function of (seed, step, micro-batch, link): they depend neither on the order of micro-batches
 nor on recomputation.
 """
@@ -44,11 +49,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fourfold.record import RECORD
 from fourfold.runtime._torch import accumulate, gradients
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
-__all__ = ["ChainLink", "Keeper", "OpListener", "Stage", "UnitVerbs", "keep_products"]
+__all__ = ["ChainLink", "Finish", "Keeper", "OpListener", "Stage", "UnitVerbs", "keep_products"]
 
 
 class UnitVerbs(Protocol):
@@ -57,6 +63,7 @@ class UnitVerbs(Protocol):
     def ready(self) -> bool: ...
     def need(self) -> None: ...
     def parameters(self) -> Sequence[Tensor]: ...
+    def trained(self) -> Sequence[Tensor]: ...
     def lends_grads(self) -> bool: ...
     def accumulates(self) -> bool: ...
     def lend_grads(self) -> None: ...
@@ -81,6 +88,13 @@ class Keeper(Protocol):
     def get(self, packed: Any) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Finish:
+    """The last of the `extra` of a micro-batch: a function of the last link's output that makes the loss of it."""
+
+    run: Callable[[Any], Tensor]
+
+
 @dataclass
 class ChainLink:
     """One unit and the module that computes with it."""
@@ -94,6 +108,8 @@ class ChainLink:
     """How the output joins the input, where that is (h, acc) or (h, acc, a): [Note: links that add]."""
     takes_extra: bool = False
     """Whether it is given `extra` beside its input; the last link of a stage is."""
+    takes_documents: bool = False
+    """Whether it is given `documents` as a keyword, where the micro-batch has them."""
     sliced: bool = False
     """Whether its weight gradients are made after its backward, each on its own, which takes less memory."""
 
@@ -103,7 +119,7 @@ class _Kept:
     """What one link keeps of one micro-batch between forward and backward."""
 
     args: tuple[Any, ...]
-    edges: list[GradientEdge] | None  # where the outputs lie in the graph; None: recompute
+    edges: list[GradientEdge | None] | None  # where the outputs lie in the graph (None: not in it); None: recompute
     fed: int = 0  # which of the input's values the link was fed: [Note: links that add]
     inputs: list[GradientEdge] | None = None  # where differentiable inputs do; None: `args` are leaves
 
@@ -111,7 +127,8 @@ class _Kept:
 class Stage:
     """A chain of links. `reseed(step, micro_batch, link)` is called before a link of a model that draws random numbers.
 
-    With `split`, the linears of the links queue their weight gradients, so that the stage can do I and W.
+    With `split`, the linears of the links queue their weight gradients, so that the stage can do I and W. `first`: nothing needs
+    the gradient of its input.
     """
 
     def __init__(
@@ -122,6 +139,7 @@ class Stage:
         reseed: Callable[[int, int, int], None] | None = None,
         keeper: Keeper | None = None,
         watch: OpListener | None = None,
+        first: bool = False,
     ):
         self.links, self.step, self.keeper, self.watch = list(links), 0, keeper, watch
         self.index = {link.name: i for i, link in enumerate(self.links)}
@@ -133,25 +151,43 @@ class Stage:
         self._runs = [_make_run(link, split) for link in self.links]
         self._again = [_make_again(link, run) for link, run in zip(self.links, self._runs, strict=True)]
         self._reseed = reseed
+        below = [any(link.unit.trained() for link in self.links[:i]) for i in range(len(self.links) + 1)]
+        self._differs = [
+            not first or trains for trains in below
+        ]  # whether a link's input has a gradient; last: the output
         self._kept: dict[int, list[_Kept]] = {}
         self._whole: dict[int, list[_Kept]] = {}  # of micro-batches that run as a whole
+        self._documents: dict[int, Any] = {}  # of micro-batches in flight that have them
         self._uncut = [] if self.queue is not None or keeper is not None else _uncut(self.links)
 
     # ---- ops, and the parts of ops that use one link ----
 
-    def forward(self, micro_batch: int, value: Any, extra: tuple[Any, ...] = (), *, whole: bool = False) -> Any:
+    def forward(
+        self,
+        micro_batch: int,
+        value: Any,
+        extra: tuple[Any, ...] = (),
+        *,
+        documents: Any = None,
+        whole: bool = False,
+    ) -> Any:
         """Run the links on `value`; `extra` (the targets) goes to the last link, and to those that take it.
 
-        `whole`: its backward will be a whole op as well: [Note: whole ops].
+        `documents` goes to the links that take them, here and where they are recomputed. `whole`: its backward will be a
+        whole op as well: [Note: whole ops].
         """
         if whole and self._uncut:
+            self._keep_documents(micro_batch, documents)
             return self._forward_whole(micro_batch, value, extra)
         for index in range(len(self.links)):
-            value = self.forward_part(index, micro_batch, value, extra)
+            value = self.forward_part(index, micro_batch, value, extra, documents)
         return value
 
-    def forward_part(self, index: int, micro_batch: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+    def forward_part(
+        self, index: int, micro_batch: int, value: Any, extra: tuple[Any, ...] = (), documents: Any = None
+    ) -> Any:
         """Run one link on the output of the one before."""
+        self._keep_documents(micro_batch, documents)
         kept = self._kept.setdefault(micro_batch, [])
         assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
         self._begins("F", index == 0)
@@ -212,8 +248,11 @@ class Stage:
 
     def _backward_whole(self, micro_batch: int, grad: Any) -> Any:
         self._begins("B", True)
+        self._documents.pop(micro_batch, None)
         for indices, kept in zip(reversed(self._uncut), reversed(self._whole.pop(micro_batch)), strict=True):
-            if len(indices) == 1:
+            if not self._differs[indices[-1] + 1]:
+                grad = None
+            elif len(indices) == 1:
                 grad = self._link_backward(micro_batch, indices[0], kept, grad)
             else:
                 grad = _added_in_place([self.links[i].unit for i in indices], kept, grad)
@@ -238,6 +277,7 @@ class Stage:
             queue.run(micro_batch, index)
         if not kept:
             del self._kept[micro_batch]
+            self._documents.pop(micro_batch, None)
         self._ends(index == 0)
         return grad
 
@@ -253,21 +293,21 @@ class Stage:
         self.queue.run(micro_batch, index)
         self._ends(index == 0)
 
-    def evaluate(self, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+    def evaluate(self, value: Any, extra: tuple[Any, ...] = (), documents: Any = None) -> Any:
         """Forward only: nothing is saved, dropout is off."""
         for index in range(len(self.links)):
-            value = self.evaluate_part(index, value, extra)
+            value = self.evaluate_part(index, value, extra, documents)
         return value
 
     @torch.no_grad()
-    def evaluate_part(self, index: int, value: Any, extra: tuple[Any, ...] = ()) -> Any:
+    def evaluate_part(self, index: int, value: Any, extra: tuple[Any, ...] = (), documents: Any = None) -> Any:
         link = self.links[index]
         args = self._args(index, value if link.adds == "no" else value[_fed(link, value)], extra)
         link.unit.need()
         self._begins("E", index == 0)
         link.module.eval()
         try:
-            return _joined(link, value, link.module(*args))
+            return _joined(link, value, _finished(link.module, args, _named(link, documents)))
         finally:
             link.module.train()
             self._ends(index == len(self.links) - 1)
@@ -286,6 +326,7 @@ class Stage:
         """Drop the micro-batches in flight (after a failed step)."""
         self._kept.clear()
         self._whole.clear()
+        self._documents.clear()
         if self.queue is not None:
             self.queue.clear()
 
@@ -302,21 +343,38 @@ class Stage:
     def _args(self, index: int, value: Any, extra: tuple[Any, ...]) -> tuple[Any, ...]:
         """Positional arguments of a link: leaves of a new graph, differentiable where their values are."""
         parts = value if isinstance(value, tuple) else (value,)
-        leaves = (p.detach().requires_grad_(p.is_floating_point()) if isinstance(p, Tensor) else p for p in parts)
+        leaves = (self._leaf(index, p) if isinstance(p, Tensor) else p for p in parts)
         return (*leaves, *self._extra(index, extra))
 
+    def _leaf(self, index: int, value: Tensor) -> Tensor:
+        return value.detach().requires_grad_(self._differs[index] and value.is_floating_point())
+
     def _extra(self, index: int, extra: tuple[Any, ...]) -> tuple[Any, ...]:
-        return extra if index == len(self.links) - 1 or self.links[index].takes_extra else ()
+        if index == len(self.links) - 1:
+            return extra
+        return tuple(e for e in extra if not isinstance(e, Finish)) if self.links[index].takes_extra else ()
 
     def _run(
         self, micro_batch: int, index: int, args: tuple[Any, ...], runs: Sequence[Callable[..., Any]] | None = None
     ) -> Any:
         if self._reseed is not None:
             self._reseed(self.step, micro_batch, index)
-        return (runs or self._runs)[index](*args)
+        run, trace = (runs or self._runs)[index], RECORD.trace
+        named = _named(self.links[index], self._documents.get(micro_batch)) if self._documents else {}
+        if trace is None:
+            return _finished(run, args, named)
+        begun, out = trace.mark(), _finished(run, args, named)
+        trace.add("unit" if runs is None else "recompute", self.links[index].name, begun)
+        return out
+
+    def _keep_documents(self, micro_batch: int, documents: Any) -> None:
+        if documents is not None:
+            self._documents[micro_batch] = documents
 
     def _link_backward(self, micro_batch: int, index: int, kept: _Kept, grad: Any) -> Any:
         link, edges = self.links[index], kept.edges
+        if not self._differs[index + 1]:  # [Note: frozen units]
+            return None
         others: list[Any] = []  # gradients of h and acc, from the links after this one
         if link.adds != "no":
             others = [None, grad] if link.adds == "last" else list(grad[:2])
@@ -326,25 +384,35 @@ class Stage:
         if edges is None:
             if self.keeper is not None:
                 args = tuple(self.keeper.get(a) for a in args)
-                args = tuple(
-                    a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args
-                )
+                args = tuple(self._leaf(index, a) if isinstance(a, Tensor) else a for a in args)
             with torch.enable_grad():
                 edges = _edges(self._run(micro_batch, index, args, self._again))
         wanted = kept.inputs if kept.inputs is not None else [a for a in args if _differentiable(a)]
-        inputs = [*wanted, *link.unit.parameters()]
-        given = [grad] if isinstance(grad, Tensor) else flatten(grad)[1]
+        inputs = [*wanted, *link.unit.trained()]
+        ends, given = _ends(edges, grad)
         grads: Sequence[Any]
         if link.compile:
-            grads = torch.autograd.grad(edges, inputs, given, allow_unused=True)
+            grads = torch.autograd.grad(ends, inputs, given, allow_unused=True)
         else:
-            grads = gradients(edges, inputs, given)
+            grads = gradients(ends, inputs, given)
         link.unit.accumulate(grads[len(wanted) :])
         if link.adds != "no":
+            mine = grads[0] if wanted else None
             if kept.fed == 2:
-                return (*others, grads[0])
-            return (grads[0] if others[0] is None else others[0] + grads[0]), others[1]
+                return (*others, mine)
+            return (mine if others[0] is None else others[0] if mine is None else others[0] + mine), others[1]
         return None if not wanted else grads[0] if len(wanted) == 1 else grads[: len(wanted)]
+
+
+def _named(link: ChainLink, documents: Any) -> dict[str, Any]:
+    return {"documents": documents} if link.takes_documents and documents is not None else {}
+
+
+def _finished(run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """The output of a link for these arguments, of which the last may be a Finish."""
+    if args and isinstance(args[-1], Finish):
+        return args[-1].run(run(*args[:-1], **named))
+    return run(*args, **named)
 
 
 def _uncut(links: Sequence[ChainLink]) -> list[list[int]]:
@@ -369,9 +437,10 @@ def _added_in_place(units: Sequence[UnitVerbs], kept: _Kept, grad: Any) -> Any:
     for unit in units:
         unit.need()
         unit.lend_grads()
-        inputs += unit.parameters()
+        inputs += unit.trained()
     try:
-        accumulate(kept.edges, inputs, flatten(grad)[1])
+        ends, given = _ends(kept.edges, grad)
+        accumulate(ends, inputs, given)
     finally:
         for unit in units:
             unit.take_grads_back()
@@ -415,10 +484,16 @@ def _make_again(link: ChainLink, run: Callable[..., Any]) -> Callable[..., Any]:
     return run if link.compile else getattr(link.module, "again", run)
 
 
-def _edges(value: Any) -> list[GradientEdge]:
-    if isinstance(value, Tensor):
-        return [get_gradient_edge(value)] if value.requires_grad else []
-    return [get_gradient_edge(t) for t in flatten(value)[1] if t.requires_grad]
+def _edges(value: Any) -> list[GradientEdge | None]:
+    tensors = [value] if isinstance(value, Tensor) else flatten(value)[1]
+    return [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
+
+
+def _ends(edges: Sequence[GradientEdge | None], grad: Any) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Where a backward begins, and with what gradients."""
+    given = [grad] if isinstance(grad, Tensor) else flatten(grad)[1]
+    pairs = [(edge, g) for edge, g in zip(edges, given, strict=True) if edge is not None]
+    return [edge for edge, _ in pairs], [g for _, g in pairs]
 
 
 def _fed(link: ChainLink, value: Any) -> int:
@@ -452,7 +527,7 @@ def keep_products() -> Any:
 
     def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name = op.overloadpacket.__name__
-        keep = name in (*_PRODUCTS, "attend") or name.startswith("_scaled_dot_product")
+        keep = name in (*_PRODUCTS, "attend", "_varlen_attn") or name.startswith("_scaled_dot_product")
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

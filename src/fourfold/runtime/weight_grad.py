@@ -96,10 +96,14 @@ class Accumulates(Protocol):
 def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates, device: torch.device | None = None) -> None:
     """Make the linears of `module` queue their weight gradients, which W accumulates in `unit` by the name of the weight.
 
+    Frozen linears have none.
+
     `device`: the device of the computation, if the weights are not there now (a released weight has no storage).
     """
     for name, child in module.named_modules():
         weight, place = f"{name}.weight" if name else "weight", len(queue._sinks)
+        if not getattr(getattr(child, "weight", None), "requires_grad", False):
+            continue
         if type(child) is nn.Linear:
             queue._sinks.append(_sink(queue, functools.partial(unit.add_weight_grad, weight)))
             child.__class__ = _DeferredLinear

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fourfold.program.modes import reduces, releases
 from fourfold.shard.unit import Unit
 
-__all__ = ["HookDriver", "Hooked"]
+__all__ = ["HookDriver", "Hooked", "tensors_in"]
 
 
 @dataclass
@@ -123,7 +123,7 @@ class HookDriver:
                 return
             if releases(part.mode, last=False, none_in_flight=False) or not torch.is_grad_enabled():
                 part.unit.release()
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad: back())
 
@@ -194,12 +194,13 @@ def _mover(unit: Unit, name: str) -> Any:
     return move
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a tree of dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)

@@ -64,7 +64,7 @@ class Reduction:
         done: Callable[[Tensor], None],
         before: Sequence[Pending] = (),
     ):
-        self._before = before
+        self._before, self._summing = before, False
         self._sharing, self._what, self._done, self._work = sharing, what, done, Pending(None, what)
         self._buffers: tuple[Tensor, Tensor] | None = (grad, grad)  # (input, output), kept alive until complete
         if sharing.reductions is not None:
@@ -74,22 +74,37 @@ class Reduction:
         elif sharing.across is not None:
             self._work = all_reduce(grad, sharing.across, what)
 
-    def complete(self) -> None:
-        """Wait for the reduction and pass its result to `done`."""
-        if self._buffers is None:
+    @property
+    def sums_across(self) -> bool:
+        """A sum across groups follows the reduction within this rank's group."""
+        return self._sharing.reductions is not None and self._sharing.across is not None
+
+    def reduced(self) -> None:
+        """Wait until the gradient is reduced within the group, then start the sum across groups; the full gradient is free."""
+        if self._buffers is None or self._summing:
             return
         for pending in self._before:
             pending.wait()
         self._work.wait()
-        out, self._buffers = self._buffers[1], None
+        self._summing = True
         if self._sharing.reductions is not None and self._sharing.across is not None:
-            all_reduce(out, self._sharing.across, f"{self._what}, across").wait()
+            self._buffers = (self._buffers[1], self._buffers[1])
+            self._work = all_reduce(self._buffers[1], self._sharing.across, f"{self._what}, across")
+
+    def complete(self) -> None:
+        """Wait for the reduction and pass its result to `done`."""
+        if self._buffers is None:
+            return
+        self.reduced()
+        self._work.wait()
+        out, self._buffers = self._buffers[1], None
         self._done(out)
 
 
 class Reductions:
     """A rank's reductions of sharded units: at most `in_flight` of them run while the next gradient is computed.
 
+    With groups, as many sums across groups run at the same time, each of one shard.
     With 0, each reduction is waited for at once: least memory, no overlap. A slice waits for all of them before it allocates
     its gradient, so that one full gradient exists at a time; its reduction still overlaps the computation before that.
     """
@@ -97,6 +112,7 @@ class Reductions:
     def __init__(self, in_flight: int = 1):
         self.in_flight = in_flight
         self._running: deque[Reduction] = deque()
+        self._summed: deque[Reduction] = deque()  # reduced within their groups, in flight across them
 
     def start(
         self,
@@ -115,6 +131,12 @@ class Reductions:
         return started
 
     def wait(self, remaining: int = 0) -> None:
-        """Wait for the oldest reductions until at most `remaining` are in flight."""
+        """Wait for the oldest reductions until at most `remaining` are in flight, and as many sums across groups."""
         while len(self._running) > remaining:
-            self._running.popleft().complete()
+            oldest = self._running.popleft()
+            oldest.reduced()
+            self._summed.append(oldest)
+            while self._summed and (len(self._summed) > remaining or not oldest.sums_across):
+                self._summed.popleft().complete()
+        while len(self._summed) > remaining:
+            self._summed.popleft().complete()

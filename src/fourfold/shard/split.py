@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.model.adapter import LoraLinear, Runs, adapted
 from fourfold.model.fused import soft_cap
 from fourfold.model.layers import IGNORE, MLP, Head, activate
 from fourfold.piece import Piece
@@ -69,7 +70,7 @@ class Cutter(Protocol):
     def words(self, head: Head, name: str, index: int, count: int, /) -> tuple[nn.Module, Pieces, Any]: ...
     def tied_rows(self, head: Head, index: int, count: int, /) -> Rows: ...
     def whole(self, module: nn.Module, name: str, /) -> Pieces: ...
-    def total(self) -> Total: ...
+    def total(self, per_token: bool, /) -> Total: ...
 
 
 def adds_to_sum(module: nn.Module) -> bool:
@@ -106,7 +107,8 @@ class Serial:
         ways, (start, stop) = up.out_features // width, _cut(width, index, count)
         parts = [(i * (stop - start), (i * width + start, i * width + stop)) for i in range(ways)]
         made = _linear_like(up, up.in_features, ways * (stop - start), up.bias is not None)
-        pieces = {"weight": tuple(self._piece(f"{name}.weight", up.weight, 0, rows, at) for at, rows in parts)}
+        pieces: Pieces = self._adapted(made, up, name, outputs=tuple((*rows, at) for at, rows in parts))
+        pieces |= {"weight": tuple(self._piece(f"{name}.weight", up.weight, 0, rows, at) for at, rows in parts)}
         if up.bias is not None:
             pieces["bias"] = tuple(self._piece(f"{name}.bias", up.bias, 0, rows, at) for at, rows in parts)
         return made, pieces
@@ -118,7 +120,8 @@ class Serial:
         """A range of input features of a linear layer; the first slice has the bias."""
         columns, bias = _cut(linear.in_features, index, count), index == 0 and linear.bias is not None
         made = _linear_like(linear, columns[1] - columns[0], linear.out_features, bias)
-        pieces: Pieces = {"weight": (self._piece(f"{name}.weight", linear.weight, 1, columns),)}
+        pieces: Pieces = self._adapted(made, linear, name, inputs=((*columns, 0),))
+        pieces |= {"weight": (self._piece(f"{name}.weight", linear.weight, 1, columns),)}
         if bias:
             pieces["bias"] = (self._piece(f"{name}.bias", linear.bias, 0, (0, linear.out_features)),)
         return made, pieces
@@ -139,7 +142,21 @@ class Serial:
         found = dict(module.named_parameters())
         return {n: (self._piece(f"{name}.{n}", p, 0, (0, p.shape[0])),) for n, p in found.items()}
 
-    def total(self) -> Total:
+    def _adapted(
+        self, made: nn.Linear, like: nn.Linear, name: str, inputs: Runs | None = None, outputs: Runs | None = None
+    ) -> Pieces:
+        """Give a slice of an adapted linear the adapter's part for its inputs and outputs (default: all); its pieces."""
+        if not isinstance(like, LoraLinear):
+            return {}
+        shape, all_inputs, all_outputs = like.adapter.shape, ((0, like.in_features, 0),), ((0, like.out_features, 0),)
+        adapted(made, shape, inputs or all_inputs, outputs or all_outputs)
+        assert isinstance(made, LoraLinear)
+        found = made.adapter.pieces(f"{name}.adapter", self.copies_over, self.copies_over)
+        return {f"adapter.{n}": pieces for n, pieces in found.items()}
+
+    def total(self, per_token: bool) -> Total:
+        if per_token:
+            return lambda lse, picked, valid: (lse - picked).where(valid, 0.0)
         return lambda lse, picked, valid: (lse - picked).where(valid, 0.0).sum()
 
     def _piece(self, name: str, serial: Tensor, dim: int, rows: Rows, at: int = 0) -> Piece:
@@ -156,7 +173,8 @@ def _cut(width: int, index: int, count: int) -> Rows:
 
 
 def _plain(module: nn.Module) -> nn.Linear:
-    assert type(module) is nn.Linear, f"a {type(module).__name__} cannot be split into slices"
+    assert type(module) in (nn.Linear, LoraLinear), f"a {type(module).__name__} cannot be split into slices"
+    assert isinstance(module, nn.Linear)
     return module
 
 
@@ -236,7 +254,7 @@ class HeadSlice(nn.Module):
     def __init__(self, head: Head, proj: nn.Module, runs: tuple[tuple[int, int, int], ...], first: bool, total: Any):
         super().__init__()
         self.runs, self.first, self.total = runs, first, total
-        self.scale, self.softcap = head.scale, head.softcap
+        self.scale, self.softcap, self.per_token = head.scale, head.softcap, bool(head.loss.per_token)
         self.dense = head.dense if first else None
         self.norm = head.norm if first else None
         self.proj = proj
@@ -264,7 +282,8 @@ class HeadSlice(nn.Module):
         if not self.first:
             lse_n, picked_n = torch.logaddexp(values[1], lse_n), values[2] + picked_n
         if self.total is not None:
-            return self.total(lse_n, picked_n, targets_n != IGNORE)
+            loss = self.total(lse_n, picked_n, targets_n != IGNORE)
+            return loss.view_as(targets_bt) if self.per_token else loss
         return h_btd, lse_n, picked_n
 
     def _logits(self, h_btd: Tensor) -> Tensor:
@@ -279,7 +298,9 @@ class HeadSlice(nn.Module):
 
 def _head(name: str, head: Head, cutter: Cutter, index: int, count: int) -> Slice:
     proj, found, runs = cutter.words(head, f"{name}.proj", index, count)
-    made = HeadSlice(head, proj, runs, index == 0, cutter.total() if index == count - 1 else None)
+    made = HeadSlice(
+        head, proj, runs, index == 0, cutter.total(bool(head.loss.per_token)) if index == count - 1 else None
+    )
     pieces: Pieces = {}
     if made.dense is not None:
         _put(pieces, "dense", cutter.whole(made.dense, f"{name}.dense"))

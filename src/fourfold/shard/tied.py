@@ -37,8 +37,11 @@ class _Verbs:
     def release(self) -> None:
         self.unit.release()
 
-    def _send(self, tensor: Tensor) -> None:
+    def _send(self, tensor: Tensor, what: str) -> None:
         tensor = tensor.cpu() if self._staged else tensor
+        if (trace := RECORD.trace) is not None:
+            peer = dist.get_global_rank(self.group, self.peer)
+            trace.add("send", f"{what} of {self.name}", trace.mark(), size=tensor.nbytes, peer=peer)
         work = dist.isend(tensor, group=self.group, group_dst=self.peer)
         assert work is not None
         self._sending.append((work, tensor))
@@ -46,7 +49,7 @@ class _Verbs:
     def _receive(self, tensor: Tensor, what: str) -> Tensor:
         into = torch.empty_like(tensor, device="cpu") if self._staged and tensor.is_cuda else tensor
         peer = dist.get_global_rank(self.group, self.peer)
-        ticket = RECORD.wait(Ticket(f"{what} of {self.name}", peer=peer))
+        ticket = RECORD.wait(Ticket(f"{what} of {self.name}", peer=peer, size=into.nbytes))
         try:
             dist.recv(into, group=self.group, group_src=self.peer)
         except RuntimeError as e:
@@ -73,7 +76,7 @@ class TiedOwner(_Verbs):
 
     def publish(self) -> None:
         """After the update: send the new weights to the copy."""
-        self._send(self.unit.shard.detach())
+        self._send(self.unit.shard.detach(), "the new value")
 
 
 class TiedCopy(_Verbs):
@@ -85,7 +88,7 @@ class TiedCopy(_Verbs):
 
     def reduce(self) -> None:
         self.copy.collect()
-        self._send(self.copy.main_grad(self.name))
+        self._send(self.copy.main_grad(self.name), "the gradient")
         self.copy.zero_grad()
         self.unit.reduce()
 

@@ -27,6 +27,12 @@ lender). The lender stays gathered while it or a borrower needs it. Each unit ac
 `reduce` adds the borrowers' gradients once, after its own. So the order of the sum does not depend on the order in which
 micro-batches ran.
 
+[Note: frozen weights]
+With LoRA, a unit's own parameters are those of its adapters. The frozen weights are another unit, its *base*, from which it
+borrows them all: gathered, needed and released with it, and nothing else, since no gradient reaches a frozen parameter. A base
+has no accumulators and no optimizer state, and is never reduced. Slices of a layer may share a factor: the first slice, whose
+backward comes last, lends it.
+
 [Note: gradients summed over more ranks]
 On a tensor grid, norms and biases are replicated over more ranks than matrices are. `sum_over` maps such parameters to the
 group that holds the other copies. They come last in the buffer, and one small all-reduce per group precedes the reduction,
@@ -121,9 +127,11 @@ class Unit:
         self._holders: set[str] = {name}  # units that have gathered this one and not released it
         self._gathering: Pending | None = None
         self._reducing: list[Reduction] = []
+        self._lenders: list[Unit] = list(dict.fromkeys(each.lender for each in self.borrowed.values()))
         self.before_use: Callable[[Unit], None] | None = None  # waits for an update of the weights under way
         self.joined: Buffer | None = None  # the shared gradient buffer, if there is one
         self._registrations: list[_Registration] = []
+        self._aliases: dict[str, str] = {}  # further names of parameters in the module
 
     @classmethod
     @torch.no_grad()
@@ -157,7 +165,7 @@ class Unit:
         """
         borrowed, also = dict(borrow or {}), dict(sum_over or {})
         found = dict(module.named_parameters())
-        mine = {n: found[n] for n in names or found if n not in borrowed}
+        mine = {n: found[n] for n in (found if names is None else names) if n not in borrowed}
         groups = list(dict.fromkeys(also.values()))
         order = sorted(
             mine, key=lambda n: 1 + groups.index(also[n]) if n in also else 0
@@ -185,6 +193,11 @@ class Unit:
         registry[leaf] = parameter
         placeholder = _placeholder(parameter, f"{borrower or self.name}.{name}", self.name)
         self._registrations.append(_Registration(registry, leaf, parameter, placeholder))
+
+    def alias(self, module: nn.Module, name: str, of: str) -> None:
+        """Register the parameter `of` under a further name, by which the module uses it as well."""
+        self.put(module, name, self.params[of])
+        self._aliases[name] = of
 
     def _borrow(self, module: nn.Module, name: str, borrowed: Borrowed) -> None:
         lender, theirs, rows = borrowed
@@ -223,7 +236,7 @@ class Unit:
         if self.before_use is not None:
             self.before_use(self)
         self._gather_for(self.name)
-        for lender, *_ in self.borrowed.values():
+        for lender in self._lenders:
             lender._gather_for(self.name)
 
     def need(self) -> None:
@@ -231,13 +244,13 @@ class Unit:
         if self.before_use is not None:
             self.before_use(self)
         self._wait_gathered()
-        for lender, *_ in self.borrowed.values():
+        for lender in self._lenders:
             lender._wait_gathered()
 
     def release(self) -> None:
         """Free the gathered parameters, unless another unit still uses them."""
         self._release_for(self.name)
-        for lender, *_ in self.borrowed.values():
+        for lender in self._lenders:
             lender._release_for(self.name)
 
     @property
@@ -249,8 +262,7 @@ class Unit:
         """Whether the parameters can be used without waiting. Depends on the calls made, not on timing."""
         if self.before_use is not None:
             return False
-        units = [self, *(lender for lender, *_ in self.borrowed.values())]
-        return all(unit.gathered and unit._gathering is None for unit in units)
+        return all(unit.gathered and unit._gathering is None for unit in (self, *self._lenders))
 
     def _gather_for(self, user: str) -> None:
         already_gathered = bool(self._holders)
@@ -283,6 +295,10 @@ class Unit:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the unit's module uses: its own, then the borrowed ones."""
         return [*self.params.values(), *self._borrowed_params.values()]
+
+    def trained(self) -> list[nn.Parameter]:
+        """Those of them that have gradients."""
+        return [p for p in self.parameters() if p.requires_grad]
 
     # ---- gradients ----
 
@@ -323,7 +339,8 @@ class Unit:
 
     def lends_grads(self) -> bool:
         """Whether autograd can write to the accumulators directly: same dtype, no slices, no borrowed parameters."""
-        return self.reduce_dtype == self.full.dtype and not self.sliced and not self.borrowed
+        frozen = not any(p.requires_grad for p in self._borrowed_params.values())
+        return self.reduce_dtype == self.full.dtype and not self.sliced and frozen
 
     def accumulates(self) -> bool:
         """Whether the gradient accumulators are allocated."""
@@ -350,7 +367,7 @@ class Unit:
 
     @torch.no_grad()
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's gradients, in the order of `parameters()`; None for a parameter that was not used."""
+        """Add one micro-batch's gradients, in the order of `trained()`; None for a parameter that was not used."""
         given = [g for g in grads if g is not None]
         if given and len(given) == len(self.params) == len(grads):
             if self.grad is None and not self._gaps:
@@ -362,7 +379,8 @@ class Unit:
                 made = self._grads
                 torch._foreach_add_([made[n] if n in made else self._accumulator(n) for n in self.params], given)
                 return
-        for name, grad in zip([*self.params, *self._borrowed_params], grads, strict=True):
+        names = [n for n, p in (*self.params.items(), *self._borrowed_params.items()) if p.requires_grad]
+        for name, grad in zip(names, grads, strict=True):
             if grad is not None:
                 self._add(name, grad)
 
@@ -373,6 +391,7 @@ class Unit:
         The matmul's result is rounded to the compute dtype before it is added, as in autograd; for a slice it is computed
         a quarter of the rows at a time.
         """
+        name = self._aliases.get(name, name)
         into, dy, x = self._accumulator(name), dy.flatten(0, -2).t(), x.flatten(0, -2)
         if name in self._unwritten and into.dtype == x.dtype:
             torch.mm(dy, x, out=into)
@@ -386,7 +405,7 @@ class Unit:
     @torch.no_grad()
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Add one parameter's gradient."""
-        self._add(name, grad)
+        self._add(self._aliases.get(name, name), grad)
 
     def _add(self, name: str, grad: Tensor) -> None:
         into = self._accumulator(name)

@@ -32,7 +32,17 @@ from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import MatmulSizes
 from fourfold.tensor.grid import Axis, Grid, PendingTensor
 
-__all__ = ["Matmul", "join", "multiply", "scatter_sum", "to_features", "to_tokens", "tokens_in"]
+__all__ = [
+    "Matmul",
+    "all_tokens",
+    "join",
+    "multiply",
+    "own_tokens",
+    "scatter_sum",
+    "to_features",
+    "to_tokens",
+    "tokens_in",
+]
 
 
 def tokens_in(rows: int, col: Axis, seq_len: int) -> int:
@@ -118,6 +128,40 @@ def to_features(x: Tensor, col: Axis, block: int, seq_len: int) -> Tensor:
 def to_tokens(x: Tensor, col: Axis, width: int, seq_len: int) -> Tensor:
     """[n, block] to [m, width]; an all-to-all."""
     return x if col.size == 1 else _ToTokens.apply(x, col, width, seq_len)
+
+
+class _AllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, col: Axis, seq_len: int) -> Tensor:
+        ctx.col = col
+        return join(x, col, True, seq_len)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return scatter_sum(dy, ctx.col, True), None, None
+
+
+class _OwnTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, col: Axis, seq_len: int) -> Tensor:
+        ctx.col, ctx.seq_len = col, seq_len
+        return scatter_sum(x, col, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return join(dy, ctx.col, True, ctx.seq_len), None, None
+
+
+def all_tokens(x: Tensor, col: Axis, seq_len: int) -> Tensor:
+    """[m, width] of every column to [n, width] on each of them."""
+    return x if col.size == 1 else _AllTokens.apply(x, col, seq_len)
+
+
+def own_tokens(x: Tensor, col: Axis, seq_len: int) -> Tensor:
+    """[n, width] of every column, summed, to [m, width]."""
+    return x if col.size == 1 else _OwnTokens.apply(x, col, seq_len)
 
 
 # ---- the flows ----
@@ -319,7 +363,7 @@ class _Multiply(torch.autograd.Function):
                 else:
                     y, kept = matmul.forward(x, w, _whole(matmul, w, holder))
                     region.keep(id(holder), y)
-        ctx.save_for_backward(kept, w)
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, w)
         return y
 
     @staticmethod
@@ -327,6 +371,8 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
         matmul, holder = ctx.matmul, ctx.holder
+        if x is None:  # w is frozen
+            return matmul.input_grad(dy, w, _whole(matmul, w, holder))[0].get(), *(None,) * 7
         # the gather for the weight gradient overlaps with dx; without overlap it starts later, to save memory
         early = matmul.inputs(x) if ctx.put_off is None and matmul.grid.col.overlap else None
         dx, kept = matmul.input_grad(dy, w, _whole(matmul, w, holder))

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fourfold.model.attention import Documents
 from fourfold.model.layers import IGNORE, PerHeadNorm
 from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
@@ -89,11 +90,16 @@ class GridPositions(nn.Module):
         width = residual.blocks.total if residual.tokens else residual.blocks.size
         self.weight = nn.Parameter(torch.empty(rows, width, device="meta"))
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
+    def forward(self, tokens_bt: Tensor, documents: Documents | None = None) -> Tensor:
         if not self.residual.tokens:
+            if documents is not None:
+                return F.embedding(documents.positions, self.weight)
             return self.weight[: self.setting.seq_len]
         col = self.setting.grid.col
         m = round_up(tokens_bt.numel(), col.size) // col.size
+        if documents is not None:  # of the rank's part of all tokens, which may end in padding
+            places = F.pad(documents.positions.flatten(), (0, m * col.size - tokens_bt.numel()))
+            return F.embedding(places[col.index * m : (col.index + 1) * m], self.weight)
         at = torch.arange(col.index * m, (col.index + 1) * m, device=tokens_bt.device) % self.setting.seq_len
         return F.embedding(at, self.weight)
 
@@ -110,7 +116,7 @@ class GridPositions(nn.Module):
 class GridTypes(GridPositions):
     """Token type embedding: the first type, for all tokens."""
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
+    def forward(self, tokens_bt: Tensor, documents: Documents | None = None) -> Tensor:
         return self.weight[0]
 
 
@@ -272,7 +278,12 @@ class _Gather(torch.autograd.Function):
 
 
 class GridCrossEntropy(nn.Module):
-    """Sum of the tokens' cross entropies, from logits split over col; equal on every column. Computed in at least fp32."""
+    """Sum of the tokens' cross entropies, from logits split over col; equal on every column. Computed in at least fp32.
+
+    `per_token`: the cross entropies themselves, [B, T].
+    """
+
+    per_token = False
 
     def __init__(self, setting: GridSettings, vocab: Blocks):
         super().__init__()
@@ -281,12 +292,16 @@ class GridCrossEntropy(nn.Module):
     def forward(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
         filled = self.vocab.filled(self.col.index)
         first = self.col.index * self.vocab.size
-        return _CrossEntropy.apply(logits_btv.flatten(0, 1), targets_bt.flatten(), self.col, first, filled)
+        targets_n, each = targets_bt.flatten(), self.per_token
+        loss = _CrossEntropy.apply(logits_btv.flatten(0, 1), targets_n, self.col, first, filled, each)
+        return loss.view_as(targets_bt) if each else loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, col: Axis, first: int, filled: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, col: Axis, first: int, filled: int, per_token: bool
+    ) -> Tensor:
         wide = _wide(logits)[:, :filled]
         lowest = torch.finfo(wide.dtype).min
         top = col.max(wide.amax(-1) if filled else wide.new_full(wide.shape[:1], lowest))
@@ -300,7 +315,8 @@ class _CrossEntropy(torch.autograd.Function):
         valid = targets != IGNORE
         ctx.save_for_backward(logits, top + log_sum, at, mine, valid)
         ctx.filled = filled
-        return ((log_sum - sums[1]) * valid).sum()
+        losses_n = (log_sum - sums[1]) * valid
+        return losses_n if per_token else losses_n.sum()
 
     @staticmethod
     @once_differentiable
@@ -311,7 +327,7 @@ class _CrossEntropy(torch.autograd.Function):
             d.scatter_add_(1, at[:, None], -mine.to(d.dtype)[:, None])
         d.mul_((dy * valid)[:, None])
         d, padded = d.to(logits.dtype), logits.shape[1] - ctx.filled
-        return F.pad(d, (0, padded)) if padded else d, None, None, None, None
+        return F.pad(d, (0, padded)) if padded else d, None, None, None, None, None
 
 
 def _less(wide: Tensor, amount: Tensor, source: Tensor) -> Tensor:

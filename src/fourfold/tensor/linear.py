@@ -7,6 +7,13 @@ or output that does not have the layout of the flow.
 On its own, it gathers its weight when needed, and autograd gets its gradient. In a stage (`serve`), weights are prefetched and
 gradients are passed to a unit after a deferred reduction. There it can also keep, until `forget`, the gathered `weights` (one
 gather per step) and the unreduced `gradients` (one reduction over row per step, at `flush`).
+
+[Note: adapters on the grid]
+An adapter (LoRA) is computed from the layer's input and added to its output, whatever the flow. A is on the input's side, B on
+the output's. A side with tokens has its factor in full on every column, and each column sees its own tokens: the gradient is
+summed over col as well. A side with features has a column's part. Between the two, u = x Aᵀ [.., rank] is moved: gathered from
+tokens to features, summed from features to tokens, and both if features are on either side. Received, forward and backward:
+(col - 1) m · parts · rank elements for each of these.
 """
 
 from __future__ import annotations
@@ -18,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.model.adapter import Adapter, AdapterShape
 from fourfold.piece import Piece
-from fourfold.tensor.blocks import Blocks, cut, make_pieces, single
+from fourfold.tensor.blocks import Blocks, Runs, cut, make_pieces, single
 from fourfold.tensor.costs import MatmulSizes, choose_flow
-from fourfold.tensor.flows import Matmul, PutOff, multiply, to_features, to_tokens
+from fourfold.tensor.flows import Matmul, PutOff, all_tokens, multiply, own_tokens, to_features, to_tokens
 from fourfold.tensor.grid import Grid, PendingTensor
 from fourfold.tensor.late import GradientSums, WeightPrefetch
 
@@ -115,6 +123,7 @@ class GridLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sizes.weight_shape(chosen), device="meta"))
         width = outputs.blocks.total if outputs.tokens else outputs.blocks.size
         self.bias = nn.Parameter(torch.empty(width, device="meta")) if bias else None
+        self.adapter: Adapter | None = None
         self._put_off: PutOff | None = None
         self._queue = self._place = 0
         self.register_buffer("token", None, persistent=False)
@@ -132,6 +141,7 @@ class GridLinear(nn.Module):
             x = x.flatten(0, -2)
             if self.filled < x.shape[1]:
                 x = F.pad(x[:, : self.filled], (0, x.shape[1] - self.filled))
+        low = None if self.adapter is None else self.adapter.low(x)
         if matmul.takes_tokens and not self.inputs.tokens:
             x = to_tokens(x, grid.col, grid.col.size * x.shape[1], seq_len)
         elif self.inputs.tokens and not matmul.takes_tokens:
@@ -142,9 +152,25 @@ class GridLinear(nn.Module):
             y = to_features(y, grid.col, self.outputs.blocks.size, seq_len)
         elif self.outputs.tokens and not matmul.gives_tokens:
             y = to_tokens(y, grid.col, self.outputs.blocks.total, seq_len)
+        if self.adapter is not None and low is not None:
+            if not self.inputs.tokens:
+                low = own_tokens(low, grid.col, seq_len)
+            if not self.outputs.tokens:
+                low = all_tokens(low, grid.col, seq_len)
+            y = y + self.adapter.spread(low)
         if self.bias is not None:
             y = y + self.bias
         return y if self.outputs.tokens else y.view(y.shape[0] // seq_len, seq_len, y.shape[1])
+
+    def adapt(self, shape: AdapterShape) -> None:
+        """Add an adapter: [Note: adapters on the grid]."""
+        self.adapter = Adapter(shape, *self._side(self.inputs), *self._side(self.outputs)).to(self.weight.dtype)
+
+    def _side(self, side: ActivationLayout) -> tuple[int, Runs]:
+        """How many features of the input or output this rank has, and which."""
+        if side.tokens:
+            return side.blocks.total, single(side.blocks.total)
+        return side.blocks.size, side.blocks.runs[self.setting.grid.col.index]
 
     # ---- its weight, and the gradient of it ----
 
@@ -240,4 +266,8 @@ class GridLinear(nn.Module):
             mine = single(shape[0]) if outs.tokens else outs.blocks.runs[j]
             copies = grid.copies("row", "col") if outs.tokens else grid.copies("row")
             found["bias"] = make_pieces(f"{prefix}.bias", shape[:1], (mine,), copies)
+        if self.adapter is not None:
+            sides = [grid.copies("row", "col") if side.tokens else grid.copies("row") for side in (ins, outs)]
+            held = self.adapter.pieces(f"{prefix}.adapter", *sides)
+            found |= {f"adapter.{n}": pieces for n, pieces in held.items()}
         return found

@@ -71,9 +71,9 @@ class GridCutter:
         """The pieces of a module that is not split."""
         return pieces_of(module, name, self.grid)
 
-    def total(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """A function from a column's logsumexp, target logits and validity, each [n], to the loss."""
-        return lambda lse, picked, valid: _Total.apply(lse, picked, valid, self.grid.col)
+    def total(self, per_token: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """A function from a column's logsumexp, target logits and validity, each [n], to the loss, or to every token's."""
+        return lambda lse, picked, valid: _Total.apply(lse, picked, valid, self.grid.col, per_token)
 
 
 def _on_grid(module: nn.Module) -> GridLinear:
@@ -82,22 +82,29 @@ def _on_grid(module: nn.Module) -> GridLinear:
 
 
 def _with_pieces(made: GridLinear, like: GridLinear, name: str) -> Cut:
-    return made.to(like.weight.dtype), made.pieces(name)
+    made = made.to(like.weight.dtype)
+    if like.adapter is not None:
+        made.adapt(like.adapter.shape)
+    return made, made.pieces(name)
 
 
 class _Total(torch.autograd.Function):
-    """Σ over valid tokens of (logsumexp - target's logit), from each column's part of both; equal on all columns."""
+    """Σ over valid tokens of (logsumexp - target's logit), from each column's part of both; equal on all columns.
+
+    `per_token`: not summed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, lse: Tensor, picked: Tensor, valid: Tensor, col: Axis) -> Tensor:
+    def forward(ctx: Any, lse: Tensor, picked: Tensor, valid: Tensor, col: Axis, per_token: bool) -> Tensor:
         top = col.max(lse)
         sums = col.sum(torch.stack(((lse - top).exp(), picked)))
         whole = top + sums[0].log()
         ctx.save_for_backward((lse - whole).exp() * valid, valid)
-        return ((whole - sums[1]) * valid).sum()
+        losses_n = (whole - sums[1]) * valid
+        return losses_n if per_token else losses_n.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         share, valid = ctx.saved_tensors
-        return share * dy, -dy * valid, None, None
+        return share * dy, -dy * valid, None, None, None

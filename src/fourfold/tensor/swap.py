@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fourfold.errors import PlanError
+from fourfold.model.adapter import LoraLinear
 from fourfold.model.layers import MLP, Attention, Embedding, Head, PerHeadNorm, PlusOneNorm, Positions, TokenTypes
 from fourfold.piece import Piece, whole
 from fourfold.tensor.blocks import Blocks, even, fuse, grouped_heads
@@ -67,6 +68,8 @@ def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Pie
             found |= {inner + n: p for n, p in child.pieces(f"{prefix}.{name}" if name else prefix).items()}
         else:
             for n, parameter in child.named_parameters(recurse=False):
+                if inner + n in found:  # an adapter's, which its linear knows
+                    continue
                 copies = grid.copies("row", "col")
                 found[inner + n] = (whole(f"{prefix}.{inner}{n}", tuple(parameter.shape), copies),)
     return found
@@ -105,6 +108,13 @@ def _linear(module: nn.Module) -> tuple[int, int, bool]:
     return module.in_features, module.out_features, module.bias is not None
 
 
+def _adopt(linear: GridLinear, serial: nn.Module) -> GridLinear:
+    """A linear on the grid, with an adapter if the serial one has one."""
+    if isinstance(serial, LoraLinear):
+        linear.adapt(serial.adapter.shape)
+    return linear
+
+
 def _attention(a: nn.Module, s: GridSettings) -> None:
     assert isinstance(a, Attention)
     width, _, qkv_bias = _linear(a.qkv)
@@ -113,12 +123,14 @@ def _attention(a: nn.Module, s: GridSettings) -> None:
     q, k, shared = grouped_heads(heads, kv_heads, a.head_dim, col.size)
     inside, sharing = ActivationLayout(fuse(q, k, k)), kv_heads < col.size
     if sharing:
-        a.qkv = SharedKeys(s, residual, (q, k, k), inside, shared[col.index], a.head_dim, bias=qkv_bias)
+        qkv: GridLinear = SharedKeys(s, residual, (q, k, k), inside, shared[col.index], a.head_dim, bias=qkv_bias)
     else:
-        a.qkv = GridLinear(s, residual, inside, bias=qkv_bias, name="qkv")
+        qkv = GridLinear(s, residual, inside, bias=qkv_bias, name="qkv")
+    a.qkv = _adopt(qkv, a.qkv)
     keys = a.head_dim if sharing else k.size
     a.widths, a.grouped = (q.size, keys, keys), q.size != keys
-    a.out = GridLinear(s, ActivationLayout(q), residual, bias=_linear(a.out)[2], name="out", trim=sharing)
+    out = GridLinear(s, ActivationLayout(q), residual, bias=_linear(a.out)[2], name="out", trim=sharing)
+    a.out = _adopt(out, a.out)
     _swap_norms(a, s)
     if a.q_norm is not None and not a.norms_heads:
         a.q_norm = _features_norm(a.q_norm, s, q)
@@ -146,8 +158,9 @@ def _mlp(m: nn.Module, s: GridSettings) -> None:
     width, wide, bias = _linear(m.up)
     inner = _linear(m.down)[0]
     residual, block = residual_side(s, width), even(inner, s.grid.col.size)
-    m.up = GridLinear(s, residual, ActivationLayout(fuse(*[block] * (wide // inner))), bias=bias, name="up")
-    m.down = GridLinear(s, ActivationLayout(block), residual, bias=bias, name="down")
+    up = GridLinear(s, residual, ActivationLayout(fuse(*[block] * (wide // inner))), bias=bias, name="up")
+    m.up = _adopt(up, m.up)
+    m.down = _adopt(GridLinear(s, ActivationLayout(block), residual, bias=bias, name="down"), m.down)
     _swap_norms(m, s)
 
 
@@ -171,7 +184,7 @@ def _head(h: nn.Module, s: GridSettings) -> None:
     width, vocab, bias = _linear(h.proj)
     residual, words = residual_side(s, width), even(vocab, s.grid.col.size)
     if h.dense is not None:
-        h.dense = GridLinear(s, residual, residual, bias=True, name="dense")
+        h.dense = _adopt(GridLinear(s, residual, residual, bias=True, name="dense"), h.dense)
     h.norm = swap_norm(h.norm, s)
     flow = "os" if h.tied else None
     h.proj = GridLinear(s, residual, ActivationLayout(words), bias=bias, name="proj", flow=flow, moves_output=False)

@@ -5,6 +5,7 @@ Formats of an example (a JSON object), by its keys:
     messages         [{"role", "content", ...}]          OpenAI; `conversations` and from/value (ShareGPT) are read as well
     prompt           with `completion` or `answer`: both text, or both lists of messages
     instruction      with `output`, and `input` or `system` if wanted (Alpaca)
+    chosen           with `rejected`, and `prompt` unless both are chats: a preference pair, for DPO
     text             plain text, trained as a whole
 
 A chat is turned into text by the model's own template (jinja2), which is a stranger's program: it runs in jinja's immutable
@@ -41,7 +42,7 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import DataError
 
-__all__ = ["Chat", "ChatTemplate", "PlainExample", "parse_example", "time_limit"]
+__all__ = ["Chat", "ChatTemplate", "PlainExample", "parse_example", "parse_examples", "time_limit"]
 
 START, END = "\ue000", "\ue001"
 """Mark the trained characters of a rendered chat; both are private-use code points."""
@@ -64,6 +65,8 @@ class PlainExample:
 
     text: str
     prompt: str = ""
+    side: str = ""
+    """Of a preference pair: chosen or rejected."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Chat:
     messages: tuple[dict[str, Any], ...]
     trained: tuple[int, ...]
     tools: Any = None
+    side: str = ""
+    """Of a preference pair: chosen or rejected."""
 
     @property
     def empty(self) -> bool:
@@ -81,6 +86,48 @@ class Chat:
 
 
 # ---- formats ----
+
+
+def parse_examples(item: Any, where: str) -> list[PlainExample | Chat]:
+    """The examples of a JSON object: one, or the two of a preference pair, the chosen one first."""
+    if not isinstance(item, Mapping) or not {"chosen", "rejected"} & item.keys():
+        return [parse_example(item, where)]
+    item = {key: value for key, value in item.items() if value is not None}
+    if missing := [side for side in ("chosen", "rejected") if side not in item]:
+        other = "rejected" if missing[0] == "chosen" else "chosen"
+        raise DataError(
+            f"{where}: has '{other}' without '{missing[0]}'" if len(missing) == 1 else f"{where}: an empty pair"
+        )
+    return [_answered(item, side, where) for side in ("chosen", "rejected")]
+
+
+def _answered(item: Mapping[str, Any], side: str, where: str) -> PlainExample | Chat:
+    """One side of a preference pair; of a chat, the turns after those that both sides share are trained."""
+    prompt, answer = item.get("prompt"), item[side]
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if not answer:
+            raise DataError(f"{where}: '{side}' is empty")
+        return PlainExample(answer, prompt, side)
+    if isinstance(answer, str):
+        raise DataError(f"{where}: '{side}' is text, and 'prompt' is {_kind(prompt)}; use text or messages for both")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if prompt is None:
+        both = [item[s] for s in ("chosen", "rejected")]
+        if not all(isinstance(messages, list) for messages in both):
+            raise DataError(f"{where}: without 'prompt', 'chosen' and 'rejected' must be lists of messages")
+        same = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+        prompt, answer = answer[:same], answer[same:]
+    before = _messages(prompt, f"{where}: prompt") if prompt else []
+    before = _with_system(item, before)
+    found = _chat([*before, *_messages(answer, f"{where}: {side}")], where, item.get("tools"))
+    trained = tuple(i for i in found.trained if i >= len(before))
+    if not trained:
+        raise DataError(f"{where}: '{side}' has no assistant turn of its own")
+    chat = Chat(found.messages, trained, found.tools, side)
+    if chat.empty:
+        raise DataError(f"{where}: '{side}' has an empty assistant turn")
+    return chat
 
 
 def parse_example(item: Any, where: str) -> PlainExample | Chat:
@@ -319,9 +366,9 @@ class ChatTemplate:
 
     def render_trained(self, chat: Chat) -> tuple[str, list[tuple[int, int]], bool]:
         """The text, the ranges of characters that are trained, and whether the token that ends a turn is still to be added."""
-        if any(mark in json.dumps(chat.messages, ensure_ascii=False) for mark in (START, END)):
-            raise DataError("the text holds the private-use characters U+E000 or U+E001")
         text = self.render(chat.messages, tools=chat.tools)
+        if START in text or END in text:
+            raise DataError("the text holds the private-use characters U+E000 or U+E001")
         if self._marks:
             return text, self._marked_by_template(chat, text), False
         found = self._marked_content(chat, text, trim=False) or self._marked_content(chat, text, trim=True)
@@ -337,6 +384,8 @@ class ChatTemplate:
         marked = self.render(chat.messages, tools=chat.tools, generation_start=START, generation_end=END)
         rest, spans = _unmark(marked)
         turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        if rest == text and spans and set(turns) == set(chat.trained):  # a turn may be marked in several blocks
+            return [span for span in spans if span[0] < span[1]]
         if rest != text or len(spans) != len(turns):
             raise DataError(
                 f"{self.name}: marks {len(spans)} turns with generation blocks, but the chat has {len(turns)}"

@@ -7,17 +7,18 @@ of (seed, k) alone, so of (seed, step), never of the number of ranks. What a res
 and the next sample in it, and the corpus's fingerprint to know it is the same.
 
 Plain text is cut into windows (`packing = "concat"`): documents follow one another with an end-of-text token between them.
-Examples of fine-tuning (chats, prompts with answers) are samples of their own (`packing = "none"`): sample k is one example,
-padded with the end token to T; attention is causal, so the padding changes nothing, and it is never predicted. Encoding is
-in encode.py, formats and chat templates in chats.py.
+Examples of fine-tuning (chats, prompts with answers) stay whole. With `packing = "documents"` a window holds several of them,
+by best fit (packing.py), and none sees another: a sample comes with the place at which each token's document begins. With
+`packing = "none"` sample k is one example. What is left of a window is padded with the end token, a document of its own that is
+never predicted. Encoding is in encode.py, formats and chat templates in chats.py.
 
 [Note: token file]
     bytes 0..7    magic  b"4FOLDTOK"
     bytes 8..11   length of the header in bytes, little-endian uint32 (the header is padded with spaces so that the tokens
                   start on a multiple of 64 bytes)
     header        JSON: version 2, dtype ("uint8" | "uint16" | "uint32"), tokens (count), masked (bool), documents (count),
-                  prompted (whether examples are prompts with answers), left_out (count), vocab, end, mask_token,
-                  tokenizer (name), fingerprint (hex)
+                  parts (documents of each source, one after another), prompted (whether examples are prompts with
+                  answers), left_out (count), vocab, end, mask_token, tokenizer (name), fingerprint (hex)
     tokens        count little-endian values
     mask          if masked: count bytes, 1 where the token is to be predicted
     starts        documents + 1 little-endian uint64: where each document begins, and where the last one ends
@@ -27,9 +28,10 @@ Version 1 has neither documents nor starts, and is still read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,14 +42,17 @@ import numpy.typing as npt
 from fourfold import files, schema
 from fourfold.config import Config
 from fourfold.errors import ConfigError, DataError
-from fourfold.train.chats import ChatTemplate
-from fourfold.train.encode import Encoder, Encoding, cached_tokens, encode_to_file, examples, needs_cache, source_files
+from fourfold.train.chats import Chat, ChatTemplate, PlainExample, parse_examples
+from fourfold.train.encode import Encoder, Encoding, cached_tokens, chunks_of, encode_to_file, examples, needs_cache
+from fourfold.train.packing import best_fit, segments_of
 
 __all__ = [
     "ByteTokenizer",
     "Corpus",
+    "Examples",
     "Samples",
     "Tokenizer",
+    "corpus_of",
     "load_tokenizer",
     "open_corpus",
     "permute",
@@ -60,6 +65,9 @@ HEADER_BYTES = 1 << 20
 CHECKED_BYTES = 256 << 20
 """Token files of up to this size are compared with their fingerprint when opened; of larger ones, the ids that are read."""
 IGNORE = -100  # target of a token that is not predicted, as torch's cross entropy has it
+
+
+Locate = Callable[[int, int], tuple[int, int]]
 
 
 class Tokenizer(Protocol):
@@ -81,10 +89,8 @@ class Tokenizer(Protocol):
     def special(self) -> frozenset[int]:
         """Control tokens, such as the one that ends a turn of a chat."""
 
-    def encode_all(
-        self, texts: Sequence[str]
-    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """For every text its ids, and where the characters of each token begin and end."""
+    def encode_all(self, texts: Sequence[str], *, locate: bool) -> Iterator[tuple[npt.NDArray[Any], Locate]]:
+        """For every text its ids and, if `locate`, a function from a range of characters to the range of their tokens."""
 
     def encode(self, text: str) -> npt.NDArray[Any]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
@@ -96,13 +102,17 @@ class ByteTokenizer:
     name, vocab, end, mask, begin = "bytes", 256, 0, 1, None
     special: frozenset[int] = frozenset()
 
-    def encode_all(
-        self, texts: Sequence[str]
-    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    def encode_all(self, texts: Sequence[str], *, locate: bool) -> Iterator[tuple[npt.NDArray[Any], Locate]]:
         for text in texts:
             ids = self.encode(text)
-            of = np.cumsum((ids & 0xC0) != 0x80) - 1  # a character begins with a byte that continues none
-            yield ids, of, of + 1
+            characters = (
+                np.cumsum((ids & 0xC0) != 0x80) - 1 if locate else ids
+            )  # one begins with a byte that continues none
+
+            def tokens(first: int, last: int, of: npt.NDArray[Any] = characters) -> tuple[int, int]:
+                return int(np.searchsorted(of, first)), int(np.searchsorted(of, last))
+
+            yield ids, tokens
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
@@ -158,29 +168,43 @@ class HuggingFaceTokenizer:
         ids = (self._library.token_to_id(name) for name in names)
         return next((i for i in ids if i is not None), None)
 
-    def encode_all(
-        self, texts: Sequence[str]
-    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    def encode_all(self, texts: Sequence[str], *, locate: bool) -> Iterator[tuple[npt.NDArray[Any], Locate]]:
+        encode = self._library.encode_batch if locate else self._library.encode_batch_fast
         with _library_errors(Path(self.name), "cannot encode text"):
-            encoded = self._library.encode_batch(list(texts), add_special_tokens=False)
+            encoded = encode(list(texts), add_special_tokens=False)
         for found in encoded:
-            self._check_ids(found.ids)
-            places = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
-            yield np.asarray(found.ids, dtype=_dtype_for(self.vocab)), places[:, 0], places[:, 1]
+            ids = np.asarray(found.ids, dtype=np.int64)
+            self._check_ids(ids)
+            yield ids.astype(_dtype_for(self.vocab)), functools.partial(_tokens_of, found)
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if ids and max(ids) >= self.vocab:
-            raise DataError(f"{self.name}: gives the id {max(ids)}, but has {self.vocab} tokens")
+    def _check_ids(self, ids: npt.NDArray[np.int64]) -> None:
+        if len(ids) and ids.max() >= self.vocab:
+            raise DataError(f"{self.name}: gives the id {ids.max()}, but has {self.vocab} tokens")
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         with _library_errors(Path(self.name), "cannot encode text"):
-            ids = self._library.encode(text, add_special_tokens=False).ids
+            ids = np.asarray(self._library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
         self._check_ids(ids)
-        return np.asarray(ids, dtype=_dtype_for(self.vocab))
+        return ids.astype(_dtype_for(self.vocab))
 
     def decode(self, tokens: Iterable[int]) -> str:
         with _library_errors(Path(self.name), "cannot decode tokens"):
             return self._library.decode(list(tokens))
+
+
+def _tokens_of(found: Any, first: int, last: int) -> tuple[int, int]:
+    """The range of tokens that have one of the characters [first, last).
+
+    A few questions to the library, whose list of all tokens' places takes a tenth of the time of encoding. Some characters, for
+    instance spaces that a normaliser drops, are in no token.
+    """
+    start = next((t for c in range(first, last) if (t := found.char_to_token(c)) is not None), None)
+    if start is None:
+        return 0, 0
+    stop = next(t for c in range(last - 1, first - 1, -1) if (t := found.char_to_token(c)) is not None) + 1
+    while stop < len(found) and (place := found.token_to_chars(stop)) is not None and first <= place[0] < last:
+        stop += 1  # a character of several tokens
+    return start, stop
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -205,39 +229,139 @@ class Corpus:
     """Whether the documents are examples of fine-tuning: prompts with answers, or chats."""
     left_out: int = 0
     """Examples that were not encoded, since their answer says nothing."""
+    parts: tuple[int, ...] = ()
+    """Documents of each source, where there are several."""
+    paired: bool = False
+    """Whether documents are preference pairs: chosen, rejected, chosen, …"""
 
 
-def open_corpus(source: str, tokenizer: str = "bytes", encoding: Encoding | None = None) -> Corpus:
-    """Open a corpus by name or path; raises DataError when it is missing, empty or damaged."""
-    if "\0" in source:
-        raise DataError(f"data.source = {source!r}: cannot be the name of a file")
-    if os.path.isfile(source) and _starts_with(source, MAGIC):
-        return _open_tokens(Path(source))
-    encoding = replace(encoding or Encoding(), tokenizer=tokenizer or "bytes")
-    if needs_cache(source, encoding.tokenizer):
-        return replace(_open_tokens(cached_tokens(source, encoding)), name=source)
+class Examples(Protocol):
+    """A dataset of your own: examples by number, always the same ones.
+
+    An example is a mapping. `tokens` are its ids, and optionally one of these, as long as `tokens`, says what is predicted:
+
+        loss_mask   1 where the token itself is predicted from those before it, 0 where it is only read
+        targets     the token that follows each place, or IGNORE (-100)
+        labels      the token at each place itself, or IGNORE, as Hugging Face has them (`input_ids` is understood, too)
+
+    Without any of them every token is predicted. An example without tokens is text: any form that a JSONL file may have
+    (`messages`, `prompt` with `completion`, `text` …), encoded by the tokenizer and the template of the config.
+    """
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def corpus_of(data: Examples, vocab: int, encoding: Encoding | None = None) -> Corpus:
+    """The corpus of a dataset; reads every example once, and raises DataError for one that is not an example."""
+    encoding = encoding or Encoding()
     codec = load_tokenizer(encoding.tokenizer)
-    encoder = Encoder(codec, encoding)
-    found = list(encoder(examples(source, source_files(source))))
-    if not found:
-        raise DataError(f"data.source = '{source}': there is no text in it")
+    encoder, name = Encoder(codec, encoding), f"data = {type(data).__name__}"
+    documents: list[tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]] = []
+    texts: list[tuple[str, PlainExample | Chat]] = []  # are encoded many at a time
+    for i in range(len(data)):
+        item, where = data[i], f"{name}, example {i}"
+        if not isinstance(item, Mapping):
+            raise DataError(f"{where}: expected a mapping with 'tokens', found {type(item).__name__}")
+        if "tokens" in item or "input_ids" in item:
+            documents += encoder(texts)
+            texts = []
+            documents.append(own_document(item, vocab, where))
+        else:
+            texts += [(where, example) for example in parse_examples(item, where)]
+    documents += encoder(texts)
+    if not documents:
+        raise DataError(f"{name}: there are no examples in it")
+    vocab = max(vocab, codec.vocab) if encoding.tokenizer != "bytes" else vocab
+    found = _corpus(name, documents, codec, vocab, prompted=True, left_out=encoder.empty)
+    return replace(found, paired=bool(encoder.paired))
+
+
+def own_document(
+    item: Mapping[str, Any], vocab: int, where: str
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]:
+    """Ids of an example that is tokens already, and which of them are predicted."""
+
+    def ids_of(key: str) -> npt.NDArray[np.int64]:
+        found = np.asarray(item[key])
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iub"):
+            raise DataError(f"{where}: '{key}' must be a list of integers, found shape {found.shape} of {found.dtype}")
+        return found.astype(np.int64)
+
+    ids = ids_of("tokens" if "tokens" in item else "input_ids")
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab):
+        raise DataError(
+            f"{where}: has the id {ids.max() if ids.max() >= vocab else ids.min()}, but model.vocab = {vocab}"
+        )
+    given = [key for key in ("loss_mask", "targets", "labels") if item.get(key) is not None]
+    if len(given) > 1:
+        raise DataError(f"{where}: has both '{given[0]}' and '{given[1]}'; keep one")
+    if not given:
+        return ids.astype(_dtype_for(vocab)), None
+    said = ids_of(given[0])
+    if len(said) != len(ids):
+        raise DataError(f"{where}: {len(ids)} tokens, but {len(said)} values of '{given[0]}'")
+    if given[0] == "loss_mask":
+        return ids.astype(_dtype_for(vocab)), (said != 0).astype(np.uint8)
+    if given[0] == "targets":  # of the place before
+        if len(said) and said[-1] != IGNORE:
+            ids = np.append(ids, said[-1])
+            said = np.append(IGNORE, said)
+        else:
+            said = np.append(IGNORE, said[:-1])
+    wrong = np.nonzero((said != IGNORE) & (said != ids))[0]
+    if len(wrong):
+        at = int(wrong[0])
+        raise DataError(
+            f"{where}: '{given[0]}' wants token {said[at]} at place {at}, where the example has {ids[at]}; a target is the "
+            f"example's own next token, or {IGNORE}"
+        )
+    return ids.astype(_dtype_for(vocab)), (said != IGNORE).astype(np.uint8)
+
+
+def _corpus(
+    name: str,
+    found: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]],
+    codec: Tokenizer,
+    vocab: int,
+    *,
+    prompted: bool,
+    left_out: int,
+) -> Corpus:
+    """A corpus in memory from its documents: ids of each, and which are predicted (None: all)."""
     tokens, mask = np.concatenate([ids for ids, _ in found]), None
     if any(marks is not None for _, marks in found):
         mask = np.concatenate([np.ones(len(ids), np.uint8) if marks is None else marks for ids, marks in found])
     starts = np.cumsum([0, *(len(ids) for ids, _ in found)])
-    return Corpus(
-        source,
-        tokens,
-        mask,
-        codec.vocab,
-        codec.end,
-        codec.mask,
-        codec.name,
-        _fingerprint(tokens, mask),
-        starts,
-        encoder.prompted,
-        encoder.empty,
-    )
+    fingerprint = _fingerprint(tokens, mask)
+    return Corpus(name, tokens, mask, vocab, codec.end, codec.mask, codec.name, fingerprint, starts, prompted, left_out)
+
+
+def open_corpus(source: str | Sequence[str], tokenizer: str = "bytes", encoding: Encoding | None = None) -> Corpus:
+    """Open a corpus by name or path, or several as one; raises DataError when one is missing, empty or damaged."""
+    sources = (source,) if isinstance(source, str) else tuple(source)
+    for name in sources:
+        if "\0" in name:
+            raise DataError(f"data.source = {name!r}: cannot be the name of a file")
+        if os.path.isfile(name) and _starts_with(name, MAGIC):
+            if len(sources) == 1:
+                return _open_tokens(Path(name))
+            raise DataError(f"data.sources: '{name}' is a token file, which cannot be one of several sources")
+    encoding = replace(encoding or Encoding(), tokenizer=tokenizer or "bytes")
+    title = ", ".join(sources)
+    if needs_cache(sources, encoding.tokenizer):
+        return replace(_open_tokens(cached_tokens(sources, encoding)), name=title)
+    codec = load_tokenizer(encoding.tokenizer)
+    encoder = Encoder(codec, encoding)
+    found, parts = [], []
+    for name in sources:
+        documents = list(encoder(examples(chunks_of(name))))
+        if not documents:
+            raise DataError(f"data.source = '{name}': there is no text in it")
+        found += documents
+        parts.append(len(documents))
+    corpus = _corpus(title, found, codec, codec.vocab, prompted=encoder.prompted, left_out=encoder.empty)
+    return replace(corpus, parts=tuple(parts), paired=bool(encoder.paired))
 
 
 def _starts_with(path: str, magic: bytes) -> bool:
@@ -260,9 +384,15 @@ def _dtype_for(vocab: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]
 # ---- token files: [Note: token file] ----
 
 
-def write_tokens(source: str, tokenizer: str, path: Path, encoding: Encoding | None = None) -> Corpus:
+def write_tokens(
+    source: str,
+    tokenizer: str,
+    path: Path,
+    encoding: Encoding | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Corpus:
     """Encode a source and write it as a token file; the file appears whole or not at all."""
-    encode_to_file(source, replace(encoding or Encoding(), tokenizer=tokenizer), path)
+    encode_to_file((source,), replace(encoding or Encoding(), tokenizer=tokenizer), path, progress)
     return _open_tokens(path)
 
 
@@ -278,7 +408,8 @@ def _open_tokens(path: Path) -> Corpus:
         documents, prompted, left_out = h.get("documents", -1), bool(h.get("prompted")), h.get("left_out", 0)
         vocab, end, mask_token = h["vocab"], h["end"], h["mask_token"]
         tokenizer, fingerprint = str(h["tokenizer"]), str(h["fingerprint"])
-        counts = (count, vocab, end, documents + 1, left_out)
+        parts = tuple(h.get("parts", ()))
+        counts = (count, vocab, end, documents + 1, left_out, *parts)
         if length > HEADER_BYTES or not all(map(schema.whole, counts)) or not isinstance(masked, bool):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, DataError):
@@ -309,7 +440,7 @@ def _open_tokens(path: Path) -> Corpus:
         if _fingerprint(tokens, mask) != fingerprint:
             raise DataError(f"{path}: damaged: its tokens are not those it was written with; write it again")
     meaning = vocab, end, mask_token, tokenizer, fingerprint
-    return Corpus(str(path), tokens, mask, *meaning, starts, prompted, left_out)
+    return Corpus(str(path), tokens, mask, *meaning, starts, prompted, left_out, parts, bool(h.get("paired")))
 
 
 def _check_ids(tokens: npt.NDArray[Any], vocab: int, name: str) -> None:
@@ -348,7 +479,9 @@ class Samples:
 
     `split` is "train" (all but the last share of the corpus) or "eval" (that share). A bidirectional model's samples
     are T tokens with some hidden, chosen by (seed, k); others are windows of T + 1 tokens, shifted by one, or whole documents
-    (`packing`). `overlong` says what becomes of documents of more than T + 1 tokens.
+    (`packing`). `overlong` says what becomes of documents of more than T + 1 tokens. `masks`: whether the model can keep the
+    documents of a window apart, so that `auto` may pack them. `weights`: how many times an epoch has the examples (or
+    windows) of each of the corpus's sources; of a fraction, which of them depends on the seed.
     """
 
     def __init__(
@@ -363,10 +496,17 @@ class Samples:
         bidirectional: bool = False,
         mask_rate: float = 0.15,
         packing: str = "auto",
-        overlong: str = "cut",
+        overlong: str = "auto",
+        masks: bool = True,
+        weights: Sequence[float] = (),
     ):
+        self.weights = tuple(weights) if any(w != 1 for w in weights) else ()
         self.corpus, self.seq_len, self.seed, self.split = corpus, seq_len, seed, split
-        self.whole = packing == "none" or (packing == "auto" and corpus.prompted and not bidirectional)
+        if packing == "auto":
+            packing = "concat" if bidirectional or not corpus.prompted else "documents" if masks else "none"
+        if overlong == "auto":
+            overlong = "cut" if corpus.prompted else "split"
+        self.packing, self.overlong = packing, overlong
         self.bidirectional, self.mask_rate = bidirectional, mask_rate
         if corpus.vocab > vocab:
             raise DataError(
@@ -375,100 +515,148 @@ class Samples:
             )
         if bidirectional and corpus.mask_token is None:
             raise DataError(f"{corpus.name}: a bert model needs a mask token, which '{corpus.tokenizer}' does not have")
-        if self.whole and bidirectional:
+        if packing == "concat":
+            windows = (len(corpus.tokens) - (0 if bidirectional else 1)) // seq_len
+            if windows < 1:
+                raise DataError(
+                    f"{corpus.name}: {len(corpus.tokens)} tokens are fewer than one sample of model.seq_len = {seq_len} "
+                    f"(+1); use more text or a shorter seq_len"
+                )
+            held = int(windows * eval_fraction)
+            self.first, self.count = (windows - held, held) if split == "eval" else (0, windows - held)
+            if self.weights:
+                at = np.arange(self.first, self.first + self.count)
+                self._windows = at[self._repeated(at * seq_len)]
+                self.count = len(self._windows)
+            return
+        self._pack(eval_fraction)
+
+    def _pack(self, eval_fraction: float) -> None:
+        """Choose the segments of this split, and which of them are in each window."""
+        corpus = self.corpus
+        if self.bidirectional:
             raise DataError(
-                "data.packing = 'none' is for models that predict the next token; a bert model needs 'concat'"
+                f"data.packing = '{self.packing}' is for models that predict the next token; a bert model needs 'concat'"
             )
-        if self.whole and corpus.starts is None:
+        if corpus.starts is None:
             raise DataError(
-                f"{corpus.name}: a token file of version 1 does not say where documents begin, which data.packing = 'none' "
-                "needs; write it again with 'fourfold tokenize', or use 'concat'"
+                f"{corpus.name}: a token file of version 1 does not say where documents begin, which data.packing = "
+                f"'{self.packing}' needs; write it again with 'fourfold tokenize', or use 'concat'"
             )
-        self.cut = self.dropped = 0
-        """Documents of more than T + 1 tokens that are cut, or left out."""
-        self._documents = self._whole_documents(overlong) if self.whole else np.zeros(0, np.int64)
-        windows = len(self._documents) if self.whole else (len(corpus.tokens) - (0 if bidirectional else 1)) // seq_len
-        if self.whole and not windows:
-            raise DataError(f"{corpus.name}: no example has a token to predict within model.seq_len = {seq_len}")
-        if windows < 1:
-            raise DataError(
-                f"{corpus.name}: {len(corpus.tokens)} tokens are fewer than one sample of model.seq_len = {seq_len} "
-                f"(+1); use more text or a shorter seq_len"
-            )
-        held = int(windows * eval_fraction)
-        self.first, self.count = (windows - held, held) if split == "eval" else (0, windows - held)
+        found = segments_of(corpus.name, corpus.starts, corpus.mask, self.seq_len, self.overlong)
+        if not len(found):
+            raise DataError(f"{corpus.name}: no example has a token to predict within model.seq_len = {self.seq_len}")
+        last = len(found) - int(len(found) * eval_fraction)
+        if last < len(found):  # a document that was split stays on one side
+            document = np.searchsorted(corpus.starts, found.first[last], side="right") - 1
+            last = int(np.searchsorted(found.first, corpus.starts[document]))
+        self.segments = found.part(last, len(found)) if self.split == "eval" else found.part(0, last)
+        if self.weights:
+            self.segments = self.segments.chosen(self._repeated(self.segments.first))
+        if self.packing == "documents":
+            self._order, self._bounds = best_fit(self.segments.lengths - 1, self.seq_len)
+        else:
+            self._order, self._bounds = np.arange(len(self.segments)), np.arange(len(self.segments) + 1)
+        self.first, self.count = 0, len(self._bounds) - 1
+
+    def _repeated(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Numbers of the things that begin at these tokens, each as often as the weight of its source says."""
+        assert self.corpus.starts is not None
+        ends = np.asarray(self.corpus.starts)[np.cumsum(self.corpus.parts)]
+        weight = np.asarray(self.weights)[np.searchsorted(ends, tokens, side="right")]
+        rng = np.random.Generator(np.random.Philox(key=_hash(self.seed, 4)))
+        times = np.floor(weight + rng.random(len(tokens))).astype(np.int64)
+        return np.repeat(np.arange(len(tokens)), times)
+
+    @property
+    def whole(self) -> bool:
+        """Whether samples hold whole documents."""
+        return self.packing != "concat"
 
     @property
     def all_valid(self) -> bool:
         """Whether every token of every sample is predicted, so that the number of them is known beforehand."""
         return self.corpus.mask is None and not self.bidirectional and not self.whole
 
-    def _whole_documents(self, overlong: str) -> npt.NDArray[np.int64]:
-        """The documents that are samples: those with a token to predict among their first T + 1."""
-        starts, mask, room = np.asarray(self.corpus.starts, np.int64), self.corpus.mask, self.seq_len + 1
-        lengths = np.diff(starts)
-        kept, long = lengths > 1, lengths > room
-        if long.any() and overlong == "error":
-            raise DataError(
-                f"{self.corpus.name}: {long.sum()} of {len(lengths)} examples are longer than model.seq_len = {self.seq_len}, "
-                f"the longest has {lengths.max()} tokens; use a longer seq_len, or data.overlong = 'cut' or 'drop'"
-            )
-        if overlong == "drop":
-            kept &= ~long
-        if mask is not None:
-            stops = np.minimum(starts[1:], starts[:-1] + room)
-            total = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))  # trained tokens before each place
-            kept &= total[stops] - total[np.minimum(starts[:-1] + 1, stops)] > 0
-        self.cut, self.dropped = int((kept & long).sum()), int((~kept).sum())
-        return np.nonzero(kept)[0]
+    @functools.cached_property
+    def context(self) -> float:
+        """Tokens of a document, as attention costs them: Σ L² / Σ L over the documents L of all windows, padding included."""
+        if self.packing != "documents" or not self.count:
+            return float(self.seq_len)
+        places = self.segments.lengths - 1
+        tails = self.seq_len - np.add.reduceat(places[self._order], self._bounds[:-1])
+        return float(((places**2).sum() + (tails**2).sum()) / (self.count * self.seq_len))
 
     def describe(self, global_batch: int, steps: int) -> str:
         """What a run sees of its data, in a line."""
         tokens, epochs = len(self.corpus.tokens), global_batch * steps / max(1, self.count)
+        runs = f"{steps} steps are {epochs:.3g} epochs"
+        if self.count < global_batch:
+            runs += f", and a step of {global_batch} repeats samples: there are only {self.count:,}"
         if not self.whole:
-            return f"{tokens:,} tokens, {self.count:,} windows of {self.seq_len}; {steps} steps are {epochs:.3g} epochs"
-        assert self.corpus.starts is not None
-        lengths = np.diff(np.asarray(self.corpus.starts, np.int64))[self._documents]
-        filled = np.minimum(lengths - 1, self.seq_len).mean() / self.seq_len
+            return f"{tokens:,} tokens, {self.count:,} windows of {self.seq_len}; {runs}"
+        s = self.segments
+        filled = (s.lengths - 1).sum() / (self.count * self.seq_len)
         share = "" if self.corpus.mask is None else f" ({self.corpus.mask.mean():.0%} trained)"
-        said = [
-            f"{self.count:,} examples, {tokens:,} tokens{share}",
-            f"{filled:.0%} of each {self.seq_len} places filled",
-        ]
-        said.append(f"{steps} steps are {epochs:.3g} epochs")
-        said += [f"{self.cut:,} cut to fit"] if self.cut else []
-        missing = self.dropped + self.corpus.left_out
-        said += [f"{missing:,} left out (too long, or nothing to predict)"] if missing else []
+        said = [f"{len(s):,} examples, {tokens:,} tokens{share}"]
+        if self.packing == "documents":
+            said.append(f"packed into {self.count:,} windows of {self.seq_len}, {filled:.1%} full")
+        else:
+            said.append(f"{filled:.0%} of each {self.seq_len} places filled")
+        said.append(runs)
+        said += [f"{s.cut:,} cut to fit"] if s.cut else []
+        said += [f"{s.split:,} too long, split"] if s.split else []
+        said += [f"{s.too_long:,} left out: too long"] if s.too_long else []
+        empty = s.empty + self.corpus.left_out
+        said += [f"{empty:,} left out: nothing to predict"] if empty else []
         return "; ".join(said)
 
     def window(self, k: int) -> int:
         """Which window sample k is."""
         epoch, place = divmod(k, self.count)
+        if self.weights and not self.whole:
+            return int(self._windows[permute(place, self.count, _hash(self.seed, epoch, self.split == "eval"))])
         return self.first + permute(place, self.count, _hash(self.seed, epoch, self.split == "eval"))
 
     def __getitem__(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         if self.whole:
-            return self._whole_example(self._documents[self.window(k)])
+            return self._packed(self.window(k))
         start = self.window(k) * self.seq_len
         if self.bidirectional:
             return self._hide(k, start)
-        window = np.asarray(self.corpus.tokens[start : start + self.seq_len + 1], dtype=np.int64)
-        _check_ids(window, self.corpus.vocab, self.corpus.name)
-        tokens, targets = window[:-1], window[1:].copy()
+        return self._shifted(start, self.seq_len + 1)
+
+    def _shifted(self, start: int, length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and targets of a run of tokens, each one shorter than it."""
+        found = np.asarray(self.corpus.tokens[start : start + length], dtype=np.int64)
+        _check_ids(found, self.corpus.vocab, self.corpus.name)
+        tokens, targets = found[:-1], found[1:].copy()
         if self.corpus.mask is not None:
-            targets[self.corpus.mask[start + 1 : start + self.seq_len + 1] == 0] = IGNORE
+            targets[self.corpus.mask[start + 1 : start + length] == 0] = IGNORE
         return tokens, targets
 
-    def _whole_example(self, document: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        assert self.corpus.starts is not None
-        start = int(self.corpus.starts[document])
-        stop = min(int(self.corpus.starts[document + 1]), start + self.seq_len + 1)
-        found = np.asarray(self.corpus.tokens[start:stop], dtype=np.int64)
+    def _documents(self, window: int) -> Iterator[tuple[int, int, int]]:
+        """The documents of a window: where each begins in it, and its first token and length in the corpus."""
+        at = 0
+        for i in self._order[self._bounds[window] : self._bounds[window + 1]]:
+            length = int(self.segments.lengths[i])
+            yield at, int(self.segments.first[i]), length
+            at += length - 1
+
+    def _packed(self, window: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         tokens, targets = (np.full(self.seq_len, fill, np.int64) for fill in (self.corpus.end, IGNORE))
-        tokens[: stop - start - 1], targets[: stop - start - 1] = found[:-1], found[1:]
-        if self.corpus.mask is not None:
-            targets[: stop - start - 1][self.corpus.mask[start + 1 : stop] == 0] = IGNORE
+        for at, first, length in self._documents(window):
+            tokens[at : at + length - 1], targets[at : at + length - 1] = self._shifted(first, length)
         return tokens, targets
+
+    def starts(self, k: int) -> npt.NDArray[np.int64]:
+        """[T]: where the document of each token of sample k begins in it; padding is a document of its own."""
+        out, end = np.zeros(self.seq_len, np.int64), 0
+        for at, _, length in self._documents(self.window(k)):
+            end = at + length - 1
+            out[at:end] = at
+        out[end:] = end
+        return out
 
     def _hide(self, k: int, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """BERT's recipe: of the chosen tokens 80 % are masked, 10 % replaced by a random one, 10 % left."""
@@ -488,6 +676,10 @@ class Samples:
         rows = [self[k] for k in ks]
         return np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows])
 
+    def documents(self, ks: Iterable[int]) -> npt.NDArray[np.int64] | None:
+        """`starts` of samples `ks`, [B, T]; None where a sample is not several documents."""
+        return np.stack([self.starts(k) for k in ks]) if self.packing == "documents" else None
+
     def state(self, consumed: int) -> dict[str, Any]:
         """What a resumed run needs to go on after `consumed` samples."""
         epoch, following = divmod(consumed, self.count)
@@ -496,7 +688,9 @@ class Samples:
     @property
     def fingerprint(self) -> str:
         """Names the corpus and how it is cut into samples."""
-        return self.corpus.fingerprint + ("-whole" if self.whole else "")
+        cut = {"none": "-whole", "documents": f"-documents-{self.seq_len}-{self.overlong}"}
+        mixed = f"-{','.join(f'{w:g}' for w in self.weights)}" if self.weights else ""
+        return self.corpus.fingerprint + cut.get(self.packing, "") + mixed
 
     def consumed(self, state: dict[str, Any]) -> int:
         """The inverse of `state`; refuses another corpus."""
@@ -508,25 +702,55 @@ class Samples:
         return state["epoch"] * self.count + state["next"]
 
 
-def open_samples(config: Config) -> tuple[Samples, Samples | None]:
-    """The training samples, and those for evaluation when it is asked for; raises DataError for bad data."""
+def open_run_corpus(config: Config, examples: Examples | None = None) -> Corpus:
+    """The corpus of a run; `examples`: a dataset of the user's own, in place of `data.source`."""
+    encoding = encoding_of(config)
+    if examples is None:
+        return open_corpus(config.data.mixture()[0], config.data.tokenizer, encoding)
+    return corpus_of(examples, config.model.vocab, replace(encoding, tokenizer=config.data.tokenizer or "bytes"))
+
+
+def encoding_of(config: Config) -> Encoding:
+    """How a run's text becomes tokens."""
     data = config.data
-    encoding = Encoding(data.tokenizer, data.template, data.template_date, data.loss_on)
-    corpus = open_corpus(data.source, data.tokenizer, encoding)
+    return Encoding(data.tokenizer, data.template, data.template_date, data.loss_on)
+
+
+def open_samples(config: Config, examples: Examples | None = None) -> tuple[Samples, Samples | None]:
+    """The training samples, and those for evaluation when it is asked for; raises DataError for bad data.
+
+    `examples`: a dataset of the user's own, in place of `data.source`.
+    """
+    data, corpus = config.data, open_run_corpus(config, examples)
+    if corpus.paired:
+        raise ConfigError(
+            f"{corpus.name}: preference pairs ('chosen' and 'rejected'), which are for DPO; give --dpo.beta 0.1"
+        )
+    weights = () if examples is not None else config.data.mixture()[1]
     kinds: dict[str, Any] = {
         "seq_len": config.model.seq_len,
         "vocab": config.model.vocab,
         "seed": config.train.seed,
-        "eval_fraction": config.data.eval_fraction,
         "bidirectional": config.model.family == "bert",
         "mask_rate": config.data.mask_rate,
         "packing": config.data.packing,
         "overlong": config.data.overlong,
+        "masks": not config.model.dropout,
     }
-    train = Samples(corpus, split="train", **kinds)
+    if config.data.packing == "documents" and config.model.dropout:
+        raise ConfigError(
+            f"data.packing = 'documents' with model.dropout = {config.model.dropout}: attention within documents has no "
+            "dropout; use dropout = 0, or packing = 'none'"
+        )
+    apart = data.eval_fraction if not data.eval_source else 0.0
+    train = Samples(corpus, split="train", eval_fraction=apart, weights=weights, **kinds)
     if not config.train.eval_every:
         return train, None
-    held = Samples(corpus, split="eval", **kinds)
+    if data.eval_source:
+        return train, Samples(
+            open_corpus(data.eval_source, data.tokenizer, encoding_of(config)), split="eval", eval_fraction=1.0, **kinds
+        )
+    held = Samples(corpus, split="eval", eval_fraction=apart, weights=weights, **kinds)
     if held.count < 1:
         raise ConfigError(
             f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "

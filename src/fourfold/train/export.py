@@ -1,10 +1,12 @@
 """From a checkpoint to a folder that others open: Hugging Face safetensors, or a distributed checkpoint (DCP) under their names.
 
-Runs in one process, without a process group, and beside a run that goes on. Tensors are read, cast and written one after the
+Runs in one process, without a process group, also while the run continues. Tensors are read, cast and written one after the
 other, so that memory holds one parameter at a time.
 
     OUT/model.safetensors, or model-00001-of-00004.safetensors … and model.safetensors.index.json
     OUT/config.json (written last), generation_config.json, tokenizer and chat template as they came
+
+A LoRA run is written as a PEFT adapter, or merged with its frozen weights (train/adapters.py).
 
 A model that no family of the table describes (model/families.py) is written under our own names, with our config.json.
 """
@@ -30,15 +32,19 @@ from fourfold.config import Config, ModelConfig
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.families import Link, Run, links
-from fourfold.model.spec import Shapes, parameter_shapes
+from fourfold.model.lora import adapter_links
+from fourfold.model.spec import parameter_shapes
 from fourfold.model.to_hf import family_of, hf_config
 from fourfold.model.transformer import Transformer
 from fourfold.train import checkpoint
-from fourfold.train.checkpoint_index import read_index
+from fourfold.train.adapters import ADAPTER, WEIGHTS, adapter_config, check_base, fill_model, merged
+from fourfold.train.checkpoint_index import Index, read_index
 from fourfold.train.data import load_tokenizer
 from fourfold.train.dcp import DTYPES
 from fourfold.train.hf_files import TOKENIZER, copy, read_types
+from fourfold.train.remote import fetch_newest, is_url, local_run
 from fourfold.train.rundir import RunDir
+from fourfold.train.weights import check_weights, family_of_source, fill
 
 __all__ = ["Exported", "check_out", "export", "find_checkpoint", "load_model", "write_final"]
 
@@ -62,54 +68,89 @@ def write_final(run: RunDir, config: Config) -> None:
     """final/: the newest checkpoint as a Hugging Face folder."""
     directory = checkpoint.newest(run.checkpoints)
     assert directory is not None
-    export(run, config, directory, run.final)
+    export(run, config, directory, run.final, merge=config.lora.merge)
 
 
-def export(run: RunDir, config: Config, directory: Path, out: Path, *, dtype: str = "", form: str = "hf") -> Exported:
-    """Write a checkpoint of a run to the folder `out`; `dtype`: as safetensors spells it, default as the weights came."""
-    m, beside = config.model, run.path / "hf"
+def export(
+    run: RunDir,
+    config: Config,
+    directory: Path,
+    out: Path,
+    *,
+    dtype: str = "",
+    form: str = "hf",
+    merge: bool = False,
+) -> Exported:
+    """Write a checkpoint of a run to the folder `out`; `dtype`: as safetensors spells it, default as the weights came.
+
+    Of a LoRA run a PEFT adapter is written, or with `merge` the whole model with the adapters in its weights.
+    """
+    m, kept = config.model, run.path / "hf"
+    if m.lora is not None:
+        check_base(kept, m, first=False)
+    if m.lora is not None and not merge:
+        return _export_adapter(config, directory, kept, out, dtype)
     if m.family == "bert" and not m.token_types:  # theirs always adds a row of token types: one of zeros
         m = dataclasses.replace(m, token_types=1)
-    base = files.read_json(beside / "config.json", CheckpointError) if (beside / "config.json").is_file() else None
+    base = files.read_json(kept / "config.json", CheckpointError) if (kept / "config.json").is_file() else None
     family = family_of(m, base)
-    came, others = ("", {}) if dtype else read_types(beside)
+    came, others = ("", {}) if dtype else read_types(kept)
     stored = read_index(directory)
-    trained = {"float64": "F64"}.get(stored["embed.tokens.weight"].dtype, "F32")
+    trained = _trained_type(stored)
     common = dtype or came or trained
     found = links(family, m) if family else _as_they_are(m)
     tensors = [_Tensor(link, DTYPES[others.get(link.theirs, common)]) for link in found]
-    source = _Parameters(directory, stored, parameter_shapes(m))
+    source = (_Parameters if m.lora is None else _Merged)(directory, stored, m)
     out.mkdir(parents=True, exist_ok=True)
     if form == "dcp":
         _write_dcp(tensors, source, out)
     else:
         _write_safetensors(tensors, source, out)
-        _write_beside(dataclasses.replace(config, model=m), family, base, beside, out, NAMES[common])
+        _write_other_files(dataclasses.replace(config, model=m), family, base, kept, out, NAMES[common])
     step = checkpoint.read_state(directory)["step"]
     size = sum(t.bytes for t in tensors)
     return Exported(step, family.model_type if family else "", len(tensors), size, NAMES[common])
+
+
+def _export_adapter(config: Config, directory: Path, kept: Path, out: Path, dtype: str) -> Exported:
+    """A PEFT adapter (train/adapters.py)."""
+    m, stored = config.model, read_index(directory)
+    family = family_of_source(m)
+    kind = dtype or _trained_type(stored)
+    tensors = [_Tensor(link, DTYPES[kind]) for link in adapter_links(family, m)]
+    out.mkdir(parents=True, exist_ok=True)
+    _write_file(out / WEIGHTS, tensors, _Parameters(directory, stored, m))
+    copy(kept, out, TOKENIZER)
+    files.write_json(out / ADAPTER, adapter_config(m, family), CheckpointError)
+    step = checkpoint.read_state(directory)["step"]
+    return Exported(step, family.model_type, len(tensors), sum(t.bytes for t in tensors), NAMES[kind])
+
+
+def _trained_type(stored: Index) -> str:
+    """The type of the trained weights of a checkpoint."""
+    return {"float64": "F64"}.get(next(iter(stored.values())).dtype, "F32")
 
 
 def _as_they_are(m: ModelConfig) -> list[Link]:
     return [Link(name, s, name, s, False, (Run(0, 0, s[0]),)) for name, s in parameter_shapes(m).items()]
 
 
-def _write_beside(config: Config, family: Any, base: Any, beside: Path, out: Path, dtype: str) -> None:
+def _write_other_files(config: Config, family: Any, base: Any, kept: Path, out: Path, dtype: str) -> None:
     """Tokenizer, generation config and, last, config.json: a folder without one is visibly unfinished."""
-    copy(beside, out, TOKENIZER)
+    copy(kept, out, TOKENIZER)
     if family is None:
         files.write_json(out / "config.json", config.to_dict(), CheckpointError)
         return
-    end = None if base is not None else load_tokenizer(_tokenizer(config, beside)).end
-    if (beside / "generation_config.json").is_file():
-        copy(beside, out, ("generation_config.json",))
+    end = None if base is not None else load_tokenizer(_tokenizer(config, kept)).end
+    if (kept / "generation_config.json").is_file():
+        copy(kept, out, ("generation_config.json",))
     elif end is not None:
         files.write_json(out / "generation_config.json", {"eos_token_id": end}, CheckpointError)
     files.write_json(out / "config.json", hf_config(family, config.model, dtype, base, end), CheckpointError)
 
 
-def _tokenizer(config: Config, beside: Path) -> str:
-    return str(beside / "tokenizer.json") if (beside / "tokenizer.json").is_file() else config.data.tokenizer
+def _tokenizer(config: Config, kept: Path) -> str:
+    return str(kept / "tokenizer.json") if (kept / "tokenizer.json").is_file() else config.data.tokenizer
 
 
 # ---- tensors, one after the other ----
@@ -130,18 +171,21 @@ class _Tensor:
 class _Parameters:
     """Serial parameters of a checkpoint; the last one is kept, since its neighbours in a file come from it as well."""
 
-    def __init__(self, directory: Path, index: Any, shapes: Shapes):
-        self.directory, self.index, self.shapes = directory, index, shapes
+    def __init__(self, directory: Path, index: Index, m: ModelConfig):
+        self.directory, self.index, self.m, self.shapes = directory, index, m, parameter_shapes(m)
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is read
-            if name == "embed.types.weight" and name not in self.index:
-                return torch.zeros(self.shapes[name])
-            box = tuple((0, n) for n in self.index[name].shape)
-            self._last = name, checkpoint.read_box(self.directory, self.index, name, box)
+            self._last = name, self._read(name)
         return self._last[1]
+
+    def _read(self, name: str) -> Tensor:
+        if name == "embed.types.weight" and name not in self.index:
+            return torch.zeros(self.shapes[name])
+        box = tuple((0, n) for n in self.index[name].shape)
+        return checkpoint.read_box(self.directory, self.index, name, box)
 
     def stored(self, tensor: _Tensor) -> Tensor:
         """A tensor as it is written; casts round to nearest even."""
@@ -157,6 +201,20 @@ class _Parameters:
                 rows[run.theirs : stop : run.step] = whole[run.ours : run.ours + run.length]
         rows = rows.to(tensor.dtype)
         return (rows.mT if link.transposed else rows).reshape(link.shape).contiguous()
+
+
+class _Merged(_Parameters):
+    """Serial parameters of a LoRA run: the frozen weights from their files, with the adapters of a checkpoint added."""
+
+    def __init__(self, directory: Path, index: Index, m: ModelConfig):
+        super().__init__(directory, index, m)
+        self.weights = check_weights(m, again=True)
+        self.dtype = torch.float64 if _trained_type(index) == "F64" else torch.float32
+
+    def _read(self, name: str) -> Tensor:
+        weight = torch.zeros(self.shapes[name], dtype=self.dtype)
+        fill(self.weights, self.m, [checkpoint.holding_of(name, weight)])
+        return merged(weight, name, self.m, super()._read)
 
 
 def _write_safetensors(tensors: list[_Tensor], source: _Parameters, out: Path) -> None:
@@ -238,18 +296,22 @@ def load_model(
     model = build_model(config.model)
     model.to(dtype).to_empty(device=device).tie()
     materialize_buffers(model, torch.device(device), dtype)
-    state = checkpoint.load(directory, [checkpoint.holding_of(n, p) for n, p in model.named_parameters()])
-    return model, state["step"]
+    if config.model.lora is not None:
+        check_base(run.path / "hf", config.model, first=False)
+    return model, fill_model(model, directory, config.model)
 
 
 def find_checkpoint(path: str | Path) -> tuple[RunDir, Path]:
     """The run and the checkpoint that a path names: a run directory (its newest), or a checkpoint in one."""
+    if is_url(str(path)):
+        path = local_run(str(path))
     path = Path(path)
     if (path / "state.json").is_file() or path.name.startswith("step-"):
         run, directory = RunDir.find(path.resolve().parent.parent), path
     else:
         run = RunDir.find(path)
-        newest = checkpoint.newest(run.checkpoints)
+        url = run.read()[0].checkpoint.dir
+        newest = checkpoint.newest(run.checkpoints) or (fetch_newest(url, run.checkpoints) if url else None)
         if newest is None:
             raise CheckpointError(f"{run.path}: has no complete checkpoint yet")
         directory = newest

@@ -222,6 +222,9 @@ class OneRank:
     def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
         return self._batches[micro_batch][1:]
 
+    def documents(self, micro_batch: int) -> None:
+        return None
+
     def grad(self, micro_batch: int) -> Tensor:
         return self._scale
 

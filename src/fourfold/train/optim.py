@@ -77,7 +77,7 @@ class AdamW:
 
     @property
     def updates(self) -> int:
-        """Number of steps that changed the weights (skipped ones do not count); 0 on a rank that holds only padding."""
+        """Number of steps that changed the weights (skipped ones do not count)."""
         return max((int(c.item()) for u in self._updates for c in u.counts), default=0)
 
     @updates.setter
@@ -148,7 +148,8 @@ class _Torch:
                 count = torch.zeros((), dtype=torch.float32, device=master.device)
                 state[p] = {"step": count, "exp_avg": first[start:stop], "exp_avg_sq": second[start:stop]}
                 self._slots.append((p, u, start, stop))
-        self.counts = [s["step"] for s in state.values()]
+        device = units[0].shard.device
+        self.counts = [s["step"] for s in state.values()] or [torch.zeros((), dtype=torch.float32, device=device)]
         self._torch = torch.optim.AdamW(
             [{"params": ps, "weight_decay": config.weight_decay if d else 0.0} for d, ps in groups.items() if ps]
             or [{"params": [torch.zeros(0)]}],  # only padding here
@@ -165,6 +166,8 @@ class _Torch:
         grads = {u.name: self._scaled(u, factor) for u in self._units if u.layout.total}  # others borrow all they use
         for p, u, start, stop in self._slots:
             p.grad = grads[u.name][start:stop]
+        if not self._slots:  # nothing here is trained; the steps are counted
+            self.counts[0] += 1 if skip is None else 1 - skip
         self._torch.found_inf = skip  # type: ignore[attr-defined]  # read by the fused kernel
         self._torch.step()
         for p, *_ in self._slots:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fourfold.config import Config
+from fourfold.model.adapter import freeze
 from fourfold.model.build import fill_initial
+from fourfold.model.lora import is_adapter
 from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
@@ -28,6 +30,7 @@ from fourfold.runtime.direct import form_of
 from fourfold.runtime.executor import Executor
 from fourfold.runtime.message_driven import drive
 from fourfold.runtime.runner import Runner
+from fourfold.runtime.sizes import INLINE
 from fourfold.runtime.stage import ChainLink, Keeper, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
@@ -74,6 +77,8 @@ class RankUnits:
     """The part of the model that each unit computes."""
     ties: dict[str, TiedOwner | TiedCopy]
     """This rank's ends of weights that are tied across ranks."""
+    bases: dict[str, Unit] = field(default_factory=dict)
+    """With LoRA, the frozen weights of each unit ([Note: frozen weights] in shard/unit.py), and of a copy of the embedding."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +175,28 @@ def make_units(
     """The units of this rank's stages, with their initial weights; the model's parameters become views of them.
 
     A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
-    holds a copy (shard/tied.py).
+    holds a copy (shard/tied.py). With LoRA it is frozen, and the two have nothing to exchange.
     """
     sharings = {shards: make_sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
     reductions = Reductions(min(plan.memory.prefetch, 1))
     row, plane = grid.row.group, mesh.group("row", "col")
 
     def make(name: str, of: str, part: Slice, borrow: dict[str, Borrowed] | None = None) -> Unit:
-        copied = {n: held[0].copies_over for n, held in part.pieces.items() if held}
+        names, lent = [n for n, _ in part.module.named_parameters()], dict(borrow or {})
+        if frozen:
+            freeze(part.module)
+            base = make_one(f"{name} (base)", of, part, [n for n in names if not is_adapter(n) and n not in lent], {})
+            held.bases[name] = base
+            names, lent = list(filter(is_adapter, names)), lent | {n: Borrowed(base, n) for n in base.params}
+            for n in names:  # a factor that all slices of a layer share
+                mine, others = part.pieces[n], [held.units.get(other) for other in layout.choices[of].names]
+                owner = next((u for u in others if u and mine and u.pieces.get(n) == mine), None)
+                if owner is not None:
+                    lent[n] = Borrowed(owner, n)
+        return make_one(name, of, part, [n for n in names if n not in lent], lent)
+
+    def make_one(name: str, of: str, part: Slice, names: list[str], borrow: dict[str, Borrowed]) -> Unit:
+        copied = {n: part.pieces[n][0].copies_over for n in names if part.pieces[n]}
         sums = {n: plane if "col" in over else row for n, over in copied.items() if {"row", "col"} & {*over}}
         unit = Unit.of(
             name,
@@ -190,10 +209,11 @@ def make_units(
             sharing=sharings[layout.choices[of].shards],
             reductions=reductions,
             sum_over={n: group for n, group in sums.items() if group is not None},
+            names=names,
             sliced=layout.choices[of].slices > 1,
         )
-        for n, parameter in unit.params.items() if config.model.init == "random" else ():
-            for piece in unit.pieces[n]:
+        for n, parameter in unit.params.items():
+            for piece in unit.pieces[n] if config.model.init == "random" or is_adapter(n) else ():
                 fill_initial(parameter, piece, config.model, config.train.seed)
         unit.scatter()
         return unit
@@ -201,8 +221,9 @@ def make_units(
     held, place, here = RankUnits({}, {}, {}), layout.rank_of, mesh.coordinates["pipe"]
     first, last = layout.choices["embed"].names[0], layout.choices["head"].names[0]
     tied = bool(tied_parameters(config.model))
+    frozen = config.model.lora is not None
     apart = tied and place[first] != place[last]
-    pair = mesh.pair("pipe", place[first], place[last], use="tied") if apart else None
+    pair = mesh.pair("pipe", place[first], place[last], use="tied") if apart and not frozen else None
     for of, module in model.units().items():
         names = layout.choices[of].names
         if place[names[0]] != here:
@@ -211,6 +232,7 @@ def make_units(
         if of == "head" and tied:
             whole_embed = Slice(model.embed, pieces_of(model.embed, "embed", grid))
             lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
+            lender = held.bases[lender.name] if frozen else lender
         slices = layout.choices[of].slices
         parts = [Slice(module, pieces_of(module, of, grid), "last" if adds_to_sum(module) else "no")]
         if slices > 1:
@@ -254,9 +276,16 @@ def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
 
 
 def make_stages(
-    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, held: RankUnits, keeper: Keeper | None = None
+    config: Config,
+    plan: Plan,
+    mesh: RankMesh,
+    layout: PipelineLayout,
+    held: RankUnits,
+    keeper: Keeper | None = None,
+    *,
+    draws: bool = False,
 ) -> RankStages:
-    """This rank's stages, each a chain of its units' modules."""
+    """This rank's stages, each a chain of its units' modules; `draws`: they may draw random numbers (dropout)."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
     number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
     made = RankStages({}, {}, GradientSums(int(plan.tensor.overlap)))
@@ -274,15 +303,20 @@ def make_stages(
                         plan.precision.compile,
                         part.adds,
                         part.takes_extra,
+                        getattr(part.module, "takes_documents", False),
                         held.units[name].sliced,
                     )
                 )
-            reseed = _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout else None
+            reseed = (
+                _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout or draws else None
+            )
             watch = None
             if mesh.size("row", "col") > 1:
                 watch = WeightPrefetch(made.sums)
                 made.linears.update((link.name, _serve_linears(link, watch, made.sums)) for link in links)
-            made.stages[number] = Stage(links, split=layout.schedule.split, reseed=reseed, keeper=keeper, watch=watch)
+            made.stages[number] = Stage(
+                links, split=layout.schedule.split, reseed=reseed, keeper=keeper, watch=watch, first=number == 0
+            )
     return made
 
 
@@ -324,12 +358,22 @@ def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[i
 
 
 def make_transport(
-    config: Config, plan: Plan, mesh: RankMesh, layout: PipelineLayout, device: torch.device, timeout: float
+    config: Config,
+    plan: Plan,
+    mesh: RankMesh,
+    layout: PipelineLayout,
+    device: torch.device,
+    timeout: float,
+    *,
+    own: bool = False,
 ) -> Transport | None:
-    """The messages of this rank's pipeline; None when there is only one rank in it."""
+    """The messages of this rank's pipeline; None when there is only one rank in it.
+
+    `own`: of the user's own model, whose layers may pass on anything, so messages have headers.
+    """
     if mesh.size("pipe") == 1:
         return None
-    form = form_of(message_shape(config, plan), DTYPES[plan.precision.compute])
+    form = None if own else form_of(message_shape(config, plan), DTYPES[plan.precision.compute])
     members, alone = mesh.members("pipe"), GroupSpec("edge", (mesh.rank,), gloo=True)
 
     def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -353,7 +397,7 @@ def make_transport(
         address=members.__getitem__,
         port=port,
         timeout=timeout,
-        usual=form.size,
+        usual=INLINE if form is None else form.size,
         form=form,
     )
 

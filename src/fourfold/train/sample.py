@@ -25,11 +25,14 @@ from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.hf import LONGEST, hf_file
 from fourfold.model.layers import Attention, Positions, Rotary
+from fourfold.model.lora import is_adapter
 from fourfold.model.transformer import Transformer
 from fourfold.train import checkpoint
+from fourfold.train.adapters import check_base, fill_from_adapter, fill_model, is_adapter_folder, open_adapter
 from fourfold.train.chats import ChatTemplate
 from fourfold.train.data import Tokenizer, load_tokenizer, open_corpus
 from fourfold.train.hf_files import tokenizer_in
+from fourfold.train.remote import fetch_newest, is_url, local_run
 from fourfold.train.rundir import RunDir
 from fourfold.train.weights import check_weights, fill
 
@@ -78,8 +81,16 @@ def open_model(path: str | Path, tokens: int = 0) -> Opened:
     """A run's newest checkpoint, or the weights of a Hugging Face folder; `tokens`: the longest context it is to have."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    path = Path(path)
-    if path.is_dir() and (path / "config.json").is_file() and hf_file(path):
+    path = local_run(str(path)) if is_url(str(path)) else Path(path)
+    if is_adapter_folder(path):
+        m, folder = open_adapter(path)
+        source = check_weights(m)
+        model = _empty(_longer(m, tokens), device, dtype)
+        fill(source, m, [checkpoint.holding_of(n, p) for n, p in model.named_parameters() if not is_adapter(n)])
+        fill_from_adapter(model, path, m, source.family)
+        folder, step = (path if tokenizer_in(path) else folder), 0
+        tokenizer = load_tokenizer(tokenizer_in(folder))
+    elif path.is_dir() and (path / "config.json").is_file() and hf_file(path):
         m = ModelConfig(hf=str(path), seq_len=1).resolve()
         model = _empty(_longer(m, tokens), device, dtype)
         holdings = [checkpoint.holding_of(n, p) for n, p in model.named_parameters()]
@@ -91,12 +102,14 @@ def open_model(path: str | Path, tokens: int = 0) -> Opened:
     else:
         run = RunDir.find(path)
         config, _ = run.read()
-        directory = checkpoint.newest(run.checkpoints)
+        url = config.checkpoint.dir
+        directory = checkpoint.newest(run.checkpoints) or (fetch_newest(url, run.checkpoints) if url else None)
         if directory is None:
             raise ConfigError(f"{run.path}: has no complete checkpoint yet")
         model = _empty(_longer(config.model, tokens), device, dtype)
-        holdings = [checkpoint.holding_of(n, p) for n, p in model.named_parameters()]
-        step = checkpoint.load(directory, holdings)["step"]
+        if config.model.lora is not None:
+            check_base(run.path / "hf", config.model, first=False)
+        step = fill_model(model, directory, config.model)
         tokenizer, folder = _tokenizer(run, config.data.source, config.data.tokenizer), run.path / "hf"
     if tokenizer.vocab > model.config.vocab:
         raise ConfigError(
@@ -177,10 +190,10 @@ class Cache:
         self.length = 0
         self._kept.clear()
 
-    def _attend(self, module: Attention) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _attend(self, module: Attention) -> Callable[..., Tensor]:
         plain = module.attend
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, _documents: None = None) -> Tensor:
             if self.length:
                 before = self._kept[id(module)]
                 k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
@@ -191,11 +204,11 @@ class Cache:
 
         return attend
 
-    def _tables(self, rotary: Rotary) -> Callable[[int], tuple[Tensor, Tensor]]:
-        return lambda n: (rotary.cos[self.length : self.length + n], rotary.sin[self.length : self.length + n])
+    def _tables(self, rotary: Rotary) -> Callable[..., tuple[Tensor, Tensor]]:
+        return lambda n, *_: (rotary.cos[self.length : self.length + n], rotary.sin[self.length : self.length + n])
 
-    def _positions(self, positions: Positions) -> Callable[[Tensor], Tensor]:
-        return lambda tokens: positions.weight[self.length : self.length + tokens.shape[1]]
+    def _positions(self, positions: Positions) -> Callable[..., Tensor]:
+        return lambda tokens, *_: positions.weight[self.length : self.length + tokens.shape[1]]
 
 
 def _one_query(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class StreamedUnits:
         self.blocks = {u.name: self._block(u) for u in self.units if u.shard.numel()}
         self._masters: dict[str, Tensor] = {}  # fp32 copies, between `flats` and `publish`
         self._streamer: Streamer | None = None
+        self._counted = torch.zeros((), dtype=torch.float32, device=self.units[0].shard.device)
         self._ran = False
         for unit in self.units:
             unit.before_use = self.wait
@@ -135,6 +136,9 @@ class StreamedUnits:
         Nothing changes if `skip` is 1. Returns before the updates are done.
         """
         self._ran = True
+        if not self.blocks:  # nothing here is trained; the steps are counted
+            self._counted += 1 if skip is None else 1 - skip
+            return
         is_new = self._streamer is None
         streamer = self.streamer
         if is_new:
@@ -159,6 +163,8 @@ class StreamedUnits:
     @torch.no_grad()
     def publish(self, unit: Unit) -> None:
         """Set a unit's weights and state from the master that `flats` returned and the caller filled."""
+        if not self.blocks:
+            return
         self.streamer.reload()
         master = self._masters.pop(unit.name, None)
         if master is not None:
@@ -171,7 +177,8 @@ class StreamedUnits:
     @torch.no_grad()
     def flats(self, unit: Unit) -> dict[str, Tensor]:
         """The tensors of a unit that a checkpoint stores, by name prefix; each has the layout of the unit's shard."""
-        self.streamer.finish()
+        if self.blocks:
+            self.streamer.finish()
         if unit.name not in self.blocks:
             return dict.fromkeys(("", "optim.exp_avg.", "optim.exp_avg_sq."), unit.shard.detach())
         block = self.blocks[unit.name]
@@ -188,9 +195,10 @@ class StreamedUnits:
         """Number of steps that changed the weights (skipped ones do not count)."""
         if self._streamer is not None:
             self._streamer.finish()
-        return int(next(iter(self.blocks.values())).step.item())
+        return int((next(iter(self.blocks.values())).step if self.blocks else self._counted).item())
 
     @updates.setter
     def updates(self, count: int) -> None:
+        self._counted.fill_(count)
         for block in self.blocks.values():
             block.step.fill_(count)

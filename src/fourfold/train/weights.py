@@ -37,7 +37,17 @@ from fourfold.train.holdings import Holding, held_boxes
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
 
-__all__ = ["check_weights", "family_of_source", "fill", "open_source", "read_weights", "stored_types"]
+__all__ = [
+    "check_weights",
+    "family_of_source",
+    "fill",
+    "fill_by",
+    "open_file",
+    "open_source",
+    "read_weights",
+    "stored_types",
+    "weight_files",
+]
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors library has the same bound."""
@@ -58,7 +68,23 @@ def open_source(path: str | Path) -> Source:
         raise ConfigError(f"{path}: no such folder; model.init is 'random' or the path of a folder with weights")
     if (path / ".metadata").is_file():
         return open_dcp(path)
-    return _Safetensors(path)
+    return _Safetensors(path, _files(path))
+
+
+def open_file(path: Path) -> Source:
+    """The tensors of one safetensors file."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    return _Safetensors(path.parent, {path: None})
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a folder that its weights are in."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; it had the weights that this run started from")
+    if (path / ".metadata").is_file():
+        return [path / ".metadata", *sorted(path.glob("*.distcp"))]
+    return sorted(_files(path))
 
 
 # ---- safetensors ----
@@ -67,9 +93,8 @@ def open_source(path: str | Path) -> Source:
 class _Safetensors:
     """The safetensors of a folder, mapped into memory: `model.safetensors`, or the files that an index names."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, files: Mapping[Path, set[str] | None]):
         self.path = path
-        files = _files(path)
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._file_of: dict[str, Path] = {}
         self._start: dict[str, int] = {}
@@ -315,7 +340,9 @@ def read_weights(loop: Loop) -> dict[str, str]:
     """
     m = loop.config.model
     source = check_weights(m, again=True)
-    for unit in loop.units:
+    for base in loop.bases:  # with LoRA, the only ones that files have
+        fill(source, m, [Holding("", base.shard.detach(), base.shard_range[0], base.layout, base.pieces)])
+    for unit in loop.units if not loop.bases else ():
         master = loop.optimizer.flats(unit)[""]
         fill(source, m, [Holding("", master, unit.shard_range[0], unit.layout, unit.pieces)])
         loop.optimizer.publish(unit)
@@ -333,8 +360,13 @@ def stored_types(source: Source) -> dict[str, str]:
 @torch.no_grad()
 def fill(source: _Renamed, m: ModelConfig, holdings: Iterable[Holding]) -> None:
     """Fill what this rank holds of the serial parameters."""
+    fill_by(source, links(source.family, m), holdings)
+
+
+def fill_by(source: Source, stored: Iterable[Link], holdings: Iterable[Holding]) -> None:
+    """The same, with the tensors that are stored named."""
     of: dict[str, list[Link]] = defaultdict(list)
-    for link in links(source.family, m):
+    for link in stored:
         of[link.ours].append(link)
     work = [
         (link, box, view) for holding in holdings for piece, box, view in held_boxes(holding) for link in of[piece.name]

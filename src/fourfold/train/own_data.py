@@ -1,0 +1,224 @@
+"""Samples of a dataset that is not a corpus of text: any object with a length and samples by number.
+
+    dataset[i] -> {"inputs": …, "targets": …, …}        or the tuple (inputs, targets)
+
+A sample's values are numbers, arrays or tensors; those of a batch are stacked, so every sample has the same names and shapes.
+`inputs` goes to the first layer of the user's own model, the whole batch to the loss. For a model of ours with a loss of the
+user's, samples are `tokens` with one of `targets`, `labels` and `loss_mask` (`data.Examples`), and further values for the loss.
+
+Samples are shuffled anew in every epoch, by (seed, epoch) alone, and those that belong together (`together`) stay neighbours. The
+last `data.eval_fraction` of them are held out for evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fourfold.errors import ConfigError, DataError
+from fourfold.train.data import IGNORE, Corpus, Samples, own_document, permute
+
+__all__ = ["OwnSamples", "PairRows", "SampleRows", "TokenRows"]
+
+
+class SampleRows(Protocol):
+    """A dataset of the user's own: samples by number, always the same ones."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class OwnSamples(Samples):
+    """The samples of a run from a dataset: sample k is dataset[number(k)]."""
+
+    all_valid = False  # the loss says what it is divided by
+
+    def __init__(
+        self, data: SampleRows, *, seed: int, split: str = "train", eval_fraction: float = 0.0, together: int = 1
+    ):
+        self.data, self.seed, self.split, self.together = data, seed, split, together
+        self.name, self.whole_count = f"data = {type(data).__name__}", len(data)
+        if self.whole_count % together:
+            raise DataError(
+                f"{self.name}: {self.whole_count} samples are not groups of {together}, which the loss compares; "
+                f"leave out {self.whole_count % together}"
+            )
+        groups = self.whole_count // together
+        held = int(groups * eval_fraction)
+        self.first, self.groups = (groups - held, held) if split == "eval" else (0, groups - held)
+        self.count = self.groups * together
+        if split == "train" and not self.count:
+            raise DataError(f"{self.name}: there are no samples in it")
+        self.columns: dict[str, npt.NDArray[np.float64]] = {}
+        """Further values of every sample, by number in the dataset."""
+        example = self.sample(0) if self.whole_count else {}
+        self.shapes = {name: tuple(value.shape) for name, value in example.items() if isinstance(value, Tensor)}
+        digest = hashlib.blake2b(f"{type(data).__name__} {self.whole_count} {together}".encode(), digest_size=8)
+        for index in {0, self.whole_count - 1} if self.whole_count else ():
+            for value in _leaves(self.sample(index)):
+                digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self._fingerprint = digest.hexdigest()
+
+    @property
+    def positions(self) -> int:
+        """What counts as the tokens of a sample: its inputs if they are integers, else 1."""
+        example = self.sample(0)
+        value = example.get("tokens", example.get("inputs"))
+        first = value[0] if isinstance(value, tuple) else value
+        return first.numel() if isinstance(first, Tensor) and not first.is_floating_point() else 1
+
+    @functools.cached_property
+    def context(self) -> float:
+        return float(self.positions)
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """Sample `index` of the dataset, as tensors by name."""
+        item = self.data[index]
+        if isinstance(item, tuple) and len(item) == 2:
+            item = {"inputs": item[0], "targets": item[1]}
+        if not isinstance(item, Mapping):
+            raise DataError(
+                f"{self.name}, sample {index}: expected a mapping or (inputs, targets), found {type(item).__name__}"
+            )
+        if "inputs" not in item and "tokens" not in item:
+            there = ", ".join(f"'{key}'" for key in item)
+            raise DataError(f"{self.name}, sample {index}: has no 'inputs' for the first layer; it has {there}")
+        return {str(key): _tensor(value, f"{self.name}, sample {index}: '{key}'") for key, value in item.items()}
+
+    def number(self, k: int) -> int:
+        """Which sample of the dataset sample k of the run is."""
+        group, place = divmod(k, self.together)
+        epoch, at = divmod(group, self.groups)
+        key = hashlib.blake2b(f"{self.seed}:{epoch}:{self.split}".encode(), digest_size=8).digest()
+        return (self.first + permute(at, self.groups, int.from_bytes(key, "little"))) * self.together + place
+
+    def rows(self, ks: Iterable[int]) -> dict[str, Any]:
+        """Samples `ks` stacked, with the further columns."""
+        numbers = [self.number(k) for k in ks]
+        found = [self.sample(n) for n in numbers]
+        for n, row in zip(numbers, found, strict=True):
+            if row.keys() != found[0].keys():
+                raise DataError(f"{self.name}: sample {n} has {sorted(row)}, sample {numbers[0]} {sorted(found[0])}")
+        batch = {name: self._stacked(name, [row[name] for row in found], numbers) for name in found[0]}
+        return batch | {name: torch.from_numpy(values[numbers]) for name, values in self.columns.items()}
+
+    def _stacked(self, name: str, values: list[Any], numbers: list[int]) -> Any:
+        if isinstance(values[0], tuple):
+            return tuple(self._stacked(name, list(each), numbers) for each in zip(*values, strict=True))
+        for n, value in zip(numbers, values, strict=True):
+            if value.shape != values[0].shape:
+                raise DataError(
+                    f"{self.name}: '{name}' of sample {n} has the shape {list(value.shape)}, of sample {numbers[0]} "
+                    f"{list(values[0].shape)}; pad them to one length"
+                )
+        return torch.stack(values)
+
+    def describe(self, global_batch: int, steps: int) -> str:
+        """What a run sees of its data, in a line."""
+        epochs, there = global_batch * steps / max(1, self.count), f"{self.count:,} samples"
+        if self.together > 1:
+            kind = "pairs" if self.together == 2 else f"groups of {self.together}"
+            there = f"{self.groups:,} {kind} ({there})"
+        left_out = getattr(self.data, "left_out", 0)
+        missing = f"; {left_out:,} left out: an answer does not fit" if left_out else ""
+        return f"{there}; {steps} steps are {epochs:.3g} epochs{missing}"
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def consumed(self, state: dict[str, Any]) -> int:
+        """The inverse of `state`; refuses another dataset."""
+        if state["fingerprint"] != self.fingerprint:
+            raise DataError(
+                f"{self.name}: not the dataset this run was trained on (fingerprint {self.fingerprint}, the run has "
+                f"{state['fingerprint']}); give the old one, or start a new run"
+            )
+        return state["epoch"] * self.count + state["next"]
+
+
+def _tensor(value: Any, where: str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_tensor(v, where) for v in value)
+    try:
+        found = value.detach().cpu() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(f"{where} is a {type(value).__name__}, not a number or an array") from None
+    return found
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value
+    return [t for v in values for t in _leaves(v)]
+
+
+# ---- samples for the models here ----
+
+
+class TokenRows:
+    """A user's examples of tokens as samples of T tokens and targets, padded, with their further values for a loss."""
+
+    def __init__(self, data: SampleRows, seq_len: int, vocab: int):
+        self.data, self.seq_len, self.vocab = data, seq_len, vocab
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item, where = self.data[index], f"data = {type(self.data).__name__}, sample {index}"
+        if not isinstance(item, Mapping) or not {"tokens", "input_ids"} & item.keys():
+            raise DataError(f"{where}: expected a mapping with 'tokens', found {type(item).__name__}")
+        ids, mask = own_document(item, self.vocab, where)
+        tokens, targets = padded(ids, mask, self.seq_len, 0)
+        used = ("tokens", "input_ids", "targets", "labels", "loss_mask", "attention_mask")
+        return {"tokens": tokens, "targets": targets} | {k: v for k, v in item.items() if k not in used}
+
+
+class PairRows:
+    """The documents of a corpus of preference pairs as samples: chosen, rejected, chosen, …"""
+
+    def __init__(self, corpus: Corpus, seq_len: int):
+        self.corpus, self.seq_len = corpus, seq_len
+        assert corpus.starts is not None
+        starts = np.asarray(corpus.starts, np.int64)
+        lengths = np.diff(starts).reshape(-1, 2)
+        fits = (lengths <= seq_len + 1).all(1)
+        self.pairs, self.left_out = np.nonzero(fits)[0], int((~fits).sum())
+        """A pair of which one answer is too long is left out: cut answers would be compared by what is missing."""
+        if not len(self.pairs):
+            raise ConfigError(
+                f"model.seq_len = {seq_len}: no pair fits; the shortest needs {int(lengths.max(1).min()) - 1} tokens"
+            )
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert self.corpus.starts is not None
+        document = 2 * int(self.pairs[index // 2]) + index % 2
+        start, stop = (int(self.corpus.starts[document + i]) for i in (0, 1))
+        mask = None if self.corpus.mask is None else np.asarray(self.corpus.mask[start:stop])
+        tokens, targets = padded(np.asarray(self.corpus.tokens[start:stop]), mask, self.seq_len, self.corpus.end)
+        return {"tokens": tokens, "targets": targets}
+
+
+def padded(
+    ids: npt.NDArray[Any], mask: npt.NDArray[Any] | None, length: int, end: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Tokens and targets of `length` from an example's ids, cut or padded at its end."""
+    ids = ids[: length + 1].astype(np.int64)
+    tokens, targets = (np.full(length, fill, np.int64) for fill in (end, IGNORE))
+    used = max(0, len(ids) - 1)
+    tokens[:used], targets[:used] = ids[:-1][:used], ids[1:][:used]
+    if mask is not None:
+        targets[:used][np.asarray(mask)[1 : used + 1] == 0] = IGNORE
+    return tokens, targets

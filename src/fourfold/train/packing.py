@@ -1,0 +1,134 @@
+"""Whole examples into windows of T places: which parts of documents are kept, and which of them share a window. numpy only.
+
+A document of n tokens takes n - 1 places: every token but the last is an input, every token but the first a target. One that
+takes more than T is cut, split into several, left out or refused. Windows are filled by best fit, longest first: each document
+goes where it leaves the least room. That is done by length and not by document (all documents of one length and all windows of
+one room at once), so that a million documents take less than a second. The result is a function of the lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fourfold.errors import DataError
+
+__all__ = ["Segments", "best_fit", "segments_of"]
+
+Ints = npt.NDArray[np.int64]
+CHUNK = 1 << 24
+"""Tokens whose mask is read at a time."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Runs of tokens that are trained on as documents: segment i is `lengths[i]` tokens from `first[i]` on, at most T + 1."""
+
+    first: Ints
+    lengths: Ints
+    cut: int = 0
+    """Documents that lost their end."""
+    split: int = 0
+    """Documents that became several."""
+    too_long: int = 0
+    """Documents left out for their length."""
+    empty: int = 0
+    """Documents left out, since no token in them is predicted."""
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def part(self, start: int, stop: int) -> Segments:
+        """Some of them; the counts stay those of all."""
+        return self.chosen(np.arange(start, stop))
+
+    def chosen(self, which: Ints) -> Segments:
+        """Those of some numbers, any number of times; the counts stay those of all."""
+        return replace(self, first=self.first[which], lengths=self.lengths[which])
+
+
+def segments_of(
+    name: str, starts: npt.NDArray[Any], mask: npt.NDArray[Any] | None, places: int, overlong: str
+) -> Segments:
+    """The segments of a corpus whose documents begin at `starts`, for windows of `places`; `mask`: 1 where predicted."""
+    bounds = np.asarray(starts, np.int64)
+    first, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
+    long = lengths > places + 1
+    cut = split = too_long = 0
+    if long.any():
+        if overlong == "error":
+            raise DataError(
+                f"{name}: {long.sum():,} of {len(lengths):,} examples are longer than model.seq_len = {places}, the longest has "
+                f"{lengths.max():,} tokens; use a longer seq_len, or data.overlong = 'cut', 'split' or 'drop'"
+            )
+        if overlong == "split":
+            parts = np.maximum(1, -(-(lengths - 1) // places))
+            number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # within its document
+            ends = np.repeat(first + lengths, parts)
+            first = np.repeat(first, parts) + number * places
+            lengths, split = np.minimum(ends - first, places + 1), int(long.sum())
+        elif overlong == "drop":
+            first, lengths, too_long = first[~long], lengths[~long], int(long.sum())
+        else:
+            lengths, cut = np.minimum(lengths, places + 1), int(long.sum())
+    kept = (lengths > 1) if mask is None else _predicted(mask, first, lengths) > 0
+    return Segments(first[kept], lengths[kept], cut, split, too_long, int((~kept).sum()))
+
+
+def _predicted(mask: npt.NDArray[Any], first: Ints, lengths: Ints) -> Ints:
+    """Tokens of each segment that are predicted: all that the mask has, but for the first."""
+    out = np.zeros(len(first), np.int64)
+    i = 0
+    while i < len(first):
+        j = max(i + 1, int(np.searchsorted(first, first[i] + CHUNK)))  # segments are in the order of their tokens
+        low, high = int(first[i]), int((first[i:j] + lengths[i:j]).max())
+        before = np.concatenate(([0], np.cumsum(mask[low:high], dtype=np.int64)))
+        at = first[i:j] - low
+        out[i:j] = before[at + lengths[i:j]] - before[at + np.minimum(1, lengths[i:j])]
+        i = j
+    return out
+
+
+def best_fit(places: Ints, room: int) -> tuple[Ints, Ints]:
+    """Pack documents that take `places` (1 to `room`) each into windows of `room` places.
+
+    Returns the documents, window by window, and where each window begins among them (windows + 1 values).
+    """
+    by_length = np.argsort(-places, kind="stable")
+    lengths, where = np.unique(-places[by_length], return_index=True)
+    window_of, windows = np.empty(len(places), np.int64), 0
+    # windows by the room they have left, in runs, and a bit for each room that some window has
+    waiting: defaultdict[int, list[Ints]] = defaultdict(list)
+    rooms = 0
+    for length, start, stop in zip(-lengths, where, [*where[1:], len(places)], strict=True):
+        documents, size = by_length[start:stop], int(length)
+        while len(documents):
+            larger = rooms >> size
+            left = size + ((larger & -larger).bit_length() - 1) if larger else room
+            each = left // size  # a window with the least room takes documents until no further one fits
+            wanted = -(-len(documents) // each)
+            if larger:
+                here = waiting[left].pop()
+                if len(here) > wanted:
+                    waiting[left].append(here[wanted:])
+                    here = here[:wanted]
+                if not waiting[left]:
+                    rooms &= ~(1 << left)
+            else:
+                here = np.arange(windows, windows + wanted)
+                windows += wanted
+            now = documents[: len(here) * each]
+            documents = documents[len(now) :]
+            window_of[now] = np.repeat(here, each)[: len(now)]
+            full = len(now) // each  # of these windows; the last may have taken fewer
+            for some, took in ((here[:full], each), (here[full:], len(now) - full * each)):
+                rest = left - took * size
+                if len(some) and rest:
+                    waiting[rest].append(some)
+                    rooms |= 1 << rest
+    order = np.argsort(window_of, kind="stable")
+    return order, np.concatenate(([0], np.cumsum(np.bincount(window_of, minlength=windows))))
