@@ -537,7 +537,53 @@ def _runs(folder: Path) -> dict[str, Callable[[], Reader]]:
             _json_of({"job": "slurm 1.0", "ranks": 2} if name == "env.json" else SMALL), _file(run, name, use)
         )
 
-    return {"trace": trace, "metrics": metrics, "env.json": lambda: environment("env.json")}
+    def doctor(name: str) -> Reader:
+        """The history or a flight record, as `fourfold doctor RUN` reads them."""
+        run = folder / "failed"
+        if not run.exists():
+            shutil.copytree(_run_directory(folder), run)
+            (run / "flight").mkdir()
+        wait = {"what": "a sum", "peer": 1}
+        failure = {
+            "kind": "failure",
+            "rank": 0,
+            "time": 2.0,
+            "state": "raised",
+            "error": "DeviceError",
+            "phase": "step 3",
+            "op": "0F1",
+        }
+        failure |= {
+            "message": "GPU 0 is out of memory: 2.00 GiB were asked for",
+            "wait": wait,
+            "rss": 5,
+            "peak_bytes": 7,
+            "device": "cuda",
+        }
+        stack = {"kind": "stack", "thread": "MainThread", "calls": ["f (x.py:1)"]}
+        event = {"kind": "event", "time": 1.0, "what": "op", "name": "0F1"}
+        start = {"time": 1.0, "event": "start", "host": "a", "ranks": 2, "mesh": "pipe 2 = 2"}
+        ended = {"time": 2.0, "event": "failure", "kind": "CommunicationError", "rank": 1, "message": "failed waiting"}
+        texts = {"history.jsonl": [start, ended], "rank0.jsonl": [failure, stack, event]}
+        lines = {n: "".join(json.dumps(line) + "\n" for line in value).encode() for n, value in texts.items()}
+        (run / "history.jsonl").write_bytes(lines["history.jsonl"])
+        (run / "flight" / "rank0.jsonl").write_bytes(lines["rank0.jsonl"])
+
+        def use(path: Path) -> None:
+            from fourfold.train.diagnose import diagnose
+            from fourfold.train.rundir import RunDir
+
+            json.dumps(diagnose(RunDir.find(run), replan=False).to_dict())
+
+        return Reader([lines[name]], _file(run if name == "history.jsonl" else run / "flight", name, use))
+
+    return {
+        "trace": trace,
+        "metrics": metrics,
+        "env.json": lambda: environment("env.json"),
+        "history": lambda: doctor("history.jsonl"),
+        "flight record": lambda: doctor("rank0.jsonl"),
+    }
 
 
 def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:

@@ -96,6 +96,9 @@ class Data:
     def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
         return (self.targets[micro_batch],)
 
+    def documents(self, micro_batch: int) -> None:
+        return None
+
     def grad(self, micro_batch: int) -> Tensor:
         return torch.tensor(0.5, dtype=torch.float64)
 

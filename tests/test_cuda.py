@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import MODELS, make_config
+from fourfold.model.attention import Documents, document_attention
+from fourfold.train.rundir import RunDir, read_metrics
+from fourfold.view.steps import read_steps
+from tests.helpers import MODELS, make_config, series
+from tests.test_packing import packed_config, random_starts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 
@@ -53,7 +57,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def train(folder: Path, name: str, ranks: int, plan: dict[str, Any], **sections: Any) -> list[dict[str, Any]]:
     """Train with the command line; returns the steps' metrics."""
-    model = MODELS["gpt"] | {"layers": 4}
+    model = sections.pop("model", MODELS["gpt"] | {"layers": 4})
     train = {"steps": 6, "device": "cuda"} | sections.pop("train", {})
     config = make_config(folder / name, model, train=train, **sections)
     (folder / f"{name}.json").write_text(json.dumps(config.to_dict()))
@@ -97,6 +101,65 @@ def test_two_ranks_on_one_gpu_match_one(compute: str, folder: Path) -> None:
     one = train(folder, f"one {compute}", 1, {"batch": {"micro_batches": 4}} | precision)
     two = train(folder, f"two {compute}", 2, {"mesh": {"pipe": 2}, "batch": {"micro_batches": 4}} | precision)
     assert [s["loss"] for s in two] == pytest.approx([s["loss"] for s in one], rel=1e-5 if compute == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize(("ranks", "plan"), [(1, {}), (2, {"mesh": {"pipe": 2}, "batch": {"micro_batches": 2}})])
+def test_preference_training(ranks: int, plan: dict[str, Any], folder: Path) -> None:
+    pairs = folder / "pairs.jsonl"
+    rows = [{"prompt": f"{i}? ", "chosen": "yes" * (1 + i % 2), "rejected": f"no {i}"} for i in range(24)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections: dict[str, Any] = {"data": {"source": str(pairs)}, "dpo": {"beta": 0.2}}
+    fp64 = {"precision": {"compute": "fp64"}}
+    cpu = train(folder, f"pairs cpu {ranks}", 1, fp64, train={"device": "cpu"}, **sections)
+    found = train(folder, f"pairs {ranks}", ranks, plan | fp64, **sections)
+    assert [f["loss"] for f in found] == pytest.approx([c["loss"] for c in cpu], rel=1e-9)
+
+
+LORA_PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"unit": [{"match": "*", "recompute": "full"}]}),
+    (
+        2,
+        {
+            "mesh": {"data": 2},
+            "unit": [{"match": "*.mlp", "mode": "zero3", "split": 2}, {"match": "*", "mode": "zero3"}],
+        },
+    ),
+    (2, {"mesh": {"pipe": 2}, "pipeline": {"schedule": "zb-h1"}, "batch": {"micro_batches": 2}}),
+    (4, {"mesh": {"row": 2, "col": 2}}),
+    (1, {"memory": {"optimizer": "host"}}),
+)
+
+
+@pytest.mark.parametrize("number", range(len(LORA_PLANS)))
+def test_lora(number: int, folder: Path, serial: list[dict[str, Any]]) -> None:
+    ranks, plan = LORA_PLANS[number]
+    sections: dict[str, Any] = {
+        "model": {"hf": str(folder / "serial" / "final"), "seq_len": 16, "dropout": 0.0},
+        "data": {"tokenizer": "bytes"},
+        "lora": {"rank": 4},
+        "optim": {"lr": 1e-3},
+    }
+    fp64 = {"precision": {"compute": "fp64"}}
+    cpu = train(folder, f"lora cpu {number}", 1, fp64, train={"device": "cpu"}, **sections)
+    found = train(folder, f"lora {number}", ranks, plan | fp64, **sections)
+    for key in ("loss", "grad_norm"):
+        assert [f[key] for f in found] == pytest.approx([c[key] for c in cpu], rel=1e-9)
+    narrow = train(folder, f"lora bf16 {number}", ranks, plan | {"precision": {"compute": "bf16"}}, **sections)
+    assert [n["loss"] for n in narrow] == pytest.approx([c["loss"] for c in cpu], rel=2e-2)
+
+
+def test_an_own_model(tmp_path: Path) -> None:
+    """The example, on the GPU and without it."""
+    losses, script = [], Path(__file__).parents[1] / "examples" / "own_dataset_and_loss.py"
+    for visible in ("", "0"):
+        here = tmp_path / f"gpu{visible}"
+        here.mkdir()
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+        out = subprocess.run([sys.executable, str(script)], cwd=here, env=environment, capture_output=True, text=True)
+        assert out.returncode == 0, out.stderr
+        lines = (here / "runs" / "own-model" / "metrics.jsonl").read_text().splitlines()
+        losses.append([line["loss"] for line in map(json.loads, lines) if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_compiled_with_a_split_backward(folder: Path) -> None:
@@ -152,6 +215,15 @@ def test_a_model_of_real_size_is_traced_and_timed(folder: Path) -> None:
     assert [t["step"] for t in traced] == [1, 5, 10]
     busy = max(end for _, _, end, _ in traced[-1]["spans"])
     assert busy == pytest.approx(usual, rel=0.5)
+    last = traced[-1]
+    assert last["seconds"] == pytest.approx(usual, rel=0.5)
+    assert {e[0] for e in last["events"]} >= {"between", "data", "program", "unit", "norm", "update"}
+    assert all(-1e-6 <= e[2] <= e[3] <= e[4] <= last["seconds"] + 1e-6 for e in last["events"])
+    assert last["memory"]
+    assert last["peak"][2]["optimizer state"] > 124e6 * 8
+    assert 0 <= last["lead"] < 60
+    (step,) = [s for s in read_steps(RunDir.find(str(run))) if s.step == 10]
+    assert step.ranks[0].spent("other") < 0.05 * step.ranks[0].seconds
 
 
 def test_the_life_of_a_run_of_real_size(tmp_path: Path) -> None:
@@ -234,3 +306,48 @@ def test_a_stopped_rank_over_nccl_is_named_in_time(tmp_path: Path) -> None:
         assert out.returncode == 1
         assert "rank 2 is stopped (SIGSTOP)" in out.stderr, f"{name}: {out.stderr}"
         assert "no rank has made progress for 10 s" in out.stderr
+
+
+# ---- packed data ----
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("kv_heads", "window"), [(8, 0), (2, 0), (2, 100)])
+def test_torchs_kernel_agrees_with_documents_alone(kv_heads: int, window: int, width: int) -> None:
+    """Variable-length attention in bf16, on q, k and v as the rotary kernel leaves them, against fp64 on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    heads = (8, kv_heads, kv_heads)
+    whole = torch.randn(2, 384, sum(heads) * width, generator=g).bfloat16()
+    starts = random_starts(2, 384)
+    starts[1] = 0  # a sequence of one document
+    grad = torch.randn(2, 8, 384, width, generator=g).bfloat16()
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        qkv = whole.to(device, dtype).requires_grad_()
+        parts = [p.unflatten(-1, (-1, width)).transpose(1, 2) for p in qkv.split([n * width for n in heads], -1)]
+        documents = Documents.of(starts).to(lambda t, device=device: t.to(device))  # type: ignore[misc]
+        out = document_attention(*parts, documents, scale=width**-0.5, window=window)
+        (dqkv,) = torch.autograd.grad(out, qkv, grad.to(device, dtype))
+        found.append([t.detach().cpu().double() for t in (out, dqkv)])
+    for exact, mine in zip(*found, strict=True):
+        assert (mine - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_a_packed_run_on_a_gpu(tmp_path: Path, name: str, compiled: bool) -> None:
+    """bf16 on the GPU, with the kernel (llama) and under a mask (gemma: soft-capped), near fp64 on the CPU."""
+    model = {"init_std": 0.05, "head_dim": 16}
+    losses = []
+    for device, compute in (("cpu", "fp64"), ("cuda", "bf16")):
+        fields = packed_config(tmp_path / device, name, device=device).to_dict()
+        fields["model"] |= model
+        precision = {"compute": compute, "compile": compiled and device == "cuda"}
+        plan = {"precision": precision, "unit": [{"match": "*.attn", "recompute": "selective"}]}
+        (tmp_path / f"{device}.json").write_text(json.dumps(fields))
+        (tmp_path / "plan.json").write_text(json.dumps({"mesh": {"data": 1}} | plan))
+        command = ["train", str(tmp_path / f"{device}.json"), "--plan", str(tmp_path / "plan.json"), "--nproc", "1"]
+        done = subprocess.run([sys.executable, "-m", "fourfold", *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses.append(series(list(read_metrics(RunDir(tmp_path / device))), "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

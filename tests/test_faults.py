@@ -20,10 +20,13 @@ from fourfold.cli import main
 from fourfold.config import Config
 from fourfold.errors import ConfigError, RankFailure, TrainingError
 from fourfold.launch.place import Place, agree, first_host, place_from_environment
+from fourfold.launch.restarts import Restarts, next_delay
+from fourfold.launch.supervise import Supervisor
 from fourfold.plan import Plan
 from fourfold.shard.unit import Unit
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.faults import Fault, parse
+from fourfold.train.flight import read_history
 from fourfold.train.guard import Guard
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.watch import Limits
@@ -257,3 +260,155 @@ def test_fault_texts() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse(text)
+
+
+# ---- restarts ----
+
+
+def test_back_off() -> None:
+    delays, delay = [], 0.0
+    for progressed in (False, False, False, True, False):
+        delay = next_delay(delay, 0.5, progressed)
+        delays.append(delay)
+    assert delays == [0.5, 1.0, 2.0, 0.5, 1.0]
+    assert next_delay(50.0, 0.5, False) == 60.0
+
+
+def test_fewer_ranks_when_one_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 3 dies, and again when it is restarted. A batch of 8 cannot be divided by three: the plan is a pipeline then."""
+    monkeypatch.setenv("FOURFOLD_FAULTS", "kill rank=3 step=3; kill rank=3 step=0 op=start")
+    config = write_config(tmp_path / "a.json", "run", train={"steps": 6, "global_batch": 8}, checkpoint={"every": 2})
+    flags = ["--nproc", "4", "--max-restarts", "1", "--restart-delay", "0.1"]
+    assert main(["train", config, *flags]) == 1  # not asked for
+    monkeypatch.setenv("FOURFOLD_FAULTS", "kill rank=3 step=3; kill rank=3 step=0 op=start ")
+    config = write_config(tmp_path / "b.json", "fewer", train={"steps": 6, "global_batch": 8}, checkpoint={"every": 2})
+    assert main(["train", config, *flags, "--on-fault", "replan"]) == 0
+    said = capfd.readouterr().out
+    assert "continuing on 3 of 4 ranks (pipe 3 = 3) from" in said
+    assert steps(tmp_path / "fewer") == list(range(1, 7))  # nothing lost beyond the last checkpoint
+    run = RunDir(tmp_path / "fewer")
+    assert run.read()[1].mesh.ranks == 3
+    events = [line["event"] for line in read_history(run)]
+    assert events == ["start", "failure", "restart", "start", "failure", "replan", "start", "end"]
+    monkeypatch.delenv("FOURFOLD_FAULTS")
+    config = write_config(tmp_path / "c.json", "whole", train={"steps": 6, "global_batch": 8})
+    assert main(["train", config, "--nproc", "4"]) == 0
+    assert losses(tmp_path / "fewer") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
+
+
+def losses(run: Path) -> list[float]:
+    return [m["loss"] for m in read_metrics(RunDir(run)) if "loss" in m]
+
+
+SCRIPT = """
+echo "$RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE, attempt $TORCHELASTIC_RESTART_COUNT" >> $NOTES
+case "$TORCHELASTIC_RESTART_COUNT $RANK" in $FAILS) exit $CODE;; esac
+[ $TORCHELASTIC_RESTART_COUNT -lt $ENDS ] && exec sleep 60
+exit 0
+"""
+
+
+def supervised(
+    folder: Path, tasks: list[int], restarts: Restarts, fails: str, code: int = 1, ends: int = 1
+) -> tuple[Any, list[str]]:
+    """Supervisors of three tasks on two nodes, of which `tasks` start, as threads; ranks are shell scripts.
+
+    The rank and attempt in `fails` exits with `code`; the others sleep until attempt `ends`. Exit codes or errors, and who ran.
+    """
+    store, found = dist.HashStore(), {}
+
+    def fits(ranks: int) -> int:
+        return ranks
+
+    def task(number: int) -> None:
+        supervisor = Supervisor(store, number, 3, str(number // 2), restarts, fits)
+        env = {"NOTES": str(folder / "notes"), "FAILS": fails, "CODE": str(code), "ENDS": str(ends)}
+        try:
+            found[number] = supervisor.run(["sh", "-c", SCRIPT], env)
+        except RankFailure as e:
+            found[number] = str(e)
+
+    threads = [threading.Thread(target=task, args=(number,)) for number in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, sorted((folder / "notes").read_text().splitlines())
+
+
+def test_supervisors_restart_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.launch.supervise.GRACE", 0.3)
+    restarts = Restarts(2, 0.01)
+    codes, ran = supervised(tmp_path, [0, 1, 2], restarts, "0 1")
+    assert codes == {0: 0, 1: 0, 2: 0}
+    assert len(ran) == 6
+    assert ran[0] == "0 of 3, local 0 of 2, attempt 0"
+    assert ran[-1] == "2 of 3, local 0 of 1, attempt 1"
+    (tmp_path / "notes").unlink()
+    codes, ran = supervised(tmp_path, [0, 1, 2], restarts, "0 1", code=2)  # its input is wrong: no other attempt
+    assert codes[1] == 2
+    assert all("ended by another task" in str(codes[task]) for task in (0, 2))
+    assert all("attempt 0" in line for line in ran)
+    (tmp_path / "notes").unlink()
+    codes, ran = supervised(tmp_path, [0, 1, 2], Restarts(1, 0.01), "* 0", ends=9)
+    assert codes[0] == 1
+    assert {line[-1] for line in ran} == {"0", "1"}  # as often as allowed
+
+
+def test_supervisors_go_on_without_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task 2, alone on its node, is gone after the first attempt."""
+    monkeypatch.setattr("fourfold.launch.supervise.GRACE", 0.3)
+    run = Supervisor.run
+
+    def once(self: Supervisor, *args: Any) -> int:
+        if self.task == 2:
+            self._meet(0, [0, 1, 2])
+            return -9
+        return run(self, *args)
+
+    monkeypatch.setattr(Supervisor, "run", once)
+    codes, ran = supervised(tmp_path, [0, 1, 2], Restarts(1, 0.01, replan=True, replan_after=0.5), "0 1")
+    assert codes == {0: 0, 1: 0, 2: -9}
+    assert "1 of 2, local 1 of 2, attempt 1" in ran
+    monkeypatch.setattr("fourfold.launch.supervise.ABSENT", 0.5)
+    codes, _ = supervised(tmp_path, [0, 1, 2], Restarts(1, 0.01), "0 1")
+    assert "tasks [2] did not come back within 0 s; --on-fault replan" in codes[0]
+
+
+@pytest.mark.skipif("FOURFOLD_SLOW_TESTS" not in os.environ, reason="seven interpreters; set FOURFOLD_SLOW_TESTS=1")
+@pytest.mark.timeout(200)
+def test_restarts_under_srun(tmp_path: Path) -> None:
+    """Every task is a supervisor; the rank that it starts is killed, and the rank of the store's host, too."""
+    assert main(["train", write_config(tmp_path / "a.json", "whole"), "--nproc", "2"]) == 0
+    config = write_config(tmp_path / "b.json", "slurm")
+    common = {"SLURM_JOB_ID": str(os.getpid() + 1), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    common |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"FOURFOLD_FAULTS": "kill rank=0 step=6", "OMP_NUM_THREADS": "1"}
+    tasks = []
+    for rank in range(2):
+        env = os.environ | common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+        command = [sys.executable, "-m", "fourfold", "train", config, "--max-restarts", "2", "--restart-delay", "0.1"]
+        tasks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs = [task.communicate(timeout=180)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert "restarting all ranks in 0.1 s (1 of 2)" in outputs[0]
+    assert steps(tmp_path / "slurm") == list(range(1, 11))
+    assert digest(tmp_path / "slurm") == digest(tmp_path / "whole")
+
+
+def test_flags_about_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "a.json", "run")
+    for flags, message in (
+        (["--max-restarts", "-1"], "--max-restarts -1 must be at least 0"),
+        (["--restart-delay", "99"], "--restart-delay 99 must be from 0 to 60 seconds"),
+        (["--replan-after", "0"], "--replan-after 0 must be from 0 to 86400 seconds"),
+    ):
+        assert main(["train", config, *flags]) == 2
+        assert message in capfd.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert main(["train", config, "--max-restarts", "2"]) == 2
+    assert "torchrun restarts its ranks itself; give the option to torchrun" in capfd.readouterr().err

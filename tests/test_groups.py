@@ -80,6 +80,16 @@ def test_a_run_makes_the_groups_that_its_plan_says_and_none_later(name: str, tmp
         assert found[rank][1:] == wanted[1:]  # the first is the world, which the launcher made
 
 
+def test_a_frozen_tied_weight_needs_no_group(tmp_path: Path) -> None:
+    """With LoRA the two ranks that use it have nothing to exchange."""
+    ranks, plan = PLANS["tied 1f1b"]
+    for rank_of_lora, uses in ((0, True), (2, False)):
+        config = make_config(tmp_path, MODELS["gpt"] | TIED, lora={"rank": rank_of_lora}).resolve()
+        layout = lay_out_pipeline(config.model, Plan.from_dict(plan), config.train.global_batch)
+        found = [groups_of(config.model, Plan.from_dict(plan), layout, rank) for rank in range(ranks)]
+        assert any(g.use == "tied" for groups in found for g in groups) == uses
+
+
 def _train(rank: int, ranks: int, config: Any, plan: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     groups = Groups()
     with open("/dev/null", "w") as console:

@@ -13,11 +13,12 @@ import pytest
 
 from fourfold.config import Config
 from fourfold.plan import Plan
+from fourfold.record import StepTrace
 from fourfold.runtime.executor import Span
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.clock import HostClock
-from fourfold.train.rundir import RunDir, read_metrics
+from fourfold.train.rundir import RunDir, read_metrics, read_trace
 from fourfold.train.stragglers import Stragglers
 from fourfold.train.trace import TraceFile
 from fourfold.train.worker import fit
@@ -32,24 +33,30 @@ class LaggingClock:
 
     def __init__(self, ahead: int):
         self.ahead = ahead
-        self.issued = self.reached = 0
+        self.issued = self.last = 0  # marks; `last`: that the device has reached
         self.most = 0  # marks that the host was ahead by
 
     def mark(self) -> int:
         self.issued += 1
-        self.most = max(self.most, self.issued - self.reached)
+        self.most = max(self.most, self.issued - self.last)
         return self.issued
 
     def wait(self, mark: int) -> None:
-        self.reached = max(self.reached, mark)
+        self.last = max(self.last, mark)
+
+    def reached(self, mark: int) -> bool:
+        return mark <= self.last
 
     def seconds(self, first: int, second: int) -> float:
-        if max(first, second) > self.reached:
+        if max(first, second) > self.last:
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (second - first) / 1000
 
     def time_of_day(self, mark: int) -> float:
         return 1e9 + self.seconds(0, mark)
+
+    def lead(self, mark: int, issued: float) -> float:
+        return self.seconds(0, mark)
 
 
 def train(config: Config, clock: LaggingClock, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
@@ -77,7 +84,12 @@ def test_a_device_behind_the_host_is_read_in_time(tmp_path: Path, monkeypatch: p
     found = lines(run)
     assert [m["step"] for m in found] == list(range(1, 12))
     per_step = found[1]["seconds"]
-    assert [m["seconds"] for m in found] == pytest.approx([per_step] * 11)  # the last one, too
+    untraced = [m["seconds"] for m in found if m["step"] not in traced(run)]
+    assert untraced == pytest.approx([per_step] * 8)  # the last one, too
+    for line in read_trace(run / "trace" / "rank0.jsonl"):
+        assert line is not None
+        assert {"between", "data", "unit", "program", "norm", "update"} <= {e[0] for e in line["events"]}
+        assert max(e[4] for e in line["events"]) < line["seconds"] == pytest.approx(found[line["step"] - 1]["seconds"])
     assert clock.most >= (ahead + 1) * per_step * 1000  # it did run behind
     more = make_config(run, train={"steps": 14, "eval_every": 7}, **sections)
     train(more, LaggingClock(ahead), monkeypatch, resume=True)
@@ -125,7 +137,7 @@ def test_a_trace_begins_when_its_step_did(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("fourfold.train.clock.time", Times)
     trace = TraceFile(tmp_path, 0, 0, 1, 0, HostClock())
-    trace.hold(1, [Span("0F0", 2.0, 3.0, 4.0)])
+    trace.hold(1, StepTrace(float), [Span("0F0", 2.0, 3.0, 4.0)], 2.0, 5.0)
     trace.write(1)
     trace.close()
     line = json.loads((tmp_path / "rank0.jsonl").read_text())

@@ -28,6 +28,7 @@ def beat(**fields: Any) -> Beat:
         "time": 100.0,
         "idle": 9.0,
         "limit": 5.0,
+        "setting": "train.timeout",
         "patience": 5.0,
         "phase": "step 3",
         "op": "0F0",
@@ -50,6 +51,9 @@ def test_nobody_is_blamed_while_somebody_moves() -> None:
     assert verdict(save, 2, 100.0, 1.0) == ""  # it may take longer
     stopped = {0: waits("a sum", 4, [0, 1], limit=600.0, time=110.0), 1: save[1]}
     assert "rank 1 has not answered" in verdict(stopped, 2, 110.0, 1.0)  # but not in silence
+    assert verdict(stopped, 2, 110.0, 1.0).startswith("no rank has made progress for 5 s (train.timeout)")
+    moved = {r: b | {"idle": 601.0, "limit": 600.0, "setting": "checkpoint.timeout"} for r, b in save.items()}
+    assert verdict(moved, 2, 100.0, 1.0).startswith("no rank has made progress for 600 s (checkpoint.timeout)")
 
 
 def test_verdicts() -> None:
@@ -187,6 +191,41 @@ def test_a_stopped_rank_is_named_in_time(
     assert re.search(r"rank 0, at step 3, op 0[FB]\d.*: waits (for the gradient of stage 1|in .* for rank 1)", error), (
         error
     )
+
+
+PHASES = {
+    "start": ("step=0 op=start", "train.start_timeout", "start"),
+    "evaluation": ("step=2 op=evaluation", "train.eval_timeout", "the evaluation after step 2"),
+    "save": ("step=2 op=save", "checkpoint.timeout", "the save of step 2"),
+}
+
+
+@pytest.mark.parametrize("kind", ["delay", "stop"])
+@pytest.mark.parametrize("name", PHASES)
+def test_every_phase_has_a_timeout_of_its_own(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that hangs and answers is ended by the phase's limit; one that is stopped by the limit of a step."""
+    when, setting, at = PHASES[name]
+    monkeypatch.setenv("FOURFOLD_FAULTS", f"{kind} rank=1 {when} seconds=60")
+    limits = {
+        "train.timeout": "30",
+        "train.start_timeout": "30",
+        "train.eval_timeout": "30",
+        "checkpoint.timeout": "30",
+    }
+    limits["train.timeout" if kind == "stop" else setting] = "1.5"
+    flags = [text for key, value in limits.items() for text in (f"--{key.replace('_', '-')}", value)]
+    train = {"steps": 3, "eval_every": 2}
+    assert start(tmp_path, {"mesh": {"data": 2}}, *flags, train=train, checkpoint={"every": 2, "mode": "sync"}) == 1
+    error = capfd.readouterr().err
+    if kind == "stop":
+        assert "no rank has made progress for 1.5 s (train.timeout)" in error
+        assert f"rank 1 is stopped (SIGSTOP) at {at}" in error
+    else:
+        assert f"no rank has made progress for 1.5 s ({setting})" in error
+        assert f"rank 1 hangs at {at}, in _happen (" in error
+    assert "rank 0 hangs" not in error
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

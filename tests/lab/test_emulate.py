@@ -115,6 +115,8 @@ class Verbs:
     def parameters(self) -> list[Tensor]:
         return [self.chunk.weight]
 
+    trained = parameters
+
     def accumulate(self, grads: Any) -> None:
         self.grads += grads
 

@@ -157,6 +157,8 @@ class PlainUnit:
     def parameters(self) -> list[Tensor]:
         return list(self.module.parameters())
 
+    trained = parameters
+
     def accumulate(self, grads: Any) -> None:
         self.grads += grads
 

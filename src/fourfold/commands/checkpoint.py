@@ -16,6 +16,7 @@ from fourfold import schema
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.train.checkpoint_folder import complete, doomed, is_file, remove, steps_in, verify
 from fourfold.train.checkpoint_index import MARKER
+from fourfold.train.remote import RemoteFolder, is_url
 from fourfold.train.rundir import RunDir
 from fourfold.view.text import markup
 
@@ -29,7 +30,7 @@ class CheckpointArgs:
     action: Annotated[Literal["list", "verify", "prune"], tyro.conf.Positional]
     """list: steps, sizes, state. verify: compare every file with its SHA-256 (exit code 1 if one is damaged). prune: delete."""
     path: Annotated[str, tyro.conf.Positional]
-    """Run directory; for verify also one checkpoint, runs/mine/checkpoints/step-000040."""
+    """Run directory, or the URL of its checkpoints; for verify also one checkpoint, runs/mine/checkpoints/step-000040."""
     keep: int | None = None
     """prune: how many of the newest are kept; default: checkpoint.keep of the run."""
     keep_every: int | None = None
@@ -49,14 +50,26 @@ def checkpoint_command(args: CheckpointArgs) -> int:
     return {"list": _list, "verify": _verify, "prune": _prune}[args.action](args)
 
 
+def _places(path: str) -> tuple[Path | None, RemoteFolder | None]:
+    """The folder of checkpoints of a run, and its remote one; a URL names the latter alone."""
+    if is_url(path):
+        return None, RemoteFolder(path)
+    run = RunDir.find(path)
+    url = run.read()[0].checkpoint.dir
+    return run.checkpoints, RemoteFolder(url) if url else None
+
+
 def _list(args: CheckpointArgs) -> int:
-    folder = RunDir.find(args.path).checkpoints
+    folder, remote = _places(args.path)
     rows: list[dict[str, Any]] = []
-    for step, path in steps_in(folder):
+    for step, path in steps_in(folder) if folder is not None else ():
         state = "complete" if is_file(path / MARKER) else "unfinished"
         rows.append({"step": step, "path": str(path), "state": state, "bytes": _size(path)})
-    for path in sorted(folder.glob("damaged-step-*")) if folder.is_dir() else ():
+    for path in sorted(folder.glob("damaged-step-*")) if folder is not None and folder.is_dir() else ():
         rows.append({"step": None, "path": str(path), "state": "set aside: damaged", "bytes": _size(path)})
+    for step, name in remote.steps() if remote is not None else ():
+        state = remote.state(name).replace("damaged", "set aside: damaged") if remote is not None else ""
+        rows.append({"step": step, "path": f"{remote.url}/{name}", "state": state, "bytes": remote.size(name)})  # type: ignore[union-attr]
     if args.json:
         print(json.dumps({"run": args.path, "checkpoints": rows}))
         return 0
@@ -64,16 +77,21 @@ def _list(args: CheckpointArgs) -> int:
     for row in rows:
         shown = "" if row["step"] is None else str(row["step"])
         table.add_row(shown, row["state"], schema.format_bytes(row["bytes"]), markup(row["path"]))
-    Console(highlight=False, soft_wrap=True).print(table if rows else f"{markup(folder)}: no checkpoints")
+    Console(highlight=False, soft_wrap=True).print(table if rows else f"{markup(args.path)}: no checkpoints")
     return 0
 
 
 def _verify(args: CheckpointArgs) -> int:
     path = Path(args.path)
-    found = [path] if is_file(path / MARKER) else [p for _, p in complete(RunDir.find(path).checkpoints)]
-    if not found:
-        raise CheckpointError(f"{path}: has no complete checkpoint")
-    results = {str(p): verify(p) for p in found}
+    if not is_url(args.path) and is_file(path / MARKER):
+        results = {str(path): verify(path)}
+    else:
+        folder, remote = _places(args.path)
+        results = {str(p): verify(p) for _, p in complete(folder)} if folder is not None else {}
+        if remote is not None:
+            results |= {f"{remote.url}/{name}": remote.verify(name) for _, name in remote.complete()}
+    if not results:
+        raise CheckpointError(f"{args.path}: has no complete checkpoint")
     if args.json:
         print(json.dumps({"good": not any(results.values()), "checkpoints": results}))
     else:
@@ -86,6 +104,10 @@ def _verify(args: CheckpointArgs) -> int:
 
 
 def _prune(args: CheckpointArgs) -> int:
+    if is_url(args.path):
+        raise ConfigError(
+            f"prune {args.path}: name the run directory; it says how many are kept, and that the run is not in use"
+        )
     run = RunDir.find(args.path) if args.dry_run else RunDir.reopen(args.path)
     try:
         config, _ = run.read()
@@ -99,6 +121,12 @@ def _prune(args: CheckpointArgs) -> int:
         if not args.dry_run:
             for path in gone:
                 remove(Path(path))
+        remote = RemoteFolder(config.checkpoint.dir) if config.checkpoint.dir else None
+        for name in remote.doomed(keep, every) if remote is not None else ():
+            assert remote is not None
+            gone[f"{remote.url}/{name}"] = remote.size(name)
+            if not args.dry_run:
+                remote.remove(name)
     finally:
         run.unlock()
     if args.json:

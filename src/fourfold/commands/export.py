@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from fourfold import schema
+from fourfold.errors import ConfigError
 
 __all__ = ["ExportArgs", "export_command"]
 
@@ -29,6 +30,8 @@ class ExportArgs:
     """Type of the tensors; default: as the weights came, fp32 for a model trained from scratch."""
     format: Literal["hf", "dcp"] = "hf"
     """hf: safetensors, config and tokenizer. dcp: a distributed checkpoint of torch under the same names."""
+    merge: bool = False
+    """Of a LoRA run: write the whole model, with the adapters added to its weights; without it, a PEFT adapter."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -43,12 +46,22 @@ def export_command(args: ExportArgs) -> int:
     check_out(out)
     config, _ = run.read()
     dtype = SPELLED[args.dtype] if args.dtype else ""
-    made = export(run, config, directory, out, dtype=dtype, form=args.format)
+    lora = config.model.lora is not None
+    if args.merge and not lora:
+        raise ConfigError(
+            f"--merge: {run.path} has no adapters, all of its weights are trained; export it without --merge"
+        )
+    if args.format == "dcp" and lora and not args.merge:
+        raise ConfigError(
+            "--format dcp: an adapter is written as PEFT has it; use --format hf, or --merge for a whole model"
+        )
+    made = export(run, config, directory, out, dtype=dtype, form=args.format, merge=args.merge)
     if args.json:
         print(json.dumps({"out": str(out), **dataclasses.asdict(made)}))
         return 0
     what = f"{made.tensors} tensors, {schema.format_bytes(made.bytes)}, {made.dtype}"
-    print(f"{out}: step {made.step}, {what}, model_type {made.model_type or 'none'}")
+    kind = "PEFT adapter" if lora and not args.merge else f"model_type {made.model_type or 'none'}"
+    print(f"{out}: step {made.step}, {what}, {kind}")
     if not made.model_type:
         print("no Hugging Face architecture computes this model: tensors have our names, config.json is ours")
     return 0

@@ -1,6 +1,6 @@
-"""Defaults of `fourfold train FOLDER --data FILE`: full fine-tuning of a Hugging Face model, without a config file.
+"""Defaults of `fourfold train FOLDER --data FILE`: fine-tuning of a Hugging Face model, without a config file.
 
-    learning rate     1e-5, 3 % of the steps warm-up, cosine to a tenth; no weight decay
+    learning rate     1e-5, or 2e-4 with LoRA (--lora.rank 16); 3 % of the steps warm-up, cosine to a tenth; no weight decay
     sequences         the longest example, rounded up to 64 tokens, at most 2048 and at most the model's positions
     batch             16 sequences, fewer where there are fewer samples
     steps             up to 3 epochs, as many as take at most 1000 steps; at least one epoch
@@ -22,6 +22,7 @@ from fourfold.model.hf import hf_file
 __all__ = ["fit_to_data", "folder_config", "is_model_folder"]
 
 LR = 1e-5
+LORA_LR = 2e-4
 WARMUP = 0.03
 LONGEST = 2048
 BATCH = 16
@@ -49,18 +50,20 @@ def folder_config(path: str) -> Config:
 
 def fit_to_data(config: Config, given: tuple[str, ...]) -> tuple[Config, str]:
     """Sequence length, batch and steps from the data, where no flag gives them; and a line that says so."""
-    from fourfold.train.data import open_samples
+    from fourfold.train.objective import open_run
 
-    if not config.data.source:
+    if not config.data.source and not config.data.sources:
         raise ConfigError("what to train on? Give --data FILE: text, JSONL, chats, a token file, or a folder of text")
     given = tuple(name.replace("-", "_") for name in given)
+    if config.lora.rank and "optim.lr" not in given:
+        config = _with(config, optim={"lr": LORA_LR})
     positions = dataclasses.replace(config.model, seq_len=1).resolve().positions
     if not config.model.seq_len:
         config = _with(config, model={"seq_len": _seq_len(config, min(LONGEST, positions))})
-    samples, _ = open_samples(_with(config, train={"steps": 1, "global_batch": 1}, optim={"warmup": 0}).resolve())
+    samples, *_ = open_run(_with(config, train={"steps": 1, "global_batch": 1}, optim={"warmup": 0}).resolve())
     batch = config.train.global_batch
     if "train.global_batch" not in given:
-        batch = min(BATCH, 1 << (samples.count.bit_length() - 1))
+        batch = max(config.sequences_together, min(BATCH, 1 << (samples.count.bit_length() - 1)))
     epoch = math.ceil(samples.count / batch)
     epochs = max(1, min(EPOCHS, FEW_STEPS // epoch))
     steps = config.train.steps if "train.steps" in given else math.ceil(epochs * samples.count / batch)
@@ -82,9 +85,9 @@ def _seq_len(config: Config, most: int) -> int:
 
     data = _with(config, train={"steps": 1}, optim={"warmup": 0}, model={"seq_len": 1}).resolve().data
     corpus = open_corpus(
-        data.source, data.tokenizer, Encoding(data.tokenizer, data.template, data.template_date, data.loss_on)
+        data.mixture()[0], data.tokenizer, Encoding(data.tokenizer, data.template, data.template_date, data.loss_on)
     )
-    whole = data.packing == "none" or (data.packing == "auto" and corpus.prompted)
+    whole = data.packing in ("none", "documents") or (data.packing == "auto" and corpus.prompted)
     tokens = len(corpus.tokens) - 1
     if whole and corpus.starts is not None:
         tokens = math.ceil(int(np.diff(np.asarray(corpus.starts, np.int64)).max()) / 64) * 64

@@ -1,4 +1,4 @@
-"""The commands sample, view, compare, tokenize and doctor."""
+"""The commands sample, view, why, compare, tokenize and doctor."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ __all__ = [
     "SampleArgs",
     "TokenizeArgs",
     "ViewArgs",
+    "WhyArgs",
     "compare",
     "doctor",
     "sample",
     "tokenize",
     "view",
     "view_run",
+    "why",
 ]
 
 
@@ -70,8 +72,10 @@ class SampleArgs:
 class ViewArgs:
     """Show the timeline of a traced step of a run next to its simulation, or of a plan: makespan, bubble, memory."""
 
-    run_dir: Annotated[str, tyro.conf.Positional]
+    run_dir: Annotated[str | None, tyro.conf.Positional] = None
     """Run directory with traces (config: log.trace), or a plan file."""
+    compare: tuple[str, str] | None = None
+    """Two run directories, whose traced steps are shown on one scale."""
     step: int | None = None
     """Traced step to show; default: the last."""
     save_schedule: str | None = None
@@ -82,6 +86,20 @@ class ViewArgs:
     """Write the timeline as a Chrome trace for ui.perfetto.dev: timeline.trace.json in the run directory, or next to the plan."""
     open: bool = False
     """With --html: open the page in a browser."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show tracebacks of errors."""
+
+
+@dataclass(frozen=True)
+class WhyArgs:
+    """Explain where the time of a run's steps went against what its plan promised, and what would help."""
+
+    run_dir: Annotated[str, tyro.conf.Positional]
+    """Run directory with traces (config: log.trace)."""
+    cluster: str | None = None
+    """What it ran on: a preset, or a file that `fourfold calibrate` wrote; default: what the plan was made for."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -124,8 +142,12 @@ class TokenizeArgs:
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Check this machine: versions, devices, backends, memory, disk."""
+    """Check this machine: versions, devices, backends, memory, disk. With a run: what happened to it, and what to do."""
 
+    run: Annotated[str | None, tyro.conf.Positional] = None
+    """Run directory to look at, instead of this machine."""
+    out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
+    """For a run that was out of memory: write a plan that should fit to this file."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -163,8 +185,15 @@ def sample(args: SampleArgs) -> int:
 
 def view(args: ViewArgs) -> int:
     from fourfold.train.rundir import RunDir
-    from fourfold.view.run import compare_step
+    from fourfold.view.run import compare_step, rank_name
+    from fourfold.view.steps import read_steps
+    from fourfold.view.timeline import draw, show_step
 
+    if (args.run_dir is None) == (args.compare is None):
+        raise RunDirError("name one run directory or plan file, or two run directories with --compare A B")
+    if args.compare is not None:
+        return _view_two(args, RunDir.find(args.compare[0]), RunDir.find(args.compare[1]))
+    assert args.run_dir is not None
     if Path(args.run_dir).is_file():
         return _view_plan(args, Path(args.run_dir))
     run = RunDir.find(args.run_dir)
@@ -179,14 +208,15 @@ def view(args: ViewArgs) -> int:
         figures = {name: t.to_dict(path=False) for name, t in both.items()}
         print(json.dumps({"step": traced.step, **figures}))
         return 0
-    from fourfold.view.timeline import draw
-
     console = Console(highlight=False)
-    for name, timeline in both.items():
-        console.print(f"[bold]{name}[/], step {traced.step}: {float(timeline.makespan):.3f} s")
-        for row, line in enumerate(draw(timeline, max(20, console.width - 4))):
-            console.print(Text.assemble((f"{row:>3} ", "dim"), line), no_wrap=True, crop=True)
-    table = Table("", "measured", "simulated", "ratio", box=None, header_style="dim")
+    plan = run.read()[1]
+    step = next(s for s in read_steps(run) if s.step == traced.step)
+    console.print(f"[bold]measured[/], step {step.step}: {step.seconds:.3f} s")
+    show_step(step, {rank: rank_name(plan, rank) for rank in step.ranks}, console)
+    console.print(f"[bold]simulated[/] with the median times of its ops: {float(traced.simulated.makespan):.3f} s")
+    for row, line in enumerate(draw(traced.simulated, max(20, console.width - 4))):
+        console.print(Text.assemble((f"{row:>3} ", "dim"), line), no_wrap=True, crop=True)
+    table = Table("first replica", "measured", "simulated", "ratio", box=None, header_style="dim")
     for name, read in (
         ("makespan, s", lambda t: float(t.makespan)),
         ("bubble", lambda t: float(t.bubble)),
@@ -203,18 +233,106 @@ def view(args: ViewArgs) -> int:
 
 def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) -> list[Path]:
     """Write the views of a run's traced step that `args` ask for; returns the files."""
-    from fourfold.view.page import panel_of
-    from fourfold.view.run import compare_step, measured_panel
+    from dataclasses import replace
+
+    from fourfold.view.run import compare_step, measured_panel, planned_panel, planned_timeline
+    from fourfold.view.steps import read_steps
+    from fourfold.view.why import explain_run
 
     traced = traced or compare_step(run, args.step)
-    panels = [measured_panel(run, traced.step), panel_of("simulated with the measured times of ops", traced.simulated)]
-    return _write_views(args, run.path / "timeline", f"{run.path.name}, step {traced.step}", traced.summary, panels)
+    config, plan = run.read()
+    steps = read_steps(run)
+    if plan.predicted and plan.predicted.get("stages") and plan.predicted.get("cluster") != "local":
+        count = plan.micro_batches(config.train.global_batch)
+        timeline, name = replace(plan, batch=replace(plan.batch, micro_batches=count)).simulate(), "planned"
+    else:
+        timeline, name = planned_timeline(run, steps), "planned, with measured times"
+    panels = [planned_panel(plan, timeline, name), measured_panel(run, traced.step, steps)]
+    why = explain_run(run, changes=False)
+    took = next(s.seconds for s in steps if s.step == traced.step)
+    summary = f"Step {traced.step} took {took:.4g} s; {name}, it takes {float(timeline.makespan):.4g} s."
+    if why.findings:
+        summary += f" The largest loss, {why.findings[0].seconds:.3g} s a step: {why.findings[0].text}."
+    title = f"{run.path.name}, step {traced.step}"
+    return _write_views(args, run.path / "timeline", title, summary, panels, more="\n".join(why.lines()))
+
+
+def _view_two(args: ViewArgs, a: RunDir, b: RunDir) -> int:
+    """Two runs on one scale: where the time of a step went in each."""
+    from statistics import mean
+
+    from fourfold.view.run import measured_panel, rank_name
+    from fourfold.view.steps import CAUSES, read_steps
+    from fourfold.view.timeline import show_step
+
+    if args.save_schedule:
+        raise RunDirError("--save-schedule is for one run; leave out --compare")
+    steps = []
+    for run in (a, b):
+        found = [s for s in read_steps(run) if args.step in (None, s.step)]
+        if not found:
+            raise RunDirError(f"{run.path}: step {args.step} was not traced")
+        steps.append(found[-1])
+    spent = [{c: mean(r.spent(c) for r in s.ranks.values()) for c in CAUSES} for s in steps]
+    if args.json:
+        rows = [
+            {"run": str(run.path), "step": s.step, "seconds": s.seconds, "spent": x}
+            for run, s, x in zip((a, b), steps, spent, strict=True)
+        ]
+        print(json.dumps(rows))
+        return 0
+    first, second = (s.seconds for s in steps)
+    summary = f"{b.path}: {second:.4g} s a step, {second / first - 1:+.1%} against {a.path} ({first:.4g} s)."
+    if args.html or args.perfetto or args.open:
+        panels = [
+            measured_panel(run, s.step, [s], f"{run.path.name}, step {s.step}")
+            for run, s in zip((a, b), steps, strict=True)
+        ]
+        base = b.path / f"timeline-with-{a.path.name}"
+        print(*_write_views(args, base, f"{a.path.name} and {b.path.name}", summary, panels), sep="\n")
+        return 0
+    console = Console(highlight=False)
+    for run, s in zip((a, b), steps, strict=True):
+        plan = run.read()[1]
+        console.print(f"[bold]{markup(run.path)}[/], step {s.step}: {s.seconds:.3f} s")
+        show_step(s, {rank: rank_name(plan, rank) for rank in s.ranks}, console)
+    table = Table("mean of ranks, s", markup(a.path.name), markup(b.path.name), "change", box=None, header_style="dim")
+    for cause, name in CAUSES.items():
+        x, y = spent[0][cause], spent[1][cause]
+        if max(x, y) > 0.002 * max(first, second):
+            table.add_row(name, f"{x:.4g}", f"{y:.4g}", f"{y - x:+.4g}")
+    table.add_row("step", f"{first:.4g}", f"{second:.4g}", f"{second - first:+.4g}", style="bold")
+    console.print(table)
+    console.print(markup(summary), soft_wrap=True)
+    return 0
+
+
+def why(args: WhyArgs) -> int:
+    from fourfold.cluster import Cluster
+    from fourfold.train.rundir import RunDir
+    from fourfold.view.why import explain_run
+
+    run = RunDir.find(args.run_dir)
+    cluster = None
+    if args.cluster is not None:
+        cluster, ranks = Cluster.find(args.cluster), run.read()[1].mesh.ranks
+        if cluster.ranks < ranks:
+            nodes = ranks if args.cluster == "local" else -(-ranks // cluster.devices)
+            cluster = Cluster.find(args.cluster, nodes)
+    found = explain_run(run, cluster)
+    if args.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        console = Console(highlight=False)
+        for line in found.lines():
+            console.print(printable(line), markup=False)
+    return 0
 
 
 def _view_plan(args: ViewArgs, path: Path) -> int:
     """The timeline of a plan: as the planner predicted it, or in forwards of a rank's share."""
     from fourfold.plan import Plan
-    from fourfold.view.page import panel_of
+    from fourfold.view.run import planned_panel
     from fourfold.view.timeline import show_timeline
 
     if args.step is not None or args.save_schedule:
@@ -229,20 +347,20 @@ def _view_plan(args: ViewArgs, path: Path) -> int:
         return 0
     what = f"{float(timeline.makespan):.4g} s" if unit else f"{float(timeline.makespan):.4g} forwards of a rank's share"
     summary = f"One step of the pipeline takes {what}, with a bubble of {float(timeline.bubble):.1%}."
-    panel = panel_of(f"planned: {plan.mesh.product()} ranks", timeline)
+    panel = planned_panel(plan, timeline, f"planned: {plan.mesh.product()} ranks")
     print(*_write_views(args, path.with_suffix(""), path.name, summary, [panel], unit), sep="\n")
     return 0
 
 
 def _write_views(
-    args: ViewArgs, base: Path, title: str, summary: str, panels: list[Panel], unit: str = "s"
+    args: ViewArgs, base: Path, title: str, summary: str, panels: list[Panel], unit: str = "s", more: str = ""
 ) -> list[Path]:
     from fourfold.view.page import write_page, write_perfetto
 
     written = []
     if args.html or args.open:
         page = base.with_name(f"{base.name}.html")
-        write_page(page, title, summary, panels, unit=unit)
+        write_page(page, title, summary, panels, unit=unit, more=more)
         written.append(page)
         if args.open:
             import webbrowser
@@ -279,15 +397,16 @@ def compare(args: CompareArgs) -> int:
 
 def tokenize(args: TokenizeArgs) -> int:
     from fourfold.train.data import write_tokens
-    from fourfold.train.encode import Encoding
+    from fourfold.train.encode import Encoding, EncodingBar
 
     out = Path(args.out)
     if out.exists():
         raise RunDirError(f"{out} exists; choose another name, or remove it first")
-    console = Console(highlight=False, stderr=True)
-    with console.status(f"encoding {args.source} …"):
-        encoding = Encoding(template=args.template, loss_on=args.loss_on)
-        corpus = write_tokens(args.source, args.tokenizer, out, encoding)
+    encoding, bar = Encoding(template=args.template, loss_on=args.loss_on), EncodingBar(args.source)
+    try:
+        corpus = write_tokens(args.source, args.tokenizer, out, encoding, bar)
+    finally:
+        bar.close()
     if args.tokenizer not in ("", "bytes"):
         beside = out.with_name(f"{out.name}.tokenizer.json")
         files.write_bytes(beside, files.read_bytes(args.tokenizer, DataError, most=64 * files.MIB), DataError)
@@ -302,6 +421,10 @@ def tokenize(args: TokenizeArgs) -> int:
 
 
 def doctor(args: DoctorArgs) -> int:
+    if args.run is not None:
+        return _doctor_of_run(args)
+    if args.out is not None:
+        raise ConfigError("--out: needs a run directory, `fourfold doctor RUN --out plan.json`")
     from fourfold.launch.doctor import examine
 
     findings = examine()
@@ -315,3 +438,40 @@ def doctor(args: DoctorArgs) -> int:
         table.add_row(f"{marks[f.state]} {f.what}", escape(f.found), f.advice)
     Console(highlight=False).print(table)
     return int(bad)
+
+
+def _doctor_of_run(args: DoctorArgs) -> int:
+    """0 for a run that is running, finished or stopped, 1 for one that failed."""
+    from fourfold.schema import check_writable, format_bytes
+    from fourfold.train.diagnose import diagnose
+    from fourfold.train.rundir import RunDir
+
+    assert args.run is not None
+    if args.out is not None:
+        check_writable(args.out, "a plan", ConfigError)
+    found = diagnose(RunDir.find(args.run))
+    if args.out is not None:
+        if found.plan is None:
+            raise ConfigError(f"--out: there is no plan to write: {found.happened}")
+        found.plan.save(args.out)
+    code = int(found.state in ("failed", "gone"))
+    if args.json:
+        print(json.dumps(found.to_dict()))
+        return code
+    console = Console(highlight=False, soft_wrap=True)
+    style = {"failed": "red", "gone": "red", "finished": "green"}.get(found.state, "yellow")
+    name = f"{found.state}: {found.cause}" if found.cause and found.cause not in found.state else found.state
+    console.print(f"[{style}]{name}[/]  {markup(found.happened)}.")
+    console.print(markup(found.advice.rstrip(".") + "."))
+    if found.ranks:
+        table = Table("rank", "ended", "at", "last", "memory", box=None, header_style="dim")
+        order = sorted(found.ranks, key=lambda r: (r.state == "CommunicationError", r.rank))
+        for r in order[:16]:
+            size = format_bytes(r.bytes) if r.bytes else ""
+            table.add_row(str(r.rank), markup(r.state), markup(r.at), markup(r.last), size)
+        Console(highlight=False).print(table)
+        if len(order) > 16:
+            console.print(f"and {len(order) - 16} more ranks: {markup(args.run)}/flight")
+    if args.out is not None:
+        console.print(f"written to {markup(args.out)}")
+    return code

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from fourfold import schema
-from fourfold.cluster import Cluster
-from fourfold.config import Config, ModelConfig
+from fourfold.cluster import ASSUMED, Cluster
+from fourfold.config import Config, LoraConfig, ModelConfig
 from fourfold.errors import ConfigError, PlanError
 from fourfold.model.hf import hf_file
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
-from fourfold.planner.api import default_batch, default_precision, find_plan, judge, named_precision
+from fourfold.planner.api import default_batch, default_precision, judge, named_precision, plan_problem
 from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
-from fourfold.planner.report import with_report
-from fourfold.planner.search import Progress
 
 if TYPE_CHECKING:
     from fourfold.planner.export import ExportedPlan
+
+NO_LORA = LoraConfig()
 
 __all__ = ["PlanArgs", "plan_command"]
 
@@ -33,9 +34,9 @@ __all__ = ["PlanArgs", "plan_command"]
 class PlanArgs:
     """Find the fastest plan that fits: `fourfold plan MODEL --cluster h100-sxm --nodes 8`. No GPU needed."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional] = ""
     """A config file of ours (.toml), or a Hugging Face config.json or the folder that holds it."""
-    cluster: str
+    cluster: str = ""
     """A preset (a100-80g, h100-sxm, h200, b200, rtx-4090, local, …) or a cluster file."""
     nodes: int | None = None
     """Nodes of the cluster (local: ranks)."""
@@ -57,12 +58,22 @@ class PlanArgs:
     """Use at most this many devices."""
     what_if: tuple[str, ...] = ()
     """Also plan (or judge) with the cluster changed: memory=40GiB nodes=16 bandwidth=x2 flops=x1.5."""
+    engine: Literal["fourfold", "torchtitan", "megatron", "nemo"] = "fourfold"
+    """The system that will run the plan: its kernels, host time and memory are what is predicted."""
+    lora: LoraConfig = NO_LORA
+    """Plan for LoRA, as the section of a config says it: --lora.rank 16."""
     judge: str | None = None
     """Do not search: predict this plan file, and say whether it fits."""
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the best plan to this file (.json, .toml)."""
+    html: str | None = None
+    """Write a report of the plan to this file: one page that opens offline."""
     export: Literal["torchtitan", "megatron"] | None = None
     """Also print the plan as options of another system, with what is lost."""
+    serve: bool = False
+    """Serve the planner as a page on this machine's loopback interface, instead of planning here."""
+    port: int = 0
+    """Port of --serve; 0: one that is free."""
     json: bool = False
     """Print the plan as JSON."""
     debug: bool = False
@@ -72,11 +83,17 @@ class PlanArgs:
 def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     """Run the command; returns 0, or 2 where neither the plan fits nor that of a changed cluster."""
     _check(args)
+    if args.serve:
+        from fourfold.site.server import serve
+
+        return serve(args.port)
     cluster = Cluster.find(args.cluster, args.nodes)
+    if ASSUMED in cluster.source:
+        print(f"{args.cluster}: {ASSUMED}{cluster.source.partition(ASSUMED)[2]}", file=sys.stderr)
     problem = read_problem(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
     given = Plan.load(args.judge) if args.judge else None
-    changed = replace(problem, cluster=cluster.what_if(_changes(args.what_if))) if args.what_if else None
+    changed = problem.with_cluster(cluster.what_if(_changes(args.what_if))) if args.what_if else None
 
     def answer(question: PlanProblem) -> Plan | str:
         """The plan, or why there is none."""
@@ -89,6 +106,8 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
 
     plan = answer(problem)
     other = answer(changed) if changed is not None else None
+    if args.html and isinstance(plan, Plan):
+        plan = _write_report(plan, other, problem, wanted, args)
     exported = _write(plan, problem, args) if isinstance(plan, Plan) and _fits(plan) else None
     status = 0 if _fits(plan) or _fits(other) else 2
     if args.json:
@@ -118,11 +137,29 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     elif args.out:
         files = [args.out, *(exported.files if exported is not None else ())]
         print(f"\nwritten to {' and '.join(files)}", file=file)
+    if args.html:
+        print(f"\nreport: {args.html}" if isinstance(plan, Plan) else "\nno report: there is no plan", file=file)
     return status
 
 
 def _check(args: PlanArgs) -> None:
     """Refuse options that would do nothing, and a file that could not be written in the end."""
+    if args.serve:
+        given = [f.name for f in fields(args) if f.name not in ("serve", "port", "debug")]
+        idle = [n for n in given if getattr(args, n) != getattr(PlanArgs, n)]
+        if idle:
+            raise PlanError(f"{_flags(idle)}: not with --serve, whose page asks for everything")
+        return
+    if not args.model or not args.cluster:
+        missing = "the model" if not args.model else "--cluster"
+        raise PlanError(
+            f"{missing} is missing: fourfold plan MODEL --cluster NAME, for example configs/llama-8b.toml --cluster h100-sxm; "
+            "or fourfold plan --serve, for a page that asks"
+        )
+    if args.port:
+        raise PlanError(f"--port {args.port}: it is the port of --serve, which is missing")
+    if args.html:
+        schema.check_writable(args.html, "a report", PlanError, (".html", ".htm"))
     for name, value in (("top", args.top), ("nodes", 1 if args.nodes is None else args.nodes)):
         if value < 1:
             raise PlanError(f"--{name} {value} must be at least 1")
@@ -133,8 +170,11 @@ def _check(args: PlanArgs) -> None:
         searching = ("fix", "schedule", "max_ranks", "top", "precision", "moments")
         idle = [n for n in searching if getattr(args, n) != getattr(PlanArgs, n)]
         if idle:
-            names = ", ".join(f"--{n.replace('_', '-')}" for n in idle)
-            raise PlanError(f"{names}: not with --judge, which takes the plan as it is and searches nothing")
+            raise PlanError(f"{_flags(idle)}: not with --judge, which takes the plan as it is and searches nothing")
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join("MODEL" if n == "model" else f"--{n.replace('_', '-')}" for n in names)
 
 
 def _check_unused(out: Path) -> None:
@@ -171,36 +211,82 @@ def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> ExportedPlan | N
     return exported
 
 
+def _write_report(
+    plan: Plan, other: Plan | str | None, problem: PlanProblem, wanted: Constraints, args: PlanArgs
+) -> Plan:
+    """Write the page; returns the plan with the alternatives that were asked for: the page has all of them."""
+    from fourfold.planner.uniform import uniform_plans
+    from fourfold.view.plan import show_what_if
+    from fourfold.view.plan_report import COMPARED, report_data, write_report
+
+    assert args.html is not None
+    tried = () if args.judge else plan.alternatives or ()
+    plan = replace(plan, alternatives=(plan.alternatives or ())[: args.top])
+    notes = []
+    if other is not None:
+        text = io.StringIO()
+        show_what_if(plan, other, args.what_if, text)
+        notes = [" ".join(text.getvalue().split())]
+    uniform = uniform_plans(problem, COMPARED, wanted)
+    data = report_data(plan, problem, tried=tried, uniform=uniform, command=_words(args), notes=notes)
+    write_report(Path(args.html), data)
+    return plan
+
+
+def _words(args: PlanArgs) -> list[str]:
+    """The command that asks the same."""
+    words = ["fourfold", "plan", args.model]
+    for f in fields(args):
+        value = getattr(args, f.name)
+        if isinstance(value, LoraConfig):
+            words += [w for n, v in schema.dump(value).items() if v for w in (f"--lora.{n}", *_each(v))]
+        elif f.name not in ("model", "html", "json", "debug") and value != getattr(PlanArgs, f.name):
+            words += [f"--{f.name.replace('_', '-')}", *_each(value)]
+    return words
+
+
+def _each(value: Any) -> list[str]:
+    return [str(v) for v in (value if isinstance(value, tuple | list) else (value,))]
+
+
 def read_problem(args: PlanArgs, cluster: Cluster) -> PlanProblem:
     """The question."""
-    spec, batch = read_model(args.model, args.seq_len)
+    spec, batch = read_model(args.model, args.seq_len, args.lora)
     precision = named_precision(args.precision) if args.precision else default_precision(cluster)
     size = args.global_batch if args.global_batch is not None else batch
     if size is not None and size < 1:
         raise PlanError(f"--global-batch {size} must be at least 1")
-    return PlanProblem(spec, cluster, size or default_batch(spec, cluster, args.max_ranks), precision, args.moments)
+    batch = size or default_batch(spec, cluster, args.max_ranks)
+    return PlanProblem(spec, cluster, batch, precision, args.moments).with_engine(args.engine)
 
 
-def read_model(path: str, seq_len: int | None) -> tuple[ModelSpec, int | None]:
-    """The model of a config of ours or of a Hugging Face file, and the batch where the config has one."""
+def read_model(path: str, seq_len: int | None, lora: LoraConfig | None = None) -> tuple[ModelSpec, int | None]:
+    """The model of a config of ours or of a Hugging Face file, and the batch where the config has one.
+
+    `lora`: of flags; it wins over the config's.
+    """
     if seq_len is not None and seq_len < 1:
         raise ConfigError(f"--seq-len {seq_len} must be at least 1")
     where = Path(path)
     if hf_file(where):
-        return ModelSpec.from_hf(path, seq_len=seq_len or 0), None
+        spec = ModelSpec.from_hf(path, seq_len=seq_len or 0)
+        if lora is not None and lora.rank and spec.config is not None:
+            spec = ModelSpec.from_config(replace(spec.config, lora=lora), spec.name)
+        return spec, None
     config = Config.load(where / "config.json" if where.is_dir() else where)  # a folder of a run
+    config = config if lora is None or not lora.rank else replace(config, lora=lora)
     model: ModelConfig = config.model if seq_len is None else replace(config.model, seq_len=seq_len)
     return ModelSpec.from_config(model, where.stem), config.train.global_batch
 
 
 def _planned(problem: PlanProblem, wanted: Constraints, args: PlanArgs) -> Plan:
+    narrow, every = args.precision is None, bool(args.html)
     if args.json or not sys.stderr.isatty():
-        return with_report(find_plan(problem, wanted, args.top), problem, args.top)
+        return plan_problem(problem, wanted, args.top, narrow=narrow, every=every)
     from fourfold.view.plan import progress_bar
 
     with progress_bar() as bar:
-        progress: Progress = bar
-        return with_report(find_plan(problem, wanted, args.top, progress), problem, args.top)
+        return plan_problem(problem, wanted, args.top, bar, narrow=narrow, every=every)
 
 
 def _changes(texts: Sequence[str]) -> dict[str, str]:

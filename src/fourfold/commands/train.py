@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 from tyro.conf import FlagConversionOff
 
 from fourfold.commands.finetune import fit_to_data, folder_config, is_model_folder
+from fourfold.commands.start import start_ranks
 from fourfold.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DpoConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     TrainConfig,
 )
-from fourfold.errors import ConfigError, Interrupted, RankFailure
-from fourfold.plan import Plan
+from fourfold.errors import ConfigError, Interrupted, PlanError
+from fourfold.launch.restarts import LONGEST_DELAY, Restarts
+from fourfold.plan import Plan, Precision
 from fourfold.view.text import markup
 
 if TYPE_CHECKING:
     from fourfold.launch.place import Backend
     from fourfold.program.stages import PipelineLayout
-    from fourfold.train.rundir import RunDir
 
-__all__ = ["TrainArgs", "loaded_defaults", "train"]
+__all__ = ["TrainArgs", "loaded_defaults", "train", "with_local_run"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,18 @@ class TrainArgs:
     plan: str | None = None
     """Plan file: how to train it. Without one, the planner makes one for the ranks there are."""
     resume: str | None = None
-    """Run directory of an earlier run to continue, instead of a config."""
+    """Run directory of an earlier run to continue, or the URL of its checkpoints, instead of a config."""
     nproc: int | None = None
-    """Ranks to start on this machine; default: what the plan's mesh says, else one per GPU, else one."""
+    """Ranks to start on this machine; default: what the plan's mesh says, else one per GPU, else one. With --resume, another
+    number than the run had is planned for anew."""
     max_restarts: int = 0
-    """How many times to restart all ranks from the newest checkpoint after one of them fails."""
+    """How many times to restart all ranks from the newest checkpoint that verifies after one of them fails."""
+    restart_delay: float = 1.0
+    """Seconds before the first restart; doubled for each further one without a new checkpoint, at most 60."""
+    on_fault: Literal["stop", "replan"] = "stop"
+    """replan: where ranks cannot be had any more, continue on those that are left, under a plan made for them."""
+    replan_after: float = 30.0
+    """replan, under srun: seconds to wait for the tasks of a host before it counts as gone."""
     dry_run: bool = False
     """Check everything, show what would run, start nothing and write nothing."""
     debug: bool = False
@@ -62,19 +73,25 @@ class TrainArgs:
     train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
     checkpoint: FlagConversionOff[CheckpointConfig] = field(default_factory=CheckpointConfig)
     log: FlagConversionOff[LogConfig] = field(default_factory=LogConfig)
+    dpo: FlagConversionOff[DpoConfig] = field(default_factory=DpoConfig)
+    lora: FlagConversionOff[LoraConfig] = field(default_factory=LoraConfig)
     given: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
     """Names of the flags that were given: what they say is wanted, what the file says may be made to fit."""
 
 
 def train(args: TrainArgs) -> int:
+    restarts = _restarts(args)
+    if restarts.most and _launched() and not args.dry_run and "FOURFOLD_SUPERVISED" not in os.environ:
+        return _supervise(args, restarts)
     config, plan, layout, data = _prepare(args)
     console = Console(highlight=False)
     if args.dry_run:
         _describe(console, args, config, plan, data)
         console.print("[green]all checks passed[/]; nothing was started or written")
         return 0
-    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+    if _launched():
         return _be_a_rank(args, config, plan, layout, data)
+    from fourfold.train.flight import note
     from fourfold.train.rundir import RunDir
 
     ranks = plan.mesh.ranks
@@ -83,16 +100,61 @@ def train(args: TrainArgs) -> int:
     try:
         _describe(console, args, config, plan, data)
         console.print(f"[dim]starting {ranks} {'ranks' if ranks > 1 else 'rank'} …[/]")
-        begun = _start(console, config, plan, layout, run, args.max_restarts)
+        begun = start_ranks(console, config, plan, layout, run, restarts, _planned_like)
     except Interrupted as e:
+        note(run, "end", outcome="killed")
         raise Interrupted(f"{e}; {_how_to_continue(run.path, config)}") from None
     finally:
         run.unlock()
     if not begun:
+        note(run, "end", outcome="stopped")
         console.print(f"stopped before training began; {_how_to_continue(run.path, config)}", soft_wrap=True)
         return 130
     _say_end(console, run.path, config)
     return 0
+
+
+def _launched() -> bool:
+    """Whether torchrun or srun started this process."""
+    return "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def _restarts(args: TrainArgs) -> Restarts:
+    """The flags about restarts, checked."""
+    if args.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {args.max_restarts} must be at least 0")
+    if not 0 <= args.restart_delay <= LONGEST_DELAY:
+        raise ConfigError(f"--restart-delay {args.restart_delay:g} must be from 0 to {LONGEST_DELAY:g} seconds")
+    if not 0 < args.replan_after <= 86400:
+        raise ConfigError(f"--replan-after {args.replan_after:g} must be from 0 to 86400 seconds")
+    replan = args.on_fault == "replan"
+    under_srun = _launched() and "RANK" not in os.environ
+    most = max(1, args.max_restarts) if replan and under_srun else args.max_restarts
+    if most and "TORCHELASTIC_RUN_ID" in os.environ and "FOURFOLD_SUPERVISED" not in os.environ:
+        raise ConfigError(f"--max-restarts {most}: torchrun restarts its ranks itself; give the option to torchrun")
+    return Restarts(most, args.restart_delay, replan, args.replan_after)
+
+
+def _supervise(args: TrainArgs, restarts: Restarts) -> int:
+    """A task of srun that starts its rank as a child, and again after a failure."""
+    import sys
+
+    from fourfold.launch.place import current_place
+    from fourfold.launch.supervise import supervise
+    from fourfold.train.rundir import RunDir
+
+    def fits(ranks: int) -> int:
+        config = _config(args)[0]
+        plan = RunDir.find(config.train.run_dir).read()[1]
+        for n in range(ranks, 0, -1):
+            try:
+                _planned_like(config, n, plan).check(config, n)
+                return n
+            except PlanError:
+                continue
+        return 0
+
+    return supervise(current_place(), [sys.executable, "-m", "fourfold", *sys.argv[1:]], restarts, fits)
 
 
 def _say_end(console: Console, path: Path, config: Config) -> None:
@@ -131,6 +193,8 @@ def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayo
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun's agent; torch would let its ranks train on
     place = current_place()
+    if place.restarted and "FOURFOLD_SUPERVISED" not in os.environ:  # torchrun restarts at once
+        time.sleep(min(args.restart_delay * 2 ** (_number_of_restarts() - 1), 60.0))
     console = Console(highlight=False, quiet=place.rank > 0)
     _describe(console, args, config, plan, data)
     run = record(join_and_work)(place, config, plan, layout, resume=args.resume is not None)
@@ -140,44 +204,48 @@ def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayo
     return 0
 
 
+def _number_of_restarts() -> int:
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(count) if count.isdigit() and len(count) < 4 else 1
+
+
 def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
     """The resolved config, the plan, its lowered pipeline and a line about the data.
 
     Everything that can be checked before a start is checked here.
     """
-    config = Config(
-        model=args.model,
-        data=args.data,
-        optim=args.optim,
-        train=args.train,
-        checkpoint=args.checkpoint,
-        log=args.log,
-    )
-    said = ""
-    if is_model_folder(args.config):
-        config, said = fit_to_data(config, args.given)
-    if "train.steps" in args.given and "optim.warmup" not in args.given:
-        config = config.with_short_warmup()
-    config = config.resolve()
+    config, said = _config(args)
     ranks = args.nproc
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--nproc {ranks}: at least one rank is needed")
+    from fourfold.train.objective import open_run
+
+    samples, *_ = open_run(config)
     if args.plan:
         plan = Plan.load(args.plan)
     elif args.resume:
-        plan = Plan.load(Path(args.resume) / "plan.json")
+        plan = _plan_of(args.resume)
+        wanted = ranks or _ranks_started()
+        if wanted and wanted != plan.mesh.ranks:  # checkpoints open under any plan
+            plan = _planned(config, wanted, samples.context, plan.precision)
     else:
         ranks = (_ranks_started() or _gpus(config) or 1) if ranks is None else ranks
-        plan = _planned(config, ranks)
+        plan = _planned(config, ranks, samples.context)
+    plan = _continued(args, config, plan, samples.context)
     layout = plan.check(config, ranks or _ranks_started() or None)
+    from fourfold.train.adapters import check_lora
+
+    check_lora(config)
     if config.train.device == "cuda" and not _gpus(config):
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     _backend(config, plan)
+    if config.checkpoint.dir:
+        from fourfold.train.remote import check_url
+
+        check_url(config.checkpoint.dir, plan.mesh.ranks)
     from fourfold.train.callbacks import extra_callbacks
-    from fourfold.train.data import open_samples
 
     extra_callbacks(config)
-    samples, _ = open_samples(config)
     if config.model.init != "random" and not args.resume:
         from fourfold.train.weights import check_weights
 
@@ -186,17 +254,62 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
     return config, plan, layout, f"{data}\nfine-tuning: {said}" if said else data
 
 
-def _planned(config: Config, ranks: int) -> Plan:
-    """The planner's plan for these ranks, on this machine's GPUs or its cores."""
+def _plan_of(run: str) -> Plan:
+    """The plan that a run was last trained by."""
+    return Plan.load(Path(run) / "plan.json")
+
+
+def _config(args: TrainArgs) -> tuple[Config, str]:
+    """The resolved config, and what was made to fit the data."""
+    config = Config(
+        model=args.model,
+        data=args.data,
+        optim=args.optim,
+        train=args.train,
+        checkpoint=args.checkpoint,
+        log=args.log,
+        dpo=args.dpo,
+        lora=args.lora,
+    )
+    said = ""
+    if is_model_folder(args.config):
+        config, said = fit_to_data(config, args.given)
+    if "train.steps" in args.given and "optim.warmup" not in args.given:
+        config = config.with_short_warmup()
+    return config.resolve(), said
+
+
+def _continued(args: TrainArgs, config: Config, plan: Plan, context: float) -> Plan:
+    """The plan of a job that its launcher restarted, maybe with other ranks than before: then one is made for them."""
+    ranks, path = _ranks_started(), Path(config.train.run_dir)
+    if args.on_fault != "replan" or not ranks or not (path / "config.json").is_file():
+        return plan
+    from fourfold.train.rundir import RunDir
+
+    if args.plan and plan.mesh.ranks == ranks:
+        return plan
+    before = RunDir.find(path).read()[1]
+    return before if before.mesh.ranks == ranks else _planned(config, ranks, context, before.precision)
+
+
+def _planned_like(config: Config, ranks: int, plan: Plan) -> Plan:
+    """The planner's plan for so many ranks, in the precision of another plan."""
+    from fourfold.train.data import open_samples
+
+    return _planned(config, ranks, open_samples(config)[0].context, plan.precision)
+
+
+def _planned(config: Config, ranks: int, context: float, precision: Precision | None = None) -> Plan:
+    """The planner's plan for these ranks, on this machine's GPUs or its cores, for data with documents of this length."""
     from fourfold.cluster import Cluster
     from fourfold.planner.api import plan_run
 
     if not _gpus(config):
-        return plan_run(config, Cluster.local(ranks))
+        return plan_run(config, Cluster.local(ranks), precision, context=context)
     from fourfold.launch.place import gpu_cluster, place_from_environment
 
     place = place_from_environment(os.environ)
-    return plan_run(config, gpu_cluster(ranks, place.local_ranks if place else ranks))
+    return plan_run(config, gpu_cluster(ranks, place.local_ranks if place else ranks), precision, context=context)
 
 
 def _ranks_started() -> int:
@@ -226,32 +339,6 @@ def _backend(config: Config, plan: Plan) -> Backend:
     return choose_backend(config.train.backend, "cuda" if gpus else "cpu", local, gpus)
 
 
-def _start(
-    console: Console, config: Config, plan: Plan, layout: PipelineLayout, run: RunDir, max_restarts: int
-) -> bool:
-    """Start the ranks on this machine, again after a failure as often as allowed. False: stopped before training began."""
-    from fourfold.launch.local import launch_local
-    from fourfold.train.checkpoint import newest
-    from fourfold.train.worker import work
-
-    for attempt in range(max_restarts + 1):
-        try:
-            return launch_local(
-                lambda place, store, screen: work(place, store, config, plan, layout, run, console=screen),
-                plan.mesh.ranks,
-                run.logs,
-            )
-        except RankFailure as e:
-            if attempt == max_restarts or e.exit_code == 2 or e.after_stop:
-                raise
-            last = newest(run.checkpoints)
-            console.print(f"[red]{markup(str(e).splitlines()[0])}[/]")
-            console.print(
-                f"restarting from {last or 'the beginning'} ({attempt + 1} of {max_restarts})", soft_wrap=True
-            )
-    raise AssertionError("the last attempt returns or raises")
-
-
 def _grid(config: Config, plan: Plan) -> str:
     """How every product moves, what is kept, and what a rank receives for the products of one layer."""
     from fourfold.schema import format_bytes
@@ -275,15 +362,18 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan, dat
     from fourfold.view.console import facts, number
 
     m, batch, ranks = config.model, config.train.global_batch, plan.mesh.ranks
+    count = number(parameter_count(dataclasses.replace(m, lora=None)))
     size, micro = plan.micro_batch_size(batch), plan.micro_batches(batch)
     share = f"{micro} × {size} sequences each, {plan.precision.compute}"
     other = _made_for(config, plan)
     facts(
         [
-            ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {number(parameter_count(m))} parameters"),
-            ("data", f"{config.data.source}, {batch} × {m.seq_len} tokens a step"),
+            ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {count} parameters"),
+            *([("lora", _lora(config))] if m.lora is not None else []),
+            ("data", f"{_sources(config)}, {batch} × {m.seq_len} tokens a step"),
             ("", data),
             ("plan", f"{plan.mesh.product()} {'ranks' if ranks > 1 else 'rank'}, {share}"),
+            *([("", anew)] if (anew := _planned_anew(args, plan)) else []),
             *([("grid", _grid(config, plan))] if plan.mesh.row * plan.mesh.col > 1 else []),
             *([("predicted", _predicted(plan))] if plan.predicted and not other else []),
             *([("backend", note)] if ranks > 1 and (note := _backend(config, plan).note) else []),
@@ -301,11 +391,44 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan, dat
         )
 
 
+def _planned_anew(args: TrainArgs, plan: Plan) -> str:
+    """That a resumed run has a new plan, for another number of ranks."""
+    if not args.resume or args.plan:
+        return ""
+    before = _plan_of(args.resume).mesh
+    if before.ranks == plan.mesh.ranks:
+        return ""
+    return f"planned anew: the run had {before.product()} {'ranks' if before.ranks > 1 else 'rank'}; --plan FILE names your own"
+
+
+def _lora(config: Config) -> str:
+    """What is adapted, and how many parameters are trained."""
+    from fourfold.model.lora import layer_names
+    from fourfold.model.spec import parameter_count, trained_count
+    from fourfold.view.console import number
+
+    m = config.model
+    assert m.lora is not None
+    trained, whole = trained_count(m), parameter_count(m)
+    names = ", ".join(layer_names(m))
+    return f"rank {m.lora.rank}, scale {m.lora.scale:g}, on {names}: {number(trained)} parameters trained ({trained / whole:.2%})"
+
+
 def _resumes(path: Path, config: Config) -> str:
     step = _saved_step(path)
     if step >= config.train.steps:
         return f"at step {step}: all steps are done; --train.steps trains further"
+    if config.checkpoint.dir and not step:
+        return f"from the newest checkpoint at {config.checkpoint.dir}"
     return f"from the checkpoint of step {step}" if step else "from the beginning: no checkpoint was saved yet"
+
+
+def _sources(config: Config) -> str:
+    """The training data, with weights, and what it is evaluated on."""
+    pairs = zip(*config.data.mixture(), strict=True)
+    said = " + ".join(path if weight == 1 else f"{weight:g} × {path}" for path, weight in pairs)
+    apart = config.train.eval_every and config.data.eval_source
+    return f"{said}; evaluation on {config.data.eval_source}" if apart else said
 
 
 def _steps(args: TrainArgs, config: Config) -> str:
@@ -321,7 +444,7 @@ def _made_for(config: Config, plan: Plan) -> str:
     p, batch = plan.predicted or {}, config.train.global_batch
     if not p:
         return ""
-    spec = ModelSpec.from_config(config.model)
+    spec = ModelSpec.from_config(config.model).with_context(p.get("context", 0.0))
     known = (p.get("parameters"), p.get("seq_len"), (plan.certificate or {}).get("model", spec.fingerprint))
     parts = []
     if known != (spec.parameters, spec.seq_len, spec.fingerprint):
@@ -366,6 +489,19 @@ def loaded_defaults(args: list[str]) -> TrainArgs:
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     given = tuple(a.removeprefix("--").partition("=")[0] for a in args if a.startswith("--"))
     return TrainArgs(config=path, resume=resume, given=given, **sections)
+
+
+def with_local_run(args: list[str]) -> list[str]:
+    """The arguments with the URL of `--resume` replaced by the run directory here, made where there is none."""
+    from fourfold.train.remote import is_url, local_run
+
+    _, resume = _named(args)
+    if resume is None or not is_url(resume):
+        return args
+    at = next((i for i, a in enumerate(args) if a.startswith("--train.run-dir")), -1)
+    folder = (args[at].partition("=")[2] or args[at + 1]) if 0 <= at < len(args) - ("=" not in args[at]) else ""
+    run = str(local_run(resume, folder))
+    return [run if a == resume else f"--resume={run}" if a == f"--resume={resume}" else a for a in args]
 
 
 def _named(args: list[str]) -> tuple[str | None, str | None]:

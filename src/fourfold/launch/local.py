@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import mmap
 import multiprocessing
 import os
 import re
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -35,8 +36,9 @@ from typing import IO, Any
 import psutil
 import torch.distributed as dist
 
-from fourfold.errors import CommunicationError, FourfoldError, HangError, Interrupted, RankFailure
+from fourfold.errors import CommunicationError, FourfoldError, HangError, Interrupted, RankFailure, ReplicaError
 from fourfold.launch.place import Place
+from fourfold.record import MIRROR, RECORD, read_mirror
 
 __all__ = ["Job", "die_with", "end_rank", "file_of", "launch_local"]
 
@@ -59,22 +61,25 @@ def launch_local(
     Interrupted when a second request killed them.
     """
     context = multiprocessing.get_context("fork")
+    shared = memoryview(mmap.mmap(-1, MIRROR * ranks))  # what each rank does, also when it can no longer say so
+    mirrors = [shared[r * MIRROR : (r + 1) * MIRROR] for r in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console:
         processes: list[BaseProcess] = []
         with _forwarding(processes, stopping) as asked:
             with _held():
                 for rank in range(ranks):
                     args = (job, Place(rank, ranks, rank, ranks), Path(folder), logs, os.getpid(), console)
-                    process = context.Process(target=_rank, args=args, name=f"rank {rank}")
+                    process = context.Process(target=_rank, args=(*args, mirrors[rank]), name=f"rank {rank}")
                     process.start()
                     processes.append(process)
-            end = _watch(processes, Path(folder))
+            end = _watch(processes, Path(folder), mirrors)
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
             raise Interrupted("the ranks were killed at the second request to stop")
         if end.failed and not (asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}):
             failure = _blame(end, Path(folder), logs)
             failure.after_stop = asked.stopped
+            failure.reports = _reports(end, Path(folder), logs)
             raise failure
         return not end.failed
 
@@ -146,9 +151,11 @@ class _End:
 
     failed: dict[int, int] = field(default_factory=dict)
     hung: dict[int, str] = field(default_factory=dict)
+    doing: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Phase and op of every rank, before those that were left were ended."""
 
 
-def _watch(processes: list[BaseProcess], folder: Path) -> _End:
+def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryview]) -> _End:
     """Wait for all ranks; some time after a first failure, end the others (at once, where they agreed that the job hangs)."""
     end = _End()
     waiting = dict(enumerate(processes))
@@ -162,13 +169,17 @@ def _watch(processes: list[BaseProcess], folder: Path) -> _End:
                 end.failed[rank] = code
         if end.failed and deadline == float("inf"):
             hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
-            deadline = time.monotonic() + (GRACE / 3 if hang else GRACE)
+            killed = min(end.failed.values()) < 0  # nobody is in doubt about who was first
+            deadline = time.monotonic() + (GRACE / 3 if hang or killed else GRACE)
         if waiting and time.monotonic() >= deadline:
+            end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
             _signal(list(waiting.values()), signal.SIGUSR2)
+            _signal(list(waiting.values()), signal.SIGCONT)  # one that is stopped writes its stack then
             time.sleep(0.3)  # for the stacks to be written
             _signal(list(waiting.values()), signal.SIGKILL)
             deadline = time.monotonic() + GRACE
+    end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
     return end
 
 
@@ -181,34 +192,75 @@ def _state(process: BaseProcess) -> str:
 
 def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
     """The rank at fault: one that was killed; else one that hangs, if the others only waited; else the first to raise."""
+
+    def failure(text: str, rank: int, kind: str) -> RankFailure:
+        made = RankFailure(text)
+        made.rank, made.kind = rank, kind
+        return made
+
     records = {rank: note for rank in end.failed if (note := _read_error(folder, rank))}
     killed = [rank for rank, code in end.failed.items() if code < 0 and rank not in records]
     if killed:
         rank = killed[0]
         name = signal.Signals(-end.failed[rank]).name
         hint = " (out of memory? the kernel kills with this signal)" if name == "SIGKILL" else ""
-        return RankFailure(f"rank {rank} was killed by {name}{hint}; its log: {logs / f'rank{rank}.log'}")
+        where = _doing(end, rank)
+        return failure(
+            f"rank {rank} was killed by {name}{where}{hint}; its log: {logs / f'rank{rank}.log'}", rank, name
+        )
     if not records:
         rank = min(end.failed)
-        return RankFailure(f"rank {rank} ended with exit code {end.failed[rank]}; its log: {logs / f'rank{rank}.log'}")
+        text = f"rank {rank} ended with exit code {end.failed[rank]}; its log: {logs / f'rank{rank}.log'}"
+        return failure(text, rank, "exit")
     hangs = [rec["message"] for rec in records.values() if rec["kind"] == HangError.__name__]
     if hangs:  # the ranks' watchdogs agreed on it
-        lines = [f"rank {r} {state}" for r, state in end.hung.items() if state != HANGS]
-        return RankFailure("\n".join([hangs[0], *lines, f"stacks of all ranks are in {logs}"]))
+        lines = [f"rank {r} {state}{_doing(end, r)}" for r, state in end.hung.items() if state != HANGS]
+        text = "\n".join([hangs[0], *lines, f"stacks of all ranks are in {logs}"])
+        return failure(text, next(iter(end.hung), -1), HangError.__name__)
     waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
     if len(waited) == len(records) and end.hung:  # nobody failed but those who waited for the ones that are left
         lines = [f"rank {r} {state}{_innermost(logs / f'rank{r}.log')}" for r, state in end.hung.items()]
         lines += [f"rank {r}, {rec['message'].splitlines()[0]}" for r, rec in sorted(waited.items())]
-        return RankFailure("\n".join([*lines, f"stacks of all ranks are in {logs}"]))
+        text = "\n".join([*lines, f"stacks of all ranks are in {logs}"])
+        return failure(text, next(iter(end.hung)), HangError.__name__)
     causes = {r: rec for r, rec in records.items() if r not in waited} or records
     rank, record = min(causes.items(), key=lambda item: item[1]["time"])
     if record["for_user"]:
-        failure = RankFailure(f"{record['message']} (rank {rank})")
-        failure.exit_code = record["exit_code"]
-        return failure
-    return RankFailure(
-        f"rank {rank} failed first; its log: {logs / f'rank{rank}.log'}\n\n{record['traceback'].rstrip()}"
-    )
+        by = "" if record["kind"] == ReplicaError.__name__ else f" (rank {rank})"  # that one, all ranks raise together
+        made = failure(f"{record['message']}{by}", rank, record["kind"])
+        made.exit_code = record["exit_code"]
+        return made
+    text = f"rank {rank} failed first; its log: {logs / f'rank{rank}.log'}\n\n{record['traceback'].rstrip()}"
+    return failure(text, rank, record["kind"])
+
+
+def _doing(end: _End, rank: int) -> str:
+    """What a rank that can no longer say so was doing: ` at step 3, op 0F1`."""
+    phase, op = end.doing[rank]
+    return f" at {phase}{f', op {op}' if op else ''}" if phase else ""
+
+
+def _reports(end: _End, folder: Path, logs: Path) -> dict[int, dict[str, Any]]:
+    """What is known of every rank: how it ended, what it was doing, its last beat, and its stack, where it is in the log."""
+    reports = {}
+    for rank, (phase, op) in end.doing.items():
+        code = end.failed.get(rank)
+        if code is not None:
+            state = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        else:
+            state = end.hung.get(rank, "ended")
+        beat: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            beat = json.loads((folder / "beats" / str(rank)).read_text())
+        events = beat.pop("events", [])
+        calls = _calls(logs / f"rank{rank}.log") if rank in end.hung else []
+        failure = {"state": state, "phase": phase, "op": op, "wait": beat.get("wait"), "rss": beat.get("rss", 0)}
+        reports[rank] = {
+            "failure": failure | {"error": "", "message": "", "peak_bytes": beat.get("peak_bytes", 0)},
+            "events": events,
+            "threads": [{"thread": "MainThread", "calls": calls}] if calls else [],
+        }
+    return reports
 
 
 def _read_error(folder: Path, rank: int) -> dict[str, Any]:
@@ -220,16 +272,27 @@ def _read_error(folder: Path, rank: int) -> dict[str, Any]:
 
 def _innermost(log: Path) -> str:
     """Where the main thread of a rank was, from the last stack in its log."""
-    blocks = log.read_text(errors="replace").split("(most recent call first):\n")
-    frame = re.match(r'\s*File "(.*)", line (\d+) in (\S+)', blocks[-1]) if len(blocks) > 1 else None
-    return f" in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
+    calls = _calls(log)
+    return f" in {calls[0]}" if calls else ""
+
+
+def _calls(log: Path) -> list[str]:
+    """The last stack in a rank's log, that of its main thread, innermost call first."""
+    with contextlib.suppress(OSError), log.open("rb") as f:
+        f.seek(max(0, f.seek(0, os.SEEK_END) - (1 << 18)))
+        blocks = f.read().decode(errors="replace").split("(most recent call first):\n")
+        if len(blocks) > 1:
+            found = re.findall(r'^\s*File "(.*)", line (\d+) in (\S+)', blocks[-1], re.MULTILINE)
+            return [f"{name} ({file}:{line})" for file, line, name in found[:60]]
+    return []
 
 
 # ---- in the rank ----
 
 
-def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, console: int) -> None:
+def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, console: int, mirror: memoryview) -> None:
     die_with(launcher)
+    RECORD.mirror = mirror
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)

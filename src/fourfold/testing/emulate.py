@@ -254,15 +254,15 @@ def pipeline_stage(
 
 
 @contextmanager
-def emulated_products(rate: float = 0.0) -> Iterator[None]:
-    """Within, matrix products and attention on the CPU give zeros, after their FLOPs / `rate` seconds; rate 0: at once.
+def emulated_products(rate: float = 0.0, launch: float = 0.0) -> Iterator[None]:
+    """Within, matrix products and attention on the CPU give zeros, after `launch` + FLOPs / `rate` seconds; rate 0: at once.
 
     For this process, all of its threads included. Values mean nothing then; shapes, memory, order and messages are as ever.
     """
 
     def take(start: float, flops: float) -> None:
         if rate:
-            sleep_until(start + flops / rate)
+            sleep_until(start + launch + flops / rate)
 
     def mm(a: Tensor, b: Tensor) -> Tensor:
         start, out = time.monotonic(), a.new_zeros(a.shape[0], b.shape[1])

@@ -156,14 +156,18 @@ class Network:
         *,
         ranks_per_host: int = 1,
         flags: Sequence[str] = (),
+        least: int | None = None,
+        conf: str = "",
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[subprocess.Popen[Any]]:
         """Start `torchrun FLAGS COMMAND` on every host, as one job of hosts · ranks_per_host ranks; a process per host.
 
-        The hosts meet by torch's elastic rendezvous on host 0, so `flags=["--max-restarts=2"]` restarts ranks.
+        The hosts meet by torch's elastic rendezvous on host 0, so `flags=["--max-restarts=2"]` restarts ranks. With `least`, the
+        job goes on when only so many hosts are left; `conf` is added to --rdzv-conf.
         """
-        start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}"]
+        nodes = f"{least}:{self.hosts}" if least else str(self.hosts)
+        start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
         start += [
             f"--nproc-per-node={ranks_per_host}",
             "--rdzv-backend=c10d",
@@ -172,9 +176,14 @@ class Network:
         agents = []
         for host in range(self.hosts):
             # torch would find both out by the machine's name, which all hosts share
-            here = [f"--rdzv-conf=is_host={int(host == 0)}", f"--local-addr={self.address(host)}"]
+            more = f",{conf}" if conf else ""
+            here = [f"--rdzv-conf=is_host={int(host == 0)}{more}", f"--local-addr={self.address(host)}"]
             agents.append(self.popen(host, [*start, *here, *flags, *command], env, **options))
         return agents
+
+    def cut(self, host: int) -> None:
+        """Cut a host's link: nothing goes through any more, and nobody is told."""
+        _run("ip", "-n", f"{self._name}-switch", "link", "set", f"port{self._check(host)}", "down")
 
     def traffic(self, host: int) -> ByteCounts:
         """Bytes through the host's interface since its creation; inside a rank, use `network.traffic()`."""

@@ -72,16 +72,19 @@ from fourfold.train.checkpoint_index import (
 )
 from fourfold.train.dcp import read_tensor
 from fourfold.train.holdings import Chunks, Holding, chunks_of, holding_of, narrow
+from fourfold.train.remote import RemoteFolder, fetch, publish
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
 
 __all__ = [
     "Checkpointer",
+    "ChunkPlanner",
     "Holding",
     "check_state",
     "complete",
     "doomed",
+    "download_newest",
     "holding_of",
     "load",
     "newest",
@@ -99,7 +102,9 @@ T = TypeVar("T")
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # DCP on one process
 
 
-class _SavePlanner(DefaultSavePlanner):
+class ChunkPlanner(DefaultSavePlanner):
+    """Lets DCP save Chunks by name; of equal ones of several ranks it writes one."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -188,9 +193,51 @@ def load(
     return state
 
 
-def resume(loop: Loop, checkpoints: Path, group: dist.ProcessGroup | None, console: IO[str] | None = None) -> int:
-    """Fill the loop's state from the newest checkpoint that verifies, if there is one; returns the steps done."""
+def download_newest(
+    remote: RemoteFolder, checkpoints: Path, group: dist.ProcessGroup | None, share: int = 0, shares: int = 1
+) -> list[str]:
+    """Bring the newest remote checkpoint that verifies here; ranks of `group` call it together. Lines about those that do not.
+
+    The `shares` ranks of a host download a share of the files each; files that are here already are only compared.
+    """
+    lines: list[str] = []
+    names = [name for _, name in _together(remote.complete, group)]
+    for name in reversed(names):
+        problem = None
+        try:
+            fetch(remote, name, checkpoints, share, shares)
+        except (CheckpointError, FileError, OSError) as e:
+            problem = str(e)
+        problems = [p for p in _exchange(problem, group) if p is not None]
+        if not problems:
+            if share == 0:
+                publish(remote, name, checkpoints)
+            _exchange(None, group)  # no rank looks before all hosts have it
+            return lines
+        if not any("is damaged" in p or "is missing" in p or ": damaged" in p for p in problems):
+            raise CheckpointError(problems[0])  # the store does not answer, or the disk is full
+        _together(lambda name=name: remote.set_aside(name), group)  # type: ignore[misc]
+        lines.append(f"{problems[0]}; set aside")
+    if names:
+        raise CheckpointError(
+            f"{remote.url}: no checkpoint verifies: {lines[0]}. Move them away to start from the beginning"
+        )
+    return lines
+
+
+def resume(
+    loop: Loop,
+    checkpoints: Path,
+    group: dist.ProcessGroup | None,
+    console: IO[str] | None = None,
+    downloaded: Sequence[str] = (),
+) -> int:
+    """Fill the loop's state from the newest checkpoint that verifies, if there is one; returns the steps done.
+
+    `downloaded`: what there is to say about remote checkpoints.
+    """
     directory, lines = open_newest(checkpoints, group)
+    lines = [*downloaded, *lines]
     if directory is None:
         return 0
     for line in lines if loop.info.rank == 0 else ():
@@ -297,9 +344,13 @@ class Checkpointer:
         keep_every: int = 0,
         background: bool = False,
         group: dist.ProcessGroup | None = None,
+        remote: RemoteFolder | None = None,
+        prunes: bool = False,
     ):
-        self.directory, self.background, self.group = directory, background, group
+        self.directory, self.background, self.group, self.remote = directory, background, group, remote
         self.keep, self.keep_every = keep, keep_every
+        self.prunes = prunes or group is None
+        """With `remote`: one rank of every host removes old local copies."""
         self.rank = _place(group)[0]
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -346,7 +397,7 @@ class Checkpointer:
             metadata = dcp.save(
                 owned,
                 storage_writer=dcp.FileSystemWriter(path),
-                planner=_SavePlanner(),
+                planner=ChunkPlanner(),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
@@ -359,7 +410,34 @@ class Checkpointer:
             last = newest(self.directory)
             kept = f"; the last complete checkpoint is {last}" if last else ""
             raise CheckpointError(f"{path}: cannot be saved: {why}{kept}") from None
+        if self.remote is not None:
+            self._upload(path, self.remote)
         self._finished.append(path)
+
+    def _upload(self, path: Path, remote: RemoteFolder) -> None:
+        """Every rank its own files, then rank 0 the marker; after that older local copies go."""
+        name, problem = path.name, None
+        try:
+            _together(lambda: remote.clear(name), self.group)
+            mine = sorted(path.glob(f"__{self.rank}_*.distcp"))
+            for file in mine + ([path / n for n in (OLD_INDEX, INDEX, STATE)] if self.rank == 0 else []):
+                remote.upload(file, name)
+        except (CheckpointError, OSError) as e:
+            problem = str(e)
+        problems = [f"{p} (rank {r})" for r, p in enumerate(_exchange(problem, self.group)) if p is not None]
+        if problems:
+            raise CheckpointError(f"{problems[0]}; the checkpoint is complete in {path}")
+        _together(lambda: self._publish(path, remote), self.group)
+        for number, old in steps_in(self.directory) if self.prunes else ():
+            if f"step-{number:06d}" != name and number < int(name.removeprefix("step-")):
+                remove(old)
+
+    def _publish(self, path: Path, remote: RemoteFolder) -> None:
+        if (self.directory.parent / "config.json").is_file():
+            remote.upload_run(self.directory.parent)
+        remote.upload_marker(path, path.name)
+        for old in remote.doomed(self.keep, self.keep_every):
+            remote.remove(old)
 
     def _listed(self, path: Path) -> dict[str, Any]:
         """Size and checksum of every rank's files; an error of one rank is raised on all."""

@@ -37,6 +37,7 @@ __all__ = [
     "check_index",
     "dump_index",
     "parse_dcp_index",
+    "parse_marker",
     "read_index",
     "read_marker",
 ]
@@ -106,7 +107,11 @@ def read_marker(directory: Path) -> dict[str, FileInfo]:
     path = directory / MARKER
     if not path.is_file() and not path.is_symlink():
         raise CheckpointError(f"{directory}: not a complete checkpoint: there is no {MARKER} in it")
-    data = files.read_json(path, CheckpointError, follow=False)
+    return parse_marker(files.read_json(path, CheckpointError, follow=False), str(path))
+
+
+def parse_marker(data: Any, path: str) -> dict[str, FileInfo]:
+    """The files that a `complete.json` lists; `path` opens the errors' texts."""
     try:
         found = {}
         for name, info in data["files"].items():

@@ -31,8 +31,14 @@ class Clock(Protocol):
     def seconds(self, first: Any, second: Any) -> float:
         """Time from one mark to another; both must have been reached."""
 
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has reached a mark."""
+
     def time_of_day(self, mark: Any) -> float:
-        """Unix time at which a mark was reached; call it for marks in the order in which they were taken."""
+        """Unix time at which a mark was reached that was taken before the last one that was waited for."""
+
+    def lead(self, mark: Any, issued: float) -> float | None:
+        """How long after `issued` (Unix time) the device reached a mark; None where the host is the device."""
 
 
 class HostClock:
@@ -49,8 +55,14 @@ class HostClock:
     def seconds(self, first: float, second: float) -> float:
         return second - first
 
+    def reached(self, mark: float) -> bool:
+        return True
+
     def time_of_day(self, mark: float) -> float:
         return time.time() - (time.perf_counter() - mark)
+
+    def lead(self, mark: float, issued: float) -> None:
+        return None
 
 
 class DeviceClock:
@@ -75,7 +87,20 @@ class DeviceClock:
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
+        """Also keeps the time of day of this mark, for `time_of_day`: the host's clock and the device's drift apart.
+
+        A host that did wait wakes up when the device reaches the mark: its clock shows the time. Otherwise the device was
+        first, and the time follows from the mark before. CUDA measures in fp32 milliseconds: over short distances that keeps
+        the microseconds.
+        """
+        first = not mark.query()
         mark.synchronize()
+        assert self._known is not None
+        event, at = self._known
+        self._known = mark, time.time() if first else at + self.seconds(event, mark)
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
 
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return first.elapsed_time(second) / 1000
@@ -83,9 +108,10 @@ class DeviceClock:
     def time_of_day(self, mark: torch.cuda.Event) -> float:
         assert self._known is not None
         event, at = self._known
-        at += self.seconds(event, mark)
-        self._known = mark, at  # CUDA measures in fp32 milliseconds: short distances keep the microseconds
-        return at
+        return at - self.seconds(mark, event)
+
+    def lead(self, mark: torch.cuda.Event, issued: float) -> float:
+        return self.time_of_day(mark) - issued
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -4,12 +4,15 @@
 
 | fault | what happens to the rank |
 |---|---|
-| `kill`  | SIGKILL: as when the kernel runs out of memory, or a machine dies |
+| `kill`  | SIGKILL: as when the kernel runs out of memory, or a machine dies; `after=0.05` seconds later |
 | `stop`  | SIGSTOP: it is alive and does nothing, as in a hang |
 | `raise` | a RuntimeError |
 | `delay` | it sleeps for `seconds` |
+| `memory` | a GPU's error of memory that does not suffice |
+| `flip`  | a bit of one of its copies of the weights changes; `name=` is part of the name of the weight |
 
-`step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step, `op=save` for its save. Each fault
+`step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step, `op=save` for its save,
+`op=evaluation` for its evaluation; `step=0 op=start` is the start of the rank. Each fault
 happens once in a run, also over restarts: what has happened is noted in run_dir/faults/.
 """
 
@@ -17,8 +20,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +31,8 @@ from fourfold.schema import nearest
 
 __all__ = ["Fault", "Faults", "parse"]
 
-KINDS = ("kill", "stop", "raise", "delay")
-FIELDS = ("rank", "step", "op", "seconds")
+KINDS = ("kill", "stop", "raise", "delay", "memory", "flip")
+FIELDS = ("rank", "step", "op", "seconds", "name", "after")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Fault:
     step: int
     op: str = ""
     seconds: float = 1.0
+    name: str = ""
+    after: float = 0.0
 
 
 def parse(text: str) -> list[Fault]:
@@ -61,6 +67,8 @@ def parse(text: str) -> list[Fault]:
                     int(fields["step"]),
                     fields.get("op", ""),
                     float(fields.get("seconds", 1)),
+                    fields.get("name", ""),
+                    float(fields.get("after", 0)),
                 )
             )
         except (KeyError, ValueError) as e:
@@ -74,6 +82,8 @@ class Faults:
     def __init__(self, faults: Sequence[Fault], rank: int, notes: Path):
         self._faults = [(i, f) for i, f in enumerate(faults) if f.rank == rank]
         self._notes = notes
+        self.flip: Callable[[str], None] | None = None
+        """Changes a bit of a weight of this rank; set by the loop, which has them."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], rank: int, notes: Path) -> Faults | None:
@@ -85,6 +95,8 @@ class Faults:
         """The rank is about to do `op` of `step` ("": to begin the step)."""
         for number, fault in self._faults:
             if fault.step == step and fault.op == op and self._first_time(number):
+                if fault.kind == "flip" and self.flip is not None:
+                    self.flip(fault.name)
                 _happen(fault)
 
     def _first_time(self, number: int) -> bool:
@@ -99,10 +111,18 @@ class Faults:
 def _happen(fault: Fault) -> None:
     match fault.kind:
         case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            if fault.after:
+                threading.Timer(fault.after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "raise":
             raise RuntimeError(f"a fault on purpose, at step {fault.step}")
         case "delay":
             time.sleep(fault.seconds)
+        case "memory":
+            raise RuntimeError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.12 GiB is "
+                "free."
+            )

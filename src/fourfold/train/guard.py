@@ -58,11 +58,16 @@ class Guard:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
 
+    def start(self) -> None:
+        """The rank is about to be assembled."""
+        if self.faults is not None:
+            self.faults.at(0, "start")
+
     def begin(self, step: int) -> None:
         """The rank begins step `step` (counted from 1)."""
         self._step = step
         limit = self.limits.step if self._warm else self.limits.start
-        RECORD.enter(f"step {step}", limit)
+        RECORD.enter(f"step {step}", limit, "train.timeout" if self._warm else "train.start_timeout")
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor takes no dump
             faulthandler.dump_traceback_later(limit, file=sys.stderr)
         if self.faults is not None:
@@ -75,21 +80,27 @@ class Guard:
 
     def evaluate(self, step: int) -> None:
         """The rank begins the evaluation after step `step`."""
-        self._enter(f"the evaluation after step {step}", self.limits.evaluation)
+        self._enter(f"the evaluation after step {step}", self.limits.evaluation, "train.eval_timeout")
+        if self.faults is not None:
+            self.faults.at(step, "evaluation")
 
     def save(self, step: int) -> None:
         """The rank begins to save step `step`."""
-        self._enter(f"the save of step {step}", self.limits.save)
+        self._enter(f"the save of step {step}", self.limits.save, "checkpoint.timeout")
         if self.faults is not None:
             self.faults.at(step, "save")
+
+    def compare(self, step: int) -> None:
+        """The rank begins to compare its weights with its replicas'."""
+        self._enter(f"the comparison of replicas after step {step}", self.limits.save, "checkpoint.timeout")
 
     def finish(self) -> None:
         """The ranks part: what follows, each does for itself."""
         self._enter("the end of the run", float("inf"))
 
-    def _enter(self, phase: str, limit: float) -> None:
+    def _enter(self, phase: str, limit: float, setting: str = "") -> None:
         faulthandler.cancel_dump_traceback_later()
-        RECORD.enter(phase, limit)
+        RECORD.enter(phase, limit, setting)
 
     def judge(self, step: int, loss: float, norm: float) -> None:
         """A step is done. Count it if it was skipped; raises TrainingError when there were too many in a row."""

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from torch import Tensor
 
 from fourfold.collectives import all_gather, all_reduce
 from fourfold.errors import CommunicationError
+from fourfold.model.attention import Documents
 from fourfold.model.spec import flops_per_token
 from fourfold.offload.split import square_sum
+from fourfold.record import RECORD
 from fourfold.runtime.executor import Span
 from fourfold.runtime.runner import Runner
 from fourfold.shard.tied import TiedCopy, TiedOwner
@@ -30,25 +32,38 @@ from fourfold.shard.unit import Unit
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.checkpoint import Checkpointer, Holding
 from fourfold.train.clock import Clock
+from fourfold.train.compare_replicas import compare_replicas, flip_bit
 from fourfold.train.data import IGNORE, Samples
 from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
+from fourfold.train.objective import Objective, Wanted
 from fourfold.train.optim import AdamW
+from fourfold.train.own_data import OwnSamples
 from fourfold.train.stragglers import KINDS, Stragglers, op_seconds
 from fourfold.train.streamed import StreamedUnits
-from fourfold.train.trace import TraceFile
+from fourfold.train.trace import TraceFile, Waits
 
 __all__ = ["Engine", "Loop", "RankContext", "RunServices"]
 
 
-COLUMNS = 4 + len(KINDS)
+NOT_TRACED = Waits(-1.0, -1.0)
+COLUMNS = 4 + len(KINDS) + 2
+
+
+class MicroBatch(NamedTuple):
+    """Tokens and targets [B, T] of a micro-batch, and its documents, if several share a sequence."""
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Documents | None
 
 
 @dataclass
 class _Result:
     """What a step left: `values` are the count of tokens and, [ranks, COLUMNS], what every rank told all others: loss sum, square
-    sum, peak bytes, stop, and the seconds that its ops of an earlier step took, by kind.
+    sum, peak bytes, stop, the seconds that its ops of an earlier step took, by kind, and how long it waited in a traced step
+    (negative: none was traced since).
 
     On their way to the host until the device has reached `ready`, the end of the step: reading them waits for that step and
     not for what was issued since.
@@ -87,6 +102,8 @@ class Engine:
     units: Sequence[Unit]
     ties: Sequence[TiedOwner | TiedCopy]
     optimizer: AdamW | StreamedUnits
+    bases: Sequence[Unit] = ()
+    """With LoRA, units with the frozen weights; they come from files, and no checkpoint has them."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,8 @@ class RunServices:
     checkpointer: Checkpointer
     guard: Guard
     callbacks: Sequence[Callback] = ()
+    objective: Objective | None = None
+    """The run's loss; None: the cross entropy of the next token."""
 
 
 class Loop:
@@ -110,8 +129,14 @@ class Loop:
         self.clock = rank.clock
         self.batch_group, self.peak_rate, self.trace = rank.batch_group, rank.peak_rate, trace
         self.runner, self.ties, self.units = engine.runner, list(engine.ties), list(engine.units)
-        self.optimizer = engine.optimizer
+        self.optimizer, self.bases = engine.optimizer, list(engine.bases)
         self.train_samples, self.eval_samples = services.train_samples, services.eval_samples
+        self.objective = services.objective
+        own = services.train_samples if isinstance(services.train_samples, OwnSamples) else None
+        self.tokens_per_sample = own.positions if own is not None else info.config.model.seq_len
+        self.flops_per_token = 6.0 * info.parameters
+        if info.config.model.layers:
+            self.flops_per_token = flops_per_token(info.config.model, services.train_samples.context)
         self.checkpointer, self.guard, self.callbacks = services.checkpointer, services.guard, list(services.callbacks)
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
@@ -120,13 +145,17 @@ class Loop:
         self.saved_step = -1
         self.stragglers = Stragglers(mesh.degrees, info.ranks)
         self._op_seconds: tuple[float, ...] = (0.0,) * len(KINDS)  # of the last step that was reported
+        self._waits = NOT_TRACED  # of the last traced step, until they are told
         self._since: Any = None  # mark from which the next step's seconds count
+        self._ended: Any = None  # mark at the end of what was issued last: a step, an evaluation, a save
+        if self.guard.faults is not None:
+            self.guard.faults.flip = self._flip
 
     def run(self, done: int) -> int:
         """Train from `done` steps on until the config's last step, or until asked to stop; returns the steps done."""
         steps = self.config.train.steps
         self._call(lambda c: c.on_start(self.info, done))
-        self._since = self.clock.mark()
+        self._since = self._ended = self.clock.mark()
         pending: deque[_Result] = deque()  # steps issued and not yet reported
         stop = False
         while done < steps and not stop:
@@ -138,9 +167,11 @@ class Loop:
             while len(pending) > (0 if stop or done == steps or self._pause_at(done) else self.clock.ahead):
                 stop |= self._report(pending.popleft())
             self._tell_saved()
+            if self._every(self.config.train.check_replicas, done) and not self._saves_at(done, stop):
+                self.check_replicas(done, self.holdings())
             if self._every(self.config.train.eval_every, done):
                 self.evaluate(done)
-            if self._every(self.config.checkpoint.every, done) or stop or done == steps:
+            if self._saves_at(done, stop):
                 self.save(done, last=stop or done == steps)
         self.checkpointer.wait()
         for tie in self.ties:
@@ -156,30 +187,48 @@ class Loop:
 
     def step(self, index: int) -> _Result:
         """Step `index`, counted from 0."""
-        self.guard.begin(index + 1)
-        lr = self.config.optim.lr_at(index, self.config.train.steps)
-        self.optimizer.begin(lr)
-        batches = list(self._micro_batches(self.train_samples, index))
-        count = self._count(self.train_samples, batches)
-        losses = self.runner.step(index, _Feed(batches, count.reciprocal().to(self.loss_dtype)))
-        for unit in self.units:
-            unit.finish()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for m in sorted(losses) if self.counts_loss else ():
-            loss_sum += losses[m]
-        if self.trace is not None:
-            self.trace.hold(index + 1, self.runner.spans)
-        stop = self.guard.stop_requested()
-        gathered = self._gather(loss_sum, self._square_sum(), peak_bytes(self.device), stop, *self._op_seconds)
-        norm = gathered[:, 1].sum().sqrt()
-        finite = (norm + gathered[:, 0].sum()).isfinite().float()
-        self.optimizer.step(lr, norm, 1 - finite if self.config.train.guard else None)
-        for tie in self.ties:
-            self.optimizer.wait(tie.unit)
-            tie.publish()
-        for unit in self.units:
-            unit.zero_grad()
-        return self._result(index + 1, torch.cat((count.view(1), gathered.view(-1))), lr)
+        begun = self._ended
+        RECORD.trace = trace = self.trace.begin(index + 1, begun) if self.trace is not None else None
+        try:
+            result = self._step(index)
+        finally:
+            RECORD.trace = None
+        self._ended = result.ready
+        if trace is not None and self.trace is not None:
+            self.trace.hold(index + 1, trace, result.spans, begun, result.ready)
+        return result
+
+    def _step(self, index: int) -> _Result:
+        with RECORD.part("between", "between steps"):
+            self.guard.begin(index + 1)
+            lr = self.config.optim.lr_at(index, self.config.train.steps)
+            self.optimizer.begin(lr)
+        with RECORD.part("data", "the step's batch"):
+            batches = list(self._micro_batches(self.train_samples, index))
+            count = self._count(self.train_samples, batches)
+        with RECORD.part("program", "forwards and backwards"):
+            losses = self.runner.step(index, self._feed(batches, count.reciprocal().to(self.loss_dtype)))
+            for unit in self.units:
+                unit.finish()
+        with RECORD.part("norm", "gradient norm and the end of the step"):
+            loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+            for m in sorted(losses) if self.counts_loss else ():
+                loss_sum += losses[m]
+            stop = self.guard.stop_requested()
+            known = peak_bytes(self.device), stop, *self._op_seconds, *self._waits
+            self._waits = NOT_TRACED
+            gathered = self._gather(loss_sum, self._square_sum(), *known)
+            norm = gathered[:, 1].sum().sqrt()
+            finite = (norm + gathered[:, 0].sum()).isfinite().float()
+        with RECORD.part("update", "optimizer"):
+            self.optimizer.step(lr, norm, 1 - finite if self.config.train.guard else None)
+            for tie in self.ties:
+                self.optimizer.wait(tie.unit)
+                tie.publish()
+            for unit in self.units:
+                unit.zero_grad()
+            values = torch.cat((count.view(1), gathered.view(-1)))
+        return self._result(index + 1, values, lr)
 
     def _result(self, step: int, values: Tensor, lr: float) -> _Result:
         if self.device.type == "cuda":
@@ -187,15 +236,24 @@ class Loop:
             values = there.copy_(values, non_blocking=True)
         return _Result(step, values, self.clock.mark(), lr, self.runner.spans)
 
-    def _micro_batches(self, samples: Samples, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step."""
+    def _micro_batches(self, samples: Samples, index: int) -> Iterator[MicroBatch | OwnBatch]:
+        """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step.
+
+        Every rank of a pipeline and of a column reads the same, so that all know the documents.
+        """
         batch, ways = self.config.train.global_batch, self.plan.mesh.batch_ways
         size, way = self.plan.micro_batch_size(batch), self.mesh.index("data", "depth", "row")
         for m in range(self.micro_batches):
             first = index * batch + (m * ways + way) * size
-            arrays = samples.batch(range(first, first + size))
-            tokens, targets = (self._sent(torch.from_numpy(a)) for a in arrays)
-            yield tokens, targets
+            if isinstance(samples, OwnSamples):
+                found = samples.rows(range(first, first + size))
+                rows = {name: self._sent_tree(v, cast=name == "inputs") for name, v in found.items()}
+                yield OwnBatch(rows.get("tokens", rows.get("inputs")), rows.get("targets"), None, rows)
+                continue
+            tokens, targets = samples.batch(range(first, first + size))
+            starts = samples.documents(range(first, first + size))
+            documents = None if starts is None else Documents.of(torch.from_numpy(starts)).to(self._sent)
+            yield MicroBatch(self._sent(torch.from_numpy(tokens)), self._sent(torch.from_numpy(targets)), documents)
 
     def _sent(self, array: Tensor) -> Tensor:
         """On the device, without waiting for it."""
@@ -203,17 +261,44 @@ class Loop:
             return array.to(self.device)
         return array.pin_memory().to(self.device, non_blocking=True)
 
-    def _count(self, samples: Samples, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Tokens to predict in the whole step, on all ranks: what the loss is averaged over."""
+    def _sent_tree(self, value: Any, *, cast: bool) -> Any:
+        """Of the user's own data; `cast`: floating-point tensors to the compute dtype."""
+        if isinstance(value, tuple):
+            return tuple(self._sent_tree(v, cast=cast) for v in value)
+        return self._sent(value.to(self.units[0].full.dtype) if cast and value.is_floating_point() else value)
+
+    def _feed(self, batches: Sequence[Any], scale: Tensor, wanted: Wanted = "loss") -> _Feed:
+        if self.objective is None:
+            return _Feed(batches, scale)
+        return _OwnFeed(batches, scale, self.objective, wanted)
+
+    def _weight(self, batch: Any) -> Tensor:
+        """What a micro-batch adds to the number that the loss is divided by; a scalar on the device or on the host."""
+        if self.objective is not None:
+            return self.objective.weight(batch.rows)  # added as it is: a copy to the device would wait for it
+        return (batch.targets != IGNORE).sum()
+
+    def reference_values(self, samples: OwnSamples, index: int) -> Iterator[tuple[int, Tensor]]:
+        """The objective's reference values of step `index`, on the rank that has them: the first sample and [B] values."""
+        batch, ways = self.config.train.global_batch, self.plan.mesh.batch_ways
+        size, way = self.plan.micro_batch_size(batch), self.mesh.index("data", "depth", "row")
+        batches = list(self._micro_batches(samples, index))
+        found = self.runner.evaluate(self._feed(batches, torch.zeros((), device=self.device), "reference"))
+        for m, values in found.items():
+            if self.counts_loss:
+                yield index * batch + (m * ways + way) * size, values
+
+    def _count(self, samples: Samples, batches: Sequence[Any]) -> Tensor:
+        """Tokens to predict in the whole step (or what the objective says), on all ranks: what the loss is averaged over."""
         if samples.all_valid:
             total = self.config.train.global_batch * self.config.model.seq_len
             return torch.full((), float(total), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _, targets in batches:
-            count += (targets != IGNORE).sum()
+        for each in batches:
+            count += self._weight(each)
         if self.batch_group is not None:
             all_reduce(count, self.batch_group, "the number of tokens in the step").wait()
-        return count.clamp(min=1)
+        return count.where(count > 0, 1.0)
 
     def _square_sum(self) -> Tensor:
         """Sum of squares of the gradients this rank owns; over all ranks, every element counts once.
@@ -254,18 +339,30 @@ class Loop:
         all_gather(everyone, mine, self.world, "the end of the step").wait()
         return everyone.view(self.info.ranks, len(values))
 
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes of this rank's parameters and gradients, gathered ones included, and of its optimizer's state."""
+        parameters = sum(u.full.untyped_storage().size() for u in self.units)
+        parameters += sum(u.shard.nbytes for u in self.units if u.sharing.shards > 1)
+        grads = [g for u in self.units for g in (u.grad, u.shard_grad) if g is not None]
+        parts = {"parameters": parameters, "gradients": sum({g.data_ptr(): g.nbytes for g in grads}.values())}
+        if isinstance(self.optimizer, AdamW):
+            shards = {u.shard.data_ptr() for u in self.units}
+            state = {t.data_ptr(): t for u in self.units for t in self.optimizer.flats(u).values()}
+            parts["optimizer state"] = sum(t.nbytes for at, t in state.items() if at not in shards)
+        return parts
+
     # ---- around the steps ----
 
     def _report(self, result: _Result) -> bool:
         """Wait for a step's results and report them to the callbacks; True when some rank asked to stop."""
         self.clock.wait(result.ready)
         if self.trace is not None:
-            self.trace.write(result.step)
+            self._waits = self.trace.write(result.step) or self._waits
         count, gathered = result.read()
         if self.world is not None:
             self._op_seconds = op_seconds(result.spans, self.clock.seconds)
         seconds, self._since = self.clock.seconds(self._since, result.ready), result.ready
-        tokens = self.config.train.global_batch * self.config.model.seq_len
+        tokens = self.config.train.global_batch * self.tokens_per_sample
         rate = tokens / seconds
         loss, norm = float(gathered[:, 0].sum()) / count, float(gathered[:, 1].sum().sqrt())
         self.guard.judge(result.step, loss, norm)
@@ -277,12 +374,18 @@ class Loop:
             "tokens": tokens,
             "seconds": seconds,
             "tokens_per_second": rate,
-            "mfu": rate * flops_per_token(self.config.model) / (self.peak_rate * self.info.ranks),
+            "mfu": rate * self.flops_per_token / (self.peak_rate * self.info.ranks),
             "peak_bytes": int(gathered[:, 2].max()),
             "skipped": self.guard.skipped,
         }
-        if straggler := self.stragglers.add(gathered[:, 4:].tolist()):
+        kinds = 4 + len(KINDS)
+        if straggler := self.stragglers.add(gathered[:, 4:kinds].tolist()):
             metrics["straggler"] = straggler
+        if self.world is not None and bool((gathered[:, kinds] >= 0).all()):
+            exposed, bubble = gathered[:, kinds:].mean(0).tolist()
+            metrics["exposed_seconds"] = exposed
+            if self.plan.mesh.pipe > 1:
+                metrics["bubble"] = bubble
         self._call(lambda c: c.on_step(self.info, metrics))
         return bool(gathered[:, 3].any())
 
@@ -291,20 +394,22 @@ class Loop:
         assert self.eval_samples is not None
         begin = time.perf_counter()
         self.guard.evaluate(step)
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        reports = self.objective.reports if self.objective is not None else ()
+        total = torch.zeros(2 + len(reports), dtype=torch.float64, device=self.device)  # weight, loss, reports
         for index in range(self.config.train.eval_batches):
             batches = list(self._micro_batches(self.eval_samples, index))
-            for loss in self.runner.evaluate(_Feed(batches, total[1])).values():
-                total[0] += loss if self.counts_loss else 0.0
+            for found in self.runner.evaluate(self._feed(batches, total[0], "evaluation")).values():
+                total[1:] += found if self.counts_loss else 0.0
             if self.counts_targets:
-                total[1] += sum((targets != IGNORE).sum() for _, targets in batches)
+                total[0] += sum(self._weight(each) for each in batches)
         if self.world is not None:
             all_reduce(total, self.world, "the evaluation's loss").wait()
-        mean = float(total[0] / total[1].clamp(min=1))
+        mean, *others = (total[1:] / total[0].where(total[0] > 0, 1.0)).tolist()
         seconds = time.perf_counter() - begin
-        metrics = {"step": step, "eval_loss": mean, "eval_tokens": int(total[1]), "eval_seconds": seconds}
+        metrics = {"step": step, "eval_loss": mean, "eval_tokens": int(total[0]), "eval_seconds": seconds}
+        metrics |= {f"eval_{name}": value for name, value in zip(reports, others, strict=True)}
         self._call(lambda c: c.on_eval(self.info, metrics))
-        self._since = self.clock.mark()
+        self._since = self._ended = self.clock.mark()
         return mean
 
     def save(self, step: int, *, last: bool = False) -> None:
@@ -321,10 +426,29 @@ class Loop:
             "skipped": self.guard.skipped,
             "data": self.train_samples.state(step * self.config.train.global_batch),
         }
-        self.checkpointer.save(step, self.holdings(), state, last=last)
+        holdings = self.holdings()
+        if self.config.train.check_replicas >= 0:
+            self.check_replicas(step, holdings)
+            self.guard.save(step)
+        self.checkpointer.save(step, holdings, state, last=last)
         metrics = {"step": step, "save_seconds": time.perf_counter() - begin}
         self._call(lambda c: c.on_saving(self.info, metrics))
-        self._since = self.clock.mark()
+        self._since = self._ended = self.clock.mark()
+
+    def check_replicas(self, step: int, holdings: Sequence[Holding]) -> None:
+        """Raise ReplicaError where copies of a weight, or of its optimizer state, differ between ranks."""
+        self.guard.compare(step)
+        compare_replicas(step, holdings, self.units, self.ties, self.mesh, self.world)
+
+    def _flip(self, name: str) -> None:
+        holdings = self.holdings()
+        found = flip_bit(holdings, name)
+        print(
+            f"fault: flipped a bit of {found}" if found else f"fault: no copied weight '{name}' on this rank",
+            flush=True,
+        )
+        for unit in self.units:
+            self.optimizer.publish(unit)
 
     def _tell_saved(self) -> None:
         for path in self.checkpointer.finished():
@@ -343,6 +467,9 @@ class Loop:
     def _pause_at(self, done: int) -> bool:
         return self._every(self.config.train.eval_every, done) or self._every(self.config.checkpoint.every, done)
 
+    def _saves_at(self, done: int, stop: bool) -> bool:
+        return self._every(self.config.checkpoint.every, done) or stop or done == self.config.train.steps
+
     def _every(self, interval: int, done: int) -> bool:
         return interval > 0 and (done % interval == 0 or done == self.config.train.steps)
 
@@ -351,17 +478,42 @@ class Loop:
             what(callback)
 
 
+class OwnBatch(NamedTuple):
+    """A micro-batch of the user's own data: the first layer's inputs, the targets of a model of ours, and everything."""
+
+    tokens: Any
+    targets: Tensor | None
+    documents: None
+    rows: dict[str, Any]
+
+
 class _Feed:
     """A step's micro-batches, as the executor asks for them."""
 
-    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Tensor):
+    def __init__(self, batches: Sequence[Any], scale: Tensor):
         self.batches, self.scale = batches, scale
 
     def first(self, micro_batch: int) -> Tensor:
-        return self.batches[micro_batch][0]
+        return self.batches[micro_batch].tokens
 
-    def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
-        return (self.batches[micro_batch][1],)
+    def extra(self, micro_batch: int) -> tuple[Any, ...]:
+        return (self.batches[micro_batch].targets,)
+
+    def documents(self, micro_batch: int) -> Documents | None:
+        return self.batches[micro_batch].documents
 
     def grad(self, micro_batch: int) -> Tensor:
         return self.scale
+
+
+class _OwnFeed(_Feed):
+    """Micro-batches whose loss is the user's, and what is wanted of them."""
+
+    def __init__(self, batches: Sequence[OwnBatch], scale: Tensor, objective: Objective, wanted: Wanted):
+        super().__init__(batches, scale)
+        self.objective, self.wanted = objective, wanted
+
+    def extra(self, micro_batch: int) -> tuple[Any, ...]:
+        batch = self.batches[micro_batch]
+        finish = self.objective.finish(batch.rows, self.wanted)
+        return (batch.targets, finish) if self.objective.log_probs else (finish,)

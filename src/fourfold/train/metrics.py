@@ -5,7 +5,9 @@
 `loss` is the mean over the step's valid tokens; it and `grad_norm` (before clipping) are null when not finite, and `skipped`
 counts the steps that were skipped for that. `tokens` are the positions trained on in the step; `seconds` run from the end of
 the step before (or of an evaluation or save after it) to the end of this one, on a GPU in the device's time; evaluations have
-`eval_seconds` and saves `save_seconds` in lines of their own. `peak_bytes` is the most memory any rank has used so far
+`eval_seconds` and saves `save_seconds` in lines of their own. `exposed_seconds` (time in which a rank waited for collectives) and
+`bubble` (share of the step in which it waited for other pipeline ranks; with a pipeline) are means over all ranks, of the last
+traced step, in the line of the first step that knows them. `peak_bytes` is the most memory any rank has used so far
 (CUDA: allocated; CPU: resident). `mfu` is the model's FLOPs
 (model/spec.py: no recomputation) per second over the ranks' peak rate: the vendor's figure for known GPUs at the plan's
 precision, and on CPUs, which have no such figure worth the name, the rate of a matrix product measured when the run
@@ -29,7 +31,7 @@ from fourfold import files
 from fourfold.errors import RunDirError
 from fourfold.train.rundir import RunDir, scan_metrics
 
-__all__ = ["MetricsFile", "measured_flops", "peak_bytes", "peak_flops"]
+__all__ = ["MetricsFile", "measured_flops", "peak_bytes", "peak_flops", "used_bytes"]
 
 # Dense matrix rate, FLOP/s, by a part of the device's name: (bf16, fp32 without TF32, fp64), vendor figures.
 _PEAKS = {
@@ -76,6 +78,17 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory that this rank uses now: on CUDA its tensors, on a CPU the resident memory of the process (0 where unknown)."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"])
+    try:
+        with open("/proc/self/statm", "rb") as f:
+            return int(f.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,6 +1,6 @@
 """The run directory: where a run is written, locked while in use. An interface, documented in docs/run-directory.md.
 
-    config.json plan.json env.json metrics.jsonl logs/rank*.log checkpoints/step-000040/ final/
+    config.json plan.json env.json metrics.jsonl history.jsonl logs/rank*.log checkpoints/step-000040/ final/ flight/
 
 A fresh run needs a directory that does not exist or is empty; an existing run is resumed or refused, never overwritten.
 The lock is an advisory file lock on `.lock`: it goes with the processes that hold it, however they end. No torch.
@@ -64,6 +64,30 @@ class RunDir:
     def final(self) -> Path:
         return self.path / "final"
 
+    @property
+    def flight(self) -> Path:
+        """What every rank did last, after a failure (flight.py)."""
+        return self.path / "flight"
+
+    @property
+    def history_file(self) -> Path:
+        """A line for every start, end, failure and restart (flight.py)."""
+        return self.path / "history.jsonl"
+
+    def in_use(self) -> bool:
+        """Whether a process holds the lock."""
+        try:
+            handle = os.open(self.path / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
     # ---- claiming ----
 
     @classmethod
@@ -121,7 +145,7 @@ class RunDir:
 
     def check_links(self) -> None:
         """Raise RunDirError when something that a run writes, or the folder it is in, is a link."""
-        folders = [self.path, self.logs, self.path / "trace", self.final, self.checkpoints]
+        folders = [self.path, self.logs, self.path / "trace", self.final, self.checkpoints, self.flight]
         for folder in folders:
             try:
                 with os.scandir(folder) as entries:
@@ -219,17 +243,36 @@ def read_trace(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _is_trace(line: dict[str, Any]) -> bool:
-    """A step, a time, and spans of a name and three times."""
-    spans = line.get("spans")
+    """A step, a time, spans of a name and three times; and, where they are there, events, groups, memory and the rest."""
     return (
         schema.whole(line.get("step"))
         and _is_time(line.get("origin"))
-        and isinstance(spans, list)
+        and _rows(line.get("spans"), (str, float, float, float))
+        and _is_time(line.get("seconds", 0.0))
+        and _is_time(line.get("lead", 0.0))
+        and isinstance(line.get("host", ""), str)
+        and _rows(line.get("events", []), (str, str, float, float, float, int, int, int, int))
+        and _rows(line.get("groups", []), (str, list))
+        and all(isinstance(rank, int) for _, ranks in line.get("groups", []) for rank in ranks)
+        and all(event[6] < len(line.get("groups", [])) for event in line.get("events", []))
+        and _rows(line.get("memory", []), (float, float))
+        and _rows([line.get("peak", [0.0, 0.0, {}])], (float, float, dict))
+        and all(_is_time(size) for size in line.get("peak", [0, 0, {}])[2].values())
+    )
+
+
+def _rows(rows: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether it is a list of rows with values of these kinds; a float is any time."""
+    return isinstance(rows, list) and all(
+        isinstance(row, list)
+        and len(row) == len(kinds)
         and all(
-            isinstance(s, list) and len(s) == 4 and isinstance(s[0], str) and all(map(_is_time, s[1:])) for s in spans
+            _is_time(x) if kind is float else isinstance(x, kind) and not isinstance(x, bool)
+            for x, kind in zip(row, kinds, strict=True)
         )
+        for row in rows
     )
 
 
 def _is_time(value: Any) -> bool:
-    return _is_number(value) and abs(value) < 1e12
+    return _is_number(value) and abs(value) < 1e18

@@ -1,38 +1,85 @@
 """What every rank did and when: trace/rankN.jsonl, one line per traced step.
 
-    {"step": 20, "rank": 1, "pipe": 1, "origin": 1763199131.2, "spans": [["1F0", 0.0012, 0.0031, 0.0004], ...]}
+    {"step": 20, "rank": 1, "pipe": 1, "host": "a", "origin": 1763199131.2, "seconds": 0.31, "spans": [...], "events": ...}
 
-A span is an op (`1F0`: stage 1, forward, micro-batch 0; with a unit's name when the op was cut), its start and end in
-seconds after `origin` (Unix time at which the rank began the step), and how long the rank waited before it for what the op
-needed. On CUDA the times are the device's, from events; a step's line is written when the device has finished the step.
+All times are seconds after `origin`, the Unix time at which the rank ended the step before; `seconds` is the end of this step.
+
+spans    `["1F0", start, end, waited]`: an op (`1F0`: stage 1, forward, micro-batch 0; with a unit's name when the op was
+         cut), and how long the rank waited before it for what the op needed
+events   `[kind, what, issued, begun, end, bytes, group, number, peer]`: a collective, a message, or a part of the step
+         (record.py). From `begun` to `end` the rank waited for it or did it; it was started at `issued`. `group` is an index
+         into `groups`, or -1; `number` counts the collectives of a group, alike on all its ranks; `peer` is the other rank of a
+         message, or -1
+groups   `[name, [rank, …]]`
+memory   `[time, bytes]` in use at the end of every op; `peak` has the time, the bytes and the parts of the largest
+lead     CUDA: how far the device was behind the host at the end of the step; near 0, the device waits for the host
+
+On CUDA the times are the device's, from events; a step's line is written when the device has finished the step. A mark that the
+device has not reached by then (another stream's) is left out with its event.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fourfold import files
 from fourfold.errors import RunDirError
+from fourfold.record import GroupRecord, StepTrace
 from fourfold.runtime.executor import Span
 from fourfold.train.clock import Clock
 from fourfold.train.rundir import read_trace
 
-__all__ = ["TraceFile"]
+__all__ = ["TraceFile", "Waits"]
+
+
+class Waits(NamedTuple):
+    """How long this rank waited in a traced step."""
+
+    exposed: float
+    """Seconds, for collectives."""
+    bubble: float
+    """Share of the step, for messages of other pipeline ranks."""
+
+
+@dataclass
+class _Held:
+    """A step whose work has been issued."""
+
+    trace: StepTrace
+    spans: Sequence[Span]
+    begun: Any
+    end: Any
+    issued: float  # Unix time at which `end` was
 
 
 class TraceFile:
-    """Appends the spans of step 1 and of every `every`-th step; on resume, lines of steps after `done` are dropped first.
+    """Appends step 1 and every `every`-th step; on resume, lines of steps after `done` are dropped first.
 
-    `hold` takes the spans of a step whose work has been issued, `write` reads and writes them once that work is complete.
-    Several steps may be held at a time.
+    `begin` returns what records a step that is to be traced, `hold` keeps it once its work has been issued, `write` reads and
+    writes it once that work is complete. Several steps may be held at a time.
     """
 
-    def __init__(self, folder: Path, rank: int, pipe: int, every: int, done: int, clock: Clock):
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        pipe: int,
+        every: int,
+        done: int,
+        clock: Clock,
+        memory: Callable[[], int] | None = None,
+        parts: Callable[[], dict[str, int]] | None = None,
+    ):
         self.rank, self.pipe, self.every, self.clock = rank, pipe, every, clock
-        self._held: dict[int, Sequence[Span]] = {}
+        self._memory, self._parts = memory, parts
+        self._held: dict[int, _Held] = {}
         path = folder / f"rank{rank}.jsonl"
         folder.mkdir(exist_ok=True)
         files.check_not_link(folder, RunDirError)
@@ -42,31 +89,63 @@ class TraceFile:
                 if line is not None and line["step"] <= done:
                     f.write(json.dumps(line).encode() + b"\n")
         self.dropped = lines.count(None)  # damaged lines: a full disk or a crash cut them
-        self._path = path
+        self._path, self._host = path, platform.node()
         self._file = files.append_to(path, RunDirError)
 
-    def hold(self, step: int, spans: Sequence[Span]) -> None:
-        """Keep the spans of a step that is to be traced."""
-        if spans and self.every and (step % self.every == 0 or step == 1):
-            self._held[step] = spans
+    def traces(self, step: int) -> bool:
+        return bool(self.every) and (step % self.every == 0 or step == 1)
 
-    def write(self, step: int) -> None:
-        """Write the line of a step whose work is complete; nothing if the step is not traced."""
-        spans = self._held.pop(step, None)
-        if spans is None:
-            return
-        seconds, first = self.clock.seconds, spans[0].asked
-        rows = [
-            [
-                s.what,
-                round(seconds(first, s.start), 7),
-                round(seconds(first, s.end), 7),
-                round(seconds(s.asked, s.start), 7),
-            ]
-            for s in spans
-        ]
-        line = {"step": step, "rank": self.rank, "pipe": self.pipe, "origin": self.clock.time_of_day(first)}
-        files.append_line(self._file, self._path, json.dumps(line | {"spans": rows}), RunDirError)
+    def begin(self, step: int, begun: Any) -> StepTrace | None:
+        """What records the step from a mark on; None if it is not to be traced."""
+        if not self.traces(step):
+            return None
+        trace = StepTrace(self.clock.mark, self._memory, self._parts)
+        trace.done = begun
+        return trace
+
+    def hold(self, step: int, trace: StepTrace, spans: Sequence[Span], begun: Any, end: Any) -> None:
+        """Keep what a step recorded, and the marks of its begin and end."""
+        self._held[step] = _Held(trace, spans, begun, end, time.time())
+
+    def write(self, step: int) -> Waits | None:
+        """Write the line of a step whose work is complete; None if the step is not traced."""
+        held = self._held.pop(step, None)
+        if held is None:
+            return None
+        clock, first = self.clock, held.begun
+
+        def at(mark: Any) -> float:
+            return round(clock.seconds(first, mark), 7)
+
+        groups: dict[GroupRecord, int] = {}
+        events = []
+        waits = {"message": 0.0, "": 0.0}
+        for e in held.trace.events:
+            if not all(map(clock.reached, (e.issued, e.begun, e.end))):
+                continue
+            group = groups.setdefault(e.group, len(groups)) if e.group is not None else -1
+            events.append([e.kind, e.what, at(e.issued), at(e.begun), at(e.end), e.size, group, e.number, e.peer])
+            if group >= 0 or e.kind == "message":
+                waits["" if group >= 0 else "message"] += clock.seconds(e.begun, e.end)
+        line: dict[str, Any] = {
+            "step": step,
+            "rank": self.rank,
+            "pipe": self.pipe,
+            "host": self._host,
+            "origin": clock.time_of_day(first),
+            "seconds": at(held.end),
+            "spans": [[s.what, at(s.start), at(s.end), round(clock.seconds(s.asked, s.start), 7)] for s in held.spans],
+            "events": events,
+            "groups": [[g.name, g.ranks] for g in groups],
+            "memory": [[at(mark), used] for mark, used in held.trace.memory],
+        }
+        if held.trace.peak is not None:
+            mark, used, parts = held.trace.peak
+            line["peak"] = [at(mark), used, parts]
+        if (lead := clock.lead(held.end, held.issued)) is not None:
+            line["lead"] = round(lead, 6)
+        files.append_line(self._file, self._path, json.dumps(line), RunDirError)
+        return Waits(waits[""], waits["message"] / max(line["seconds"], 1e-9))
 
     def close(self) -> None:
         self._file.close()

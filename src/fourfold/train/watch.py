@@ -2,8 +2,9 @@
 
 [Note: what a hang is]
 Every rank counts its progress: an op begun, a collective or message started or finished, on a GPU also what the device has
-reached. A job hangs when *no rank* has made progress for the phase's limit (`train.timeout` for steps and evaluations). A rank
-that is slow makes progress, and the others may wait for it as long as it does: process groups have no timeout of their own.
+reached. A job hangs when *no rank* has made progress for the phase's limit: `train.timeout` for steps, `train.start_timeout`,
+`train.eval_timeout` and `checkpoint.timeout` for the other phases; the report names the one that was exceeded. A rank that is
+slow makes progress, and the others may wait for it as long as it does: process groups have no timeout of their own.
 Starting and saving may take long without visible progress and have longer limits, but a rank that has also been silent for
 `train.timeout` ends the job then.
 
@@ -41,9 +42,11 @@ import torch.distributed as dist
 from fourfold.launch.local import file_of
 from fourfold.record import RECORD, Record
 
-__all__ = ["Board", "FileBoard", "Limits", "StoreBoard", "Watch", "make_board", "verdict"]
+__all__ = ["Board", "FileBoard", "Limits", "StoreBoard", "Watch", "make_board", "resident_bytes", "verdict"]
 
 READERS = 4  # ranks that read all beats when they stop moving
+BEAT_EVENTS = 16  # of the record, in a beat: all that is known of a rank that is killed
+STEP = "train.timeout"
 Beat = dict[str, Any]
 
 
@@ -57,9 +60,9 @@ class Limits:
     save: float = 0.0
 
     @classmethod
-    def of(cls, step: float, start: float = 0.0, save: float = 0.0) -> Limits:
+    def of(cls, step: float, start: float = 0.0, save: float = 0.0, evaluation: float = 0.0) -> Limits:
         """With defaults where 0 is given: model building, compilation and files may take longer than an op."""
-        return cls(step, start or max(step, 1800.0), step, save or max(step, 3600.0))
+        return cls(step, start or max(step, 1800.0), evaluation or step, save or max(step, 3600.0))
 
 
 # ---- where beats are written ----
@@ -75,6 +78,9 @@ class Board(Protocol):
 
     def settled(self) -> str:
         """The verdict; empty while there is none."""
+
+    def claim(self) -> bool:
+        """Whether the caller is the first of all ranks to ask."""
 
 
 class FileBoard:
@@ -108,6 +114,13 @@ class FileBoard:
             return (self.folder / "verdict").read_text()
         return ""
 
+    def claim(self) -> bool:
+        try:
+            (self.folder / "claimed").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
 
 class StoreBoard:
     """Keys of the job's store, over a connection of its own: the main thread may be waiting for a key."""
@@ -131,6 +144,9 @@ class StoreBoard:
 
     def settled(self) -> str:
         return self.store.get("verdict").decode() if self.store.check(["verdict"]) else ""
+
+    def claim(self) -> bool:
+        return self.store.add("claimed", 1) == 1
 
 
 def make_board(store: dist.Store) -> Board:
@@ -161,7 +177,8 @@ class Watch:
         end: Callable[[str], object],
     ):
         self.board, self.rank, self.ranks, self.limits, self.record = board, rank, ranks, limits, record
-        self.interval = min(1.0, limits.step / 8)
+        shortest = min(x for x in (limits.step, limits.start, limits.evaluation, limits.save) if x > 0)
+        self.interval = min(1.0, shortest / 8)
         self._end = end
         self._main = threading.main_thread().ident or 0
         self._closed = threading.Event()
@@ -174,7 +191,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self.record.clear()
         self.record.watched = True
-        self.record.enter("start", self.limits.start)
+        self.record.enter("start", self.limits.start, "train.start_timeout")
         for work in (self._talk, self._judge):
             threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True).start()
         return self
@@ -187,6 +204,11 @@ class Watch:
     def idle(self) -> float:
         """Seconds since this rank made progress."""
         return time.monotonic() - self._moved
+
+    @property
+    def patience(self) -> float:
+        """Seconds without progress after which a rank that is silent, too, ends the job."""
+        return min(self.record.limit, self.limits.step)
 
     def beat(self) -> Beat:
         """What the others may know about this rank."""
@@ -203,7 +225,8 @@ class Watch:
             "time": time.time(),
             "idle": self.idle,
             "limit": record.limit,
-            "patience": min(record.limit, self.limits.step),
+            "setting": record.setting,
+            "patience": self.patience,
             "phase": record.phase,
             "op": record.op,
             "device_op": record.device_op,
@@ -211,6 +234,8 @@ class Watch:
             "groups": {g.name: [g.started, g.what] for g in list(record.groups.values())},
             "where": where,
             "passive": passive,
+            "rss": resident_bytes(),
+            "events": [(t, kind, what[:80]) for t, kind, what in list(record.events)[-BEAT_EVENTS:]],
         }
 
     def _talk(self) -> None:
@@ -219,7 +244,7 @@ class Watch:
         while not self._closed.wait(self.interval if self._count else 0.0):
             try:
                 self.board.publish(self.rank, json.dumps(self.beat()))
-                self._verdict = self.board.settled() if self.idle > self.limits.step / 2 else ""
+                self._verdict = self.board.settled() if self.idle > self.patience / 2 else ""
                 if self._reading and not self._verdict:
                     self._others = {r: json.loads(line) for r, line in self.board.read(self.ranks).items()}
                 self._answered = time.monotonic()
@@ -246,7 +271,7 @@ class Watch:
             self._seen, self._moved, self._reading = self.record.progress, now, False
             return ""
         limit = self.record.limit
-        late = self.idle - min(limit, self.limits.step)
+        late = self.idle - self.patience
         if limit == float("inf"):  # the ranks have parted
             return ""
         if self._verdict:
@@ -256,12 +281,19 @@ class Watch:
                 f"the job's store has not answered for {now - self._answered:.0f} s, and rank {self.rank} makes no progress: "
                 "the process that hosts it (under srun rank 0, else torchrun's agent) is stopped or gone"
             )
-        self._reading = self.idle > self.limits.step / 2 if self.rank < READERS else late > 3 + 2 * self.interval
+        self._reading = self.idle > self.patience / 2 if self.rank < READERS else late > 3 + 2 * self.interval
         text = verdict(self._others, self.ranks, time.time(), 5 * self.interval) if late > 0 and self._others else ""
         if text:
             with contextlib.suppress(Exception):
                 text = self.board.settle(text)
         return text
+
+
+def resident_bytes() -> int:
+    """Memory of this process in the host."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 WAITING_IN = ("torch/distributed/", "torch/cuda/", "/threading.py", "/queue.py")
@@ -285,11 +317,12 @@ def verdict(beats: Mapping[int, Beat], ranks: int, now: float, stale: float) -> 
     idle = {r: b["idle"] + age[r] for r, b in beats.items()}
     silent = [r for r in beats if age[r] > stale]
     which = "patience" if silent else "limit"
-    limits = [b[which] for r, b in beats.items() if r not in silent]  # a silent rank may have begun another phase
-    limit = max(limits, default=float("inf"))
+    # a silent rank may have begun another phase
+    limits = [(b[which], b["setting"] if b[which] == b["limit"] else STEP) for r, b in beats.items() if r not in silent]
+    limit, setting = max(limits, default=(float("inf"), ""))
     if min(idle.values()) < limit:
         return ""
-    lines = [f"no rank has made progress for {limit:g} s"]
+    lines = [f"no rank has made progress for {limit:g} s{f' ({setting})' if setting else ''}"]
     for r in (r for r in range(ranks) if r not in beats):
         lines.append(f"rank {r} has never reported: it did not start, or is gone")
     for r in silent:

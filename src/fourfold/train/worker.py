@@ -8,7 +8,6 @@ executor; give the units an optimizer; open the data; resume if there is somethi
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import platform
@@ -18,13 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import fourfold
 from fourfold import schema
 from fourfold.config import LONGEST_WAIT, Config
-from fourfold.errors import RunDirError
+from fourfold.errors import ConfigError, FourfoldError, RunDirError
 from fourfold.launch.gpu_errors import translated
 from fourfold.launch.local import end_rank
 from fourfold.launch.place import Place, check_joined, choose_device, current_place, join, leave
@@ -35,15 +35,20 @@ from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor
 from fourfold.train import checkpoint
 from fourfold.train._torch import default_store
+from fourfold.train.adapters import check_base, check_lora
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.clock import make_clock
-from fourfold.train.data import open_samples
+from fourfold.train.data import Samples
+from fourfold.train.failures import FailureRecorder
 from fourfold.train.faults import Faults
+from fourfold.train.flight import begin_attempt, note
 from fourfold.train.guard import Guard
 from fourfold.train.hf_files import keep_files
 from fourfold.train.loop import Engine, Loop, RankContext, RunServices
 from fourfold.train.mesh import RankMesh
-from fourfold.train.metrics import MetricsFile, peak_flops
+from fourfold.train.metrics import MetricsFile, peak_flops, used_bytes
+from fourfold.train.objective import Loss, Objective, add_reference, open_run, samples_together
+from fourfold.train.own_model import OwnModel, make_own_units, write_own_final
 from fourfold.train.parts import (
     make_grid,
     make_handles,
@@ -53,11 +58,12 @@ from fourfold.train.parts import (
     make_units,
     put_on_grid,
 )
+from fourfold.train.remote import RemoteFolder, check_own, check_url
 from fourfold.train.rundir import RunDir
 from fourfold.train.stragglers import WINDOW, WINDOWS
 from fourfold.train.streamed import make_keeper, make_optimizer
 from fourfold.train.trace import TraceFile
-from fourfold.train.watch import Limits, Watch, make_board
+from fourfold.train.watch import Board, Limits, Watch, make_board
 from fourfold.train.weights import check_weights, read_weights
 from fourfold.view.console import Progress, short_duration
 from fourfold.view.text import markup
@@ -75,10 +81,22 @@ class Outcome:
     run_dir: Path
 
 
+@dataclass(frozen=True)
+class UserParts:
+    """What a caller of `fit` brings; None: as the config says."""
+
+    model: OwnModel | None = None
+    opened: tuple[Samples, Samples | None, Loss | None] | None = None
+    """Samples and loss, where they were opened already."""
+
+
 def fit(
     config: Config,
     plan: Plan | None = None,
     *,
+    model: Any = None,
+    data: Any = None,
+    loss: Loss | None = None,
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
     console: IO[str] | None = None,
@@ -88,13 +106,51 @@ def fit(
     Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the process group that
     is there, or joins the one of torchrun or srun, or is alone. With `resume`, the run in `train.run_dir` continues from its
     newest checkpoint.
+
+    Args:
+        model: your own model instead of `config.model`: ordered layers, or a function that makes them (own_model.py). Needs
+            `data` and `loss`.
+        data: your own dataset instead of `config.data`: an object with a length and samples by number (own_data.py;
+            without `model` and `loss`: examples of tokens or text, data.py).
+        loss: your own loss instead of the cross entropy: a function of (output, batch) (objective.py).
     """
-    config, place = config.resolve(), current_place()
+    config, place = config.resolve(own_model=model is not None), current_place()
     plan = plan or Plan(mesh=Mesh(data=place.ranks))
-    layout = plan.check(config, place.ranks)
-    if config.model.init != "random" and not resume:
+    if model is not None and config.lora.rank:
+        raise ConfigError(
+            "[lora] adapts models of ours, not your own: use lora.rank = 0, and adapt your model yourself"
+        )
+    own = OwnModel.of(model, config.train.seed) if model is not None else None
+    if own is not None and (data is None or loss is None):
+        raise ConfigError(f"fit(model=…) needs your {'data' if data is None else 'loss'}, too: fit(…, data=…, loss=…)")
+    layout = plan.check(config, place.ranks, own.outline if own is not None else None)
+    check_lora(config)
+    if loss is not None:
+        plan.check_together(config.train.global_batch, samples_together(loss))
+    if config.checkpoint.dir:
+        check_url(config.checkpoint.dir, place.ranks)
+    if own is None and config.model.init != "random" and not resume:
         check_weights(config.model)
-    return join_and_work(place, config, plan, layout, callbacks=callbacks, resume=resume, console=console)
+    user = UserParts(own, open_run(config, data, loss, own_model=own is not None))
+    told = [*callbacks, _Resumed(resume, console)]
+    outcome = join_and_work(place, config, plan, layout, callbacks=told, resume=resume, console=console, user=user)
+    if place.rank == 0 and outcome.steps < config.train.steps:
+        print(
+            f"stopped after step {outcome.steps} of {config.train.steps}; fit(…, resume=True) continues", file=console
+        )
+    return outcome
+
+
+class _Resumed(Callback):
+    """Says where a resumed run starts; the command line says it itself."""
+
+    def __init__(self, resume: bool, console: IO[str] | None):
+        self.resume, self.console = resume, console
+
+    def on_start(self, run: RunInfo, step: int) -> None:
+        if self.resume and run.rank == 0:
+            said = f"from the checkpoint of step {step}" if step else "from the beginning: no checkpoint was saved yet"
+            print(f"resumes {said}", file=self.console, flush=True)
 
 
 def join_and_work(
@@ -106,6 +162,7 @@ def join_and_work(
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
     console: IO[str] | None = None,
+    user: UserParts = UserParts(),
 ) -> Outcome:
     """`fit` with a resolved config and a checked plan, of which `layout` is the lowered pipeline."""
     device, limits = _prepare(config, place)
@@ -113,11 +170,27 @@ def join_and_work(
     if joins:
         join(place, None, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
     with _leaving(joins):
+        plan, layout = _agree_on_plan(place, config, plan, layout, user)
         run = claim(place, config, plan, resume)
         try:
-            return work(place, None, config, plan, layout, run, callbacks=callbacks, console=console)
+            return work(place, None, config, plan, layout, run, callbacks=callbacks, console=console, user=user)
         finally:
             run.unlock()
+
+
+def _agree_on_plan(
+    place: Place, config: Config, plan: Plan, layout: PipelineLayout, user: UserParts
+) -> tuple[Plan, PipelineLayout]:
+    """Rank 0's plan, on all ranks: each may have made one, from what it found on its host."""
+    if place.ranks == 1:
+        return plan, layout
+    mine = plan.to_dict()
+    offered = [mine]
+    dist.broadcast_object_list(offered, src=0)
+    if offered[0] == mine:
+        return plan, layout
+    theirs = Plan.from_dict(offered[0])
+    return theirs, theirs.check(config, place.ranks, user.model.outline if user.model is not None else None)
 
 
 def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
@@ -133,6 +206,7 @@ def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
         try:
             if resume or again:
                 run = RunDir.reopen(run.path)
+                begin_attempt(run)
             else:
                 run = RunDir.create(run.path, config, plan)
         except RunDirError as e:
@@ -162,6 +236,7 @@ def work(
     *,
     callbacks: Sequence[Callback] = (),
     console: IO[str] | None = None,
+    user: UserParts = UserParts(),
 ) -> Outcome:
     """Be one rank of a run whose directory is claimed, config resolved and plan checked; `layout` is its lowered pipeline."""
     device, limits = _prepare(config, place)
@@ -170,8 +245,12 @@ def work(
         check_joined(config.train.backend)
     if joins:
         join(place, store, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
-    with _leaving(joins), translated(), _watch(place, store, limits):
-        loop, done = assemble(place, device, limits, config, plan, layout, run, callbacks, console)
+    board = make_board(default_store()) if place.ranks > 1 else None
+    recorder = FailureRecorder(place, run, device, board, launched=store is not None)
+    if place.rank == 0:
+        note(run, "start", ranks=place.ranks, mesh=plan.mesh.product())
+    with _leaving(joins), recorder, translated(), _watch(place, store, limits, board, recorder):
+        loop, done = assemble(place, device, limits, config, plan, layout, run, callbacks, console, user)
         with loop.guard.on_watch():
             steps = loop.run(done)
             if place.rank == 0 and steps == config.train.steps:
@@ -179,7 +258,13 @@ def work(
 
                 del loop  # what the rank holds goes before weights are read whole
                 gc.collect()
-                write_final(run, config)  # a request to stop does not cut it short
+                if user.model is None:
+                    write_final(run, config)  # a request to stop does not cut it short
+                else:
+                    write_own_final(run.checkpoints, run.final)
+            if place.rank == 0:
+                outcome = "finished" if steps == config.train.steps else "stopped"
+                note(run, "end", outcome=outcome, step=steps)
     return Outcome(steps, run.path)
 
 
@@ -196,12 +281,18 @@ def _leaving(joined: bool) -> Iterator[None]:
         leave()
 
 
-def _watch(place: Place, store: dist.Store | None, limits: Limits) -> contextlib.AbstractContextManager[object]:
+def _watch(
+    place: Place, store: dist.Store | None, limits: Limits, board: Board | None, recorder: FailureRecorder
+) -> contextlib.AbstractContextManager[object]:
     """The watchdog of this rank. With it, a process group needs no timeout of its own; `store` is the launcher's."""
-    if place.ranks == 1:
+    if board is None:
         return contextlib.nullcontext()
-    end = functools.partial(end_rank, place, store)
-    return Watch(make_board(default_store()), place.rank, place.ranks, limits, end=end)
+
+    def end(verdict: str) -> None:
+        recorder.hang(verdict)
+        end_rank(place, store, verdict)
+
+    return Watch(board, place.rank, place.ranks, limits, end=end)
 
 
 def assemble(
@@ -214,6 +305,7 @@ def assemble(
     run: RunDir,
     callbacks: Sequence[Callback],
     console: IO[str] | None,
+    user: UserParts = UserParts(),
 ) -> tuple[Loop, int]:
     """The loop of one rank, and how many steps were done before."""
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=LONGEST_WAIT))
@@ -229,62 +321,112 @@ def assemble(
         skips=config.train.guard,
         faults=Faults.from_environment(os.environ, place.rank, run.path / "faults"),
     )
+    guard.start()
 
     clock = make_clock(device)
-    model = build_model(config.model)
+    train_samples, eval_samples, loss = user.opened or open_run(config)
     grid = make_grid(mesh, plan)
-    put_on_grid(model, grid, config, plan, compute, reduce)
-    model.to(compute)
-    held = make_units(config, plan, mesh, grid, layout, model, device=device, compute=compute, reduce=reduce)
-    materialize_buffers(model, device, compute)
+    sizes: dict[str, Any] = {"device": device, "compute": compute, "reduce": reduce}
+    if user.model is None:
+        model = build_model(config.model)
+        put_on_grid(model, grid, config, plan, compute, reduce)
+        model.head.loss.per_token = loss is not None
+        model.to(compute)
+        held = make_units(config, plan, mesh, grid, layout, model, **sizes)
+        materialize_buffers(model, device, compute)
+    else:
+        if len(set(_everyone(user.model.fingerprint(), place))) > 1:
+            raise ConfigError(
+                "the weights of your model differ between ranks; call torch.manual_seed before it is built, or give fit a "
+                "function that builds it"
+            )
+        held = make_own_units(user.model, plan, mesh, layout, **sizes)
     units = list(held.units.values())
     optimizer = make_optimizer(config, plan, units, place.local_ranks)
-    stages = make_stages(config, plan, mesh, layout, held, make_keeper(plan, device, place.local_ranks))
+    keeper = make_keeper(plan, device, place.local_ranks)
+    stages = make_stages(config, plan, mesh, layout, held, keeper, draws=user.model is not None)
     handles = make_handles(held, stages, optimizer)
     executor = Executor(
         layout.schedule.placement,
         mesh.coordinates["pipe"],
         stages.stages,
         handles,
-        make_transport(config, plan, mesh, layout, device, LONGEST_WAIT),
+        make_transport(config, plan, mesh, layout, device, LONGEST_WAIT, own=user.model is not None),
         buckets=handles,
         watch=guard.instruction,
         mark=clock.mark,
     )
     runner = make_runner(executor, plan, mesh, layout)
     mesh.connect(device)
-    train_samples, eval_samples = open_samples(config)
-
-    info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameter_count(config.model))
+    parameters = parameter_count(config.model) if user.model is None else user.model.parameters
+    info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameters)
     mine = list(callbacks) + extra_callbacks(config)
+    objective = None
+    if loss is not None:
+        wide = torch.float64 if compute == torch.float64 else torch.float32
+        objective = Objective(loss, wide, log_probs=user.model is None)
+    remote = RemoteFolder(config.checkpoint.dir) if config.checkpoint.dir else None
     checkpointer = checkpoint.Checkpointer(
         run.checkpoints,
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
         background=config.checkpoint.mode == "async",
         group=saving,
+        remote=remote,
+        prunes=place.local_rank == 0,
     )
     loop = Loop(
         RankContext(info, mesh, device, clock, world, batch_group, peak_rate),
-        Engine(runner, units, list(held.ties.values()), optimizer),
-        RunServices(train_samples, eval_samples, checkpointer, guard, mine),
+        Engine(runner, units, list(held.ties.values()), optimizer, list(held.bases.values())),
+        RunServices(train_samples, eval_samples, checkpointer, guard, mine, objective),
     )
-    done = checkpoint.resume(loop, run.checkpoints, saving, console)
-    if config.model.init != "random" and checkpoint.newest(run.checkpoints) is None:
+    said: list[str] = []
+    if remote is not None:
+        check_own(run, remote)
+        said = checkpoint.download_newest(remote, run.checkpoints, saving, place.local_rank, place.local_ranks)
+    done = checkpoint.resume(loop, run.checkpoints, saving, console, said)
+    begins = checkpoint.newest(run.checkpoints) is None
+    if config.model.lora is not None:
+        _check_base(place, run, config, begins)
+    if config.model.init != "random" and (begins or config.model.lora is not None):
         types = read_weights(loop)
         if place.rank == 0:
             keep_files(config, run.path / "hf", types)
-    elif place.rank == 0 and done == 0:
+    elif place.rank == 0 and done == 0 and user.model is None:
         keep_files(config, run.path / "hf")
+    if objective is not None and objective.has_reference:
+        add_reference(loop, run.path, done, console)
     if config.log.trace:
-        loop.trace = TraceFile(run.path / "trace", place.rank, mesh.coordinates["pipe"], config.log.trace, done, clock)
+        loop.trace = TraceFile(
+            run.path / "trace",
+            place.rank,
+            mesh.coordinates["pipe"],
+            config.log.trace,
+            done,
+            clock,
+            lambda: used_bytes(device),
+            loop.memory_parts,
+        )
         if loop.trace.dropped:
             print(f"trace/rank{place.rank}.jsonl: left out {loop.trace.dropped} damaged lines", flush=True)
     if place.rank == 0:
-        run.write(config, plan)  # of a resumed run, what it goes on with: only now is it known to open the checkpoint
+        run.write(config, plan)  # only now that the checkpoint is known to open under them
         schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
+
+
+def _check_base(place: Place, run: RunDir, config: Config, begins: bool) -> None:
+    """Rank 0 records, or compares, the files of the frozen weights; its refusal is raised on every rank."""
+    problem = None
+    if place.rank == 0:
+        try:
+            check_base(run.path / "hf", config.model, first=begins)
+        except FourfoldError as e:
+            problem = str(e)
+    problem = _everyone(problem, place)[0]
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
@@ -297,6 +439,8 @@ def environment(place: Place, device: torch.device) -> dict[str, Any]:
         "host": platform.node(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": place.ranks,
+        "local_ranks": place.local_ranks,
+        "host_bytes": psutil.virtual_memory().total,
         "threads": torch.get_num_threads(),
         "job": place.job,
     }
@@ -312,7 +456,7 @@ def _prepare(config: Config, place: Place) -> tuple[torch.device, Limits]:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     step = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
-    return device, Limits.of(step, config.train.start_timeout, config.checkpoint.timeout)
+    return device, Limits.of(step, config.train.start_timeout, config.checkpoint.timeout, config.train.eval_timeout)
 
 
 class Recorder(Callback):
@@ -338,7 +482,10 @@ class Recorder(Callback):
     def on_eval(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
         took = short_duration(metrics["eval_seconds"])
-        self.progress.note(f"  evaluation at step {metrics['step']}: loss {metrics['eval_loss']:.4f}  [dim]({took})[/]")
+        known = ("eval_loss", "eval_tokens", "eval_seconds", "step")
+        more = "".join(f"  {n.removeprefix('eval_')} {v:.4g}" for n, v in metrics.items() if n not in known)
+        loss = f"loss {metrics['eval_loss']:.4f}{markup(more)}"
+        self.progress.note(f"  evaluation at step {metrics['step']}: {loss}  [dim]({took})[/]")
 
     def on_saving(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
