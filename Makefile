@@ -1,16 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-gpu lint api clean
+.PHONY: demo test test-fast test-gpu lint api docs site clean
 
-demo: .venv/installed-run  ## train a small GPT in four processes and sample from it
+demo: .venv/installed-run  ## plan and train a small GPT in eight processes and sample from it
 	$(BIN)/fourfold demo
 
 test: .venv/installed-dev  ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: .venv/installed-dev  ## run the tests for the edit loop: all but whole training runs, plan searches and benchmarks
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-gpu: .venv/installed-dev  ## run the tests of one NVIDIA GPU, a process to a test: CUDA forbids to fork once it has started
 	FOURFOLD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/test_kernels.py tests/test_cuda.py tests/test_nccl.py
@@ -25,6 +25,14 @@ lint: .venv/installed-dev  ## check style and types
 
 api: .venv/installed-dev  ## write the API reference from docstrings to api.md
 	$(BIN)/python docs/make_api.py > api.md
+
+docs: .venv/installed-dev  ## build the documentation to site/docs; warnings are errors
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+site: .venv/installed-run  ## build the planner's page in site/planner, for any web server; needs npm, which gets Pyodide
+	$(BIN)/python -m fourfold.site.static site/planner
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -6,9 +6,11 @@ With `FOURFOLD_TEST_DEVICE=cuda` the tests of GPUs run (`make test-gpu`); withou
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 if os.environ.get("FOURFOLD_TEST_DEVICE", "cpu") == "cpu":
@@ -18,6 +20,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+MEMORY_DISK = Path("/dev/shm")
+if os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 4 << 30:
+    # runs wait for the disk after every file that they write, 8 ms each: files of tests are kept in memory
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
 
 IDLE = ("MainThread", "asyncio_", "tqdm_monitor")
 """Threads of pytest and of tqdm, which torch.compile starts where it is installed: they wait and hold no lock. The thread
@@ -53,7 +60,14 @@ SLOW = (
     "tests/test_checkpoint",
     "tests/test_launch",
 )
-SLOW += ("tests/test_sharding", "tests/test_pipelines", "tests/test_together", "tests/test_grid", "tests/test_cli")
+SLOW += (
+    "tests/test_sharding",
+    "tests/test_pipelines",
+    "tests/test_together",
+    "tests/test_grid",
+    "tests/test_cli",
+    "tests/test_why",
+)
 SLOW += ("tests/test_numerics", "tests/test_parallelize", "tests/test_cuda", "tests/offload/test_training")
 SLOW += (
     "tests/offload/test_activations",
@@ -69,6 +83,10 @@ SLOW += (
     "tests/runtime/test_transport",
     "tests/test_backend",
     "tests/test_chats",
+    "tests/test_doctor",
+    "tests/test_replicas",
+    "tests/test_plan_report",
+    "tests/test_remote",
 )
 """Files left out by `make test-fast`: whole training runs, searches for plans, benchmarks."""
 LONG = ("test_readme", "test_hosts", "test_faults", "test_checkpoint")

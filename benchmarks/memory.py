@@ -123,12 +123,16 @@ def _train(rank: int, ranks: int, config: Config, plan: Plan) -> int:
 
 
 def alone(fields: dict[str, Any], sections: dict[str, Any], rank: int = 0, batch: int = 16) -> float:
-    """Predicted over counted bytes of one rank of many, in this process: no pipelines, whose messages take memory too."""
+    """Predicted over counted bytes of one rank of many, in this process: no pipelines, whose messages take memory too.
+
+    `fields`: of the model; `lora` among them is the section of the config.
+    """
     from fourfold.testing.budget import Budget
     from fourfold.train.one_rank import OneRank, one_of_many
 
     plan, train = Plan.from_dict(sections), {"global_batch": batch, "run_dir": "unused", "device": "cpu"}
-    resolved = Config.from_dict({"model": fields, "train": train}).resolve()
+    model = {name: value for name, value in fields.items() if name != "lora"}
+    resolved = Config.from_dict({"model": model, "train": train, "lora": fields.get("lora", {})}).resolve()
     plan.check(resolved, plan.mesh.ranks)
     problem = PlanProblem(
         ModelSpec.from_config(resolved.model),

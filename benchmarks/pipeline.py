@@ -250,6 +250,9 @@ class Ones:
     def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
         return ()
 
+    def documents(self, micro_batch: int) -> None:
+        return None
+
     def grad(self, micro_batch: int) -> Tensor:
         return self.x
 
@@ -272,6 +275,8 @@ class ChunkUnit:
     def reduce(self) -> None: ...
     def parameters(self) -> list[Tensor]:
         return [self.chunk.weight]
+
+    trained = parameters
 
     def accumulate(self, grads: Any) -> None: ...
     def add_weight_grad(self, name: str, x: Tensor, dy: Tensor) -> None: ...

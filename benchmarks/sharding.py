@@ -49,7 +49,6 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, Precision, UnitRule
 from fourfold.planner.api import find_plan
 from fourfold.planner.evaluate import predict
-from fourfold.planner.knapsack import Group, choose
 from fourfold.planner.problem import PlanProblem, parse_fixes
 from fourfold.testing.budget import Budget
 from fourfold.testing.emulate import emulated_products
@@ -359,6 +358,19 @@ def _planned(task: Task, cluster: Cluster, budget: float, *fixes: str) -> Plan |
         return None
 
 
+def _fastest_mix(options: list[tuple[tuple[float, float], ...]], budget: float) -> tuple[int, ...] | None:
+    """By dynamic programming: the option (bytes, seconds) of every operator with the least seconds within the budget."""
+    front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    for each in options:
+        grown = sorted((m + size, s + time, (*path, k)) for m, s, path in front for k, (size, time) in enumerate(each))
+        front, fastest = [], float("inf")
+        for mix in grown:  # without those that another one dominates
+            if mix[0] <= budget and mix[1] < fastest * (1 - 1e-12):
+                front.append(mix)
+                fastest = mix[1]
+    return min(front, key=lambda mix: mix[1])[2] if front else None
+
+
 def osdp_plan(
     task: Task, cluster: Cluster, budget: float, activations: float, reduce: str, split: int = 1
 ) -> Plan | None:
@@ -370,16 +382,14 @@ def osdp_plan(
     spec, n = task.model.spec(), task.ranks
     ring = {u.name: cluster.collective("all_gather", 4 * u.parameters, n) for u in spec.units}
     surge = max(8 * u.parameters for u in spec.units) / split
-    groups = [
-        Group(
-            [(16 * u.parameters / n, 3 * ring[u.name]), (16 * u.parameters / n + 12 * u.parameters, 2 * ring[u.name])]
-        )
+    sizes = [
+        ((16 * u.parameters / n, 3 * ring[u.name]), (16 * u.parameters / n + 12 * u.parameters, 2 * ring[u.name]))
         for u in spec.units
     ]
-    chosen = choose(groups, budget - activations - surge, exact=True)
+    chosen = _fastest_mix(sizes, budget - activations - surge)
     if chosen is None:
         return None
-    sharded = [next(iter(counts)) == 0 for counts in chosen.counts]
+    sharded = [option == 0 for option in chosen]
     rules = tuple(
         UnitRule(
             match=u.name,

@@ -213,6 +213,9 @@ class MlpRank:
     def extra(self, micro_batch: int) -> tuple[Tensor, ...]:
         return ()
 
+    def documents(self, micro_batch: int) -> None:
+        return None
+
     def grad(self, micro_batch: int) -> Tensor:
         return self.x
 

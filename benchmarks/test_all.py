@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 NAMES = sorted(
     path.stem for path in FOLDER.glob("[a-z]*.py") if path.stem != "common" and not path.stem.startswith("test_")
 )
-PARTS = ("exhaustive", "tensor_layers")
+PARTS = ("exhaustive", "published_layouts", "tensor_layers")
 """Used by other benchmarks and by tests; no commands."""
 
 QUICK: dict[str, list[str]] = {

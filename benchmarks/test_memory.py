@@ -23,6 +23,8 @@ LLAMA = {
 BERT = {"family": "bert", "layers": 3, "hidden": 96, "heads": 4, "seq_len": 48, "vocab": 256}
 
 QWEN = {**LLAMA, "qk_norm": True}
+LORA: dict[str, Any] = {"lora": {"rank": 8}}
+SOME: dict[str, Any] = {"lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}
 
 
 def rule(match: str = "*", **more: Any) -> dict[str, Any]:
@@ -55,6 +57,13 @@ SLICED = [rule("*.mlp", mode="zero3", split=4, recompute="per-slice"), rule(mode
         ({**LLAMA, "dropout": 0.1}, {"mesh": {"data": 2}, "precision": {"compute": "bf16"}}),
         ({**GPT, "dropout": 0.1}, {"mesh": {"col": 2}}),
         ({**GPT, "dropout": 0.1}, {"mesh": {"data": 2}, "unit": SLICED}),
+        *((model, {"mesh": {"data": 2}}) for model in (GPT | LORA, LLAMA | LORA, LLAMA | SOME, BERT | LORA)),
+        (LLAMA | LORA, {"mesh": {"data": 2}, "unit": [rule(recompute="full")], "precision": {"compute": "bf16"}}),
+        (LLAMA | LORA, {"mesh": {"data": 2}, "unit": [rule(recompute="selective")]}),
+        (LLAMA | LORA, {"mesh": {"data": 4}, "unit": [rule(recompute="full", **EACH)], "batch": {"micro_batches": 4}}),
+        (LLAMA | LORA, {"mesh": {"data": 2}, "unit": SLICED}),
+        (GPT | LORA, {"mesh": {"row": 2, "col": 2}}),
+        (LLAMA | LORA, {"mesh": {"data": 2}, "memory": {"optimizer": "host"}, "precision": {"compute": "bf16"}}),
     ],
 )
 def test_one_rank(model: dict[str, Any], plan: dict[str, Any]) -> None:

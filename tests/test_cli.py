@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import COMMANDS, main
+from fourfold.plan import Plan
 from fourfold.schema import format_bytes
 from fourfold.train.rundir import RunDir
 from fourfold.view.run import compare_step
@@ -143,6 +144,19 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "3 layers" in out
     assert "data 3 = 3 ranks" in out
     assert not (tmp_path / "run").exists()
+
+
+def test_resuming_on_other_ranks_plans_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path / "run").resolve()
+    RunDir.create(tmp_path / "run", config, Plan.from_dict({"mesh": {"pipe": 2}})).unlock()
+    assert main(["train", "--resume", str(tmp_path / "run"), "--nproc", "3", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "data 3 = 3 ranks" in out
+    assert "planned anew: the run had pipe 2 = 2 ranks" in out
+    assert main(["train", "--resume", str(tmp_path / "run"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "pipe 2 = 2 ranks" in out
+    assert "anew" not in out
 
 
 def test_a_short_run_of_a_long_config_warms_up_in_its_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """One process, fp64, for every model."""
     folder = tmp_path_factory.mktemp("references")
-    steps = {"steps": 20, "eval_every": 10}
+    steps = {"steps": 8, "eval_every": 8}
     return {
         name: run_training(make_config(folder / name, model, train=steps), {"precision": {"compute": "fp64"}}, 1)
         for name, model in MODEL.items()
@@ -93,7 +93,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[
 @pytest.mark.parametrize("name", PLANS)
 def test_pipelines_obey_the_contract(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
     model, ranks, plan = PLANS[name]
-    config = make_config(tmp_path / "run", MODEL[model], train={"steps": 20, "eval_every": 10})
+    config = make_config(tmp_path / "run", MODEL[model], train={"steps": 8, "eval_every": 8})
     found = run_training(config, plan | {"precision": {"compute": "fp64"}}, ranks)
     for key in ("loss", "grad_norm", "eval_loss"):
         for a, b in zip(series(references[model], key), series(found, key), strict=True):

@@ -25,6 +25,9 @@ WITHOUT_TORCH = (
     "files",
     "train.checkpoint_folder",
     "train.checkpoint_index",
+    "train.diagnose",
+    "train.flight",
+    "train.remote",
     "train.rundir",
     "piece",
     "errors",
@@ -41,7 +44,7 @@ WITHOUT_TORCH = (
     "tensor.blocks",
     "tensor.costs",
 )
-ROOMS_WITHOUT_TORCH = ("program", "planner", "view")
+ROOMS_WITHOUT_TORCH = ("program", "planner", "site", "view")
 APART = ("runtime", "tensor", "shard", "offload")
 
 SAME_THING = {

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from fourfold.offload.adamw import StreamedAdamW as StreamedAdamW
     from fourfold.plan import Plan as Plan
     from fourfold.planner.api import make_plan as make_plan
+    from fourfold.planner.api import predict as predict
+    from fourfold.planner.evaluate import Prediction as Prediction
     from fourfold.train.callbacks import Callback as Callback
     from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit
+    from fourfold.view.why import explain_run as explain_run
 
 __version__ = "0.1.0"
 
@@ -34,10 +37,13 @@ _HOMES = {
     "ModelSpec": "fourfold.model.operators",
     "Plan": "fourfold.plan",
     "PlanError": "fourfold.errors",
+    "Prediction": "fourfold.planner.evaluate",
     "StreamedAdamW": "fourfold.offload.adamw",
+    "explain_run": "fourfold.view.why",
     "fit": "fourfold.train.worker",
     "make_plan": "fourfold.planner.api",
     "parallelize": "fourfold.train.parallelize",
+    "predict": "fourfold.planner.api",
 }
 
 __all__ = [
@@ -49,10 +55,13 @@ __all__ = [
     "ModelSpec",
     "Plan",
     "PlanError",
+    "Prediction",
     "StreamedAdamW",
+    "explain_run",
     "fit",
     "make_plan",
     "parallelize",
+    "predict",
 ]
 
 

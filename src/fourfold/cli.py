@@ -31,15 +31,17 @@ from fourfold.commands.look import (
     SampleArgs,
     TokenizeArgs,
     ViewArgs,
+    WhyArgs,
     compare,
     doctor,
     sample,
     tokenize,
     view,
+    why,
 )
 from fourfold.commands.plan import PlanArgs, plan_command
 from fourfold.commands.simulate import SimulateArgs, simulate_command
-from fourfold.commands.train import TrainArgs, loaded_defaults, train
+from fourfold.commands.train import TrainArgs, loaded_defaults, train, with_local_run
 from fourfold.commands.verify import VerifyArgs, verify
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.view.text import markup
@@ -53,6 +55,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "simulate": (SimulateArgs, simulate_command),
     "train": (TrainArgs, train),
     "view": (ViewArgs, view),
+    "why": (WhyArgs, why),
     "sample": (SampleArgs, sample),
     "export": (ExportArgs, export_command),
     "compare": (CompareArgs, compare),
@@ -105,6 +108,7 @@ def _parse(kind: type, name: str, args: list[str]) -> Any:
         args = [
             "--data.source" + a.removeprefix("--data") if a == "--data" or a.startswith("--data=") else a for a in args
         ]
+        args = with_local_run(args)
         default = loaded_defaults(args)
         args = [a if a not in ("true", "false") else a.capitalize() for a in args]
     return tyro.cli(kind, prog=f"fourfold {name}", args=args, default=default, config=(tyro.conf.AvoidSubcommands,))

@@ -1,14 +1,17 @@
 """A timeline as one HTML file that opens offline by double click, or as a Chrome trace for Perfetto. No torch.
 
 The page (`timeline.html` next to this file) holds panels, such as the plan and the measured step, on one time scale. A panel
-has a row per rank; a row has ops, waits before them, and a lane for messages, collectives and updates, which run concurrently
-with the ops. All of it is data in the page: names reach it as JSON, are escaped, and are shown as text alone.
+has a row per rank; a row has ops and waits, and two lanes for messages and collectives, which run concurrently with them. All of
+it is data in the page: names reach it as JSON, are escaped, and are shown as text alone.
+
+In the page's JSON a span is five numbers: start and duration in ticks (a ten-millionth of the whole), the index of its kind in
+`kinds`, the index of its name in `names`, and bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -19,58 +22,90 @@ from fourfold.errors import RunDirError
 from fourfold.program.instructions import Gather, Reduce, Release, Send, Stream
 from fourfold.program.timeline import Timeline
 
-__all__ = ["PageSpan", "Panel", "Row", "panel_of", "write_page", "write_perfetto"]
+__all__ = ["KINDS", "PageSpan", "Panel", "Row", "inline_json", "panel_of", "write_page", "write_perfetto"]
+
+KINDS = "FBIWRED_UHMGSX"
+"""F, B, I, W: ops. R: recomputation. E: exposed transfer. D: data. _: waiting for another rank. U: optimizer update. H: host.
+Beside them, M: message, G: gather, S: reduction, X: other collective."""
+TICKS = 10_000_000
 
 
 class PageSpan(NamedTuple):
-    """What a rank did from `start` to `end`; `kind` is F, B, I, W, M (message), C (collective), U (update) or _ (waiting)."""
+    """What a rank did from `start` to `end`; `kind` is one of KINDS."""
 
     start: float
     end: float
     kind: str
     name: str
-    note: str = ""
+    size: int = 0
+    """Bytes of a message or collective."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank."""
+    """One rank; `lost` has seconds by cause, for the margin and the table."""
 
     name: str
     spans: tuple[PageSpan, ...]
+    lost: Mapping[str, float] = field(default_factory=dict)
 
     def busy(self, length: float) -> float:
         """The share of `length` in which the rank computed."""
-        return sum(s.end - s.start for s in self.spans if s.kind in "FBIW") / length if length else 0.0
+        return sum(s.end - s.start for s in self.spans if s.kind in "FBIWR") / length if length else 0.0
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Rows that belong together. `path` is the critical path: (row, start, end); `memory` has points (time, held) by row."""
+    """Rows that belong together."""
 
     name: str
     rows: tuple[Row, ...]
     path: tuple[tuple[int, float, float], ...] = ()
+    """The critical path: (row, start, end)."""
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """By row: points (time, held)."""
     memory_name: str = "activations held"
-    facts: dict[str, str] = field(default_factory=dict)
+    memory_unit: str = ""
+    """"bytes", or nothing: in units of the costs."""
+    budget: float = 0.0
+    """Memory that a rank may use; 0: unknown."""
+    peaks: tuple[tuple[float, float, Mapping[str, float]], ...] = ()
+    """By row, where known: time, amount and parts of the most memory."""
 
     @property
     def length(self) -> float:
         return max((s.end for row in self.rows for s in row.spans), default=0.0)
 
 
-def panel_of(name: str, timeline: Timeline, names: Sequence[str] | None = None) -> Panel:
-    """A simulated or merged timeline as a panel."""
+def panel_of(
+    name: str, timeline: Timeline, names: Sequence[str] | None = None, peaks: Sequence[Mapping[str, Any]] = ()
+) -> Panel:
+    """A simulated or merged timeline as a panel. `peaks`: by row, the predicted bytes at the peak (`RankMemory.to_dict`)."""
     spans: list[list[PageSpan]] = [[] for _ in range(timeline.rows)]
     for row, lane, what, start, end in timeline.spans():
-        kind = {"compute": "", "message": "M", "collective": "C", "stream": "U"}[lane]
-        kind = kind or what.kind  # type: ignore[union-attr]  # ops alone are on the compute lane
-        spans[row].append(PageSpan(float(start), float(end), kind, _told(what)))
-    rows = [Row(names[i] if names else f"rank {i}", tuple(found)) for i, found in enumerate(spans)]
+        if start == end and lane != "compute":
+            continue  # a gather of what is not sharded
+        kind = {"compute": "", "message": "M", "collective": "G" if isinstance(what, Gather) else "S", "stream": "U"}
+        letter = kind[lane] or what.kind  # type: ignore[union-attr]  # ops alone are on the compute lane
+        spans[row].append(PageSpan(float(start), float(end), letter, _told(what)))
+    rows = []
+    for i, found in enumerate(spans):
+        idle = float(timeline.idle[i])
+        rows.append(Row(names[i] if names else f"rank {i}", tuple(found), {"waiting": idle} if idle > 0 else {}))
     path = tuple((s.row, float(s.start), float(s.end)) for s in timeline.critical_path if s.lane == "compute")
     memory = tuple(tuple((float(t), float(m)) for t, m in timeline.memory(row)) for row in range(timeline.rows))
-    return Panel(name, tuple(rows), path, memory)
+    marks = []
+    for row, peak in enumerate(peaks[: timeline.rows]):
+        parts = {k: float(v) for k, v in peak.items() if k not in _NOT_PARTS and _is_size(v)}
+        marks.append((float(timeline.peaks[row].at), float(peak.get("bytes", 0)), parts))
+    return Panel(name, tuple(rows), path, memory, peaks=tuple(marks))
+
+
+_NOT_PARTS = ("rank", "bytes", "at", "host", "host_activations")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _told(what: Any) -> str:
@@ -88,61 +123,95 @@ def _told(what: Any) -> str:
     return str(what)
 
 
-def write_page(path: Path, title: str, summary: str, panels: Sequence[Panel], *, unit: str = "s") -> None:
-    """Write the page; `unit` is "s", or "" for times in units of the costs."""
-    length = max(panel.length for panel in panels)
+def write_page(
+    path: Path, title: str, summary: str, panels: Sequence[Panel], *, unit: str = "s", more: str = ""
+) -> None:
+    """Write the page; `unit` is "s", or "" for times in units of the costs. `more` is shown on demand."""
+    length = max(panel.length for panel in panels) or 1.0
+    names: dict[str, int] = {}
+
+    def tick(t: float) -> int:
+        return round(t / length * TICKS)
+
+    def flat(spans: Sequence[PageSpan]) -> list[int]:
+        out: list[int] = []
+        for s in sorted(spans):
+            at = tick(s.start)
+            out += at, tick(s.end) - at, KINDS.index(s.kind), names.setdefault(s.name, len(names)), s.size
+        return out
+
     data = {
         "title": title,
         "summary": summary,
+        "more": more,
         "unit": unit,
-        "length": length or 1.0,
+        "length": length,
+        "ticks": TICKS,
+        "kinds": KINDS,
         "panels": [
             {
                 "name": p.name,
                 "rows": [
-                    {"name": r.name, "busy": r.busy(p.length), "spans": [_rounded(s, length) for s in r.spans]}
+                    {
+                        "name": r.name,
+                        "busy": round(r.busy(p.length), 5),
+                        "lost": {cause: _short(t) for cause, t in r.lost.items() if t > 0},
+                        "spans": flat(r.spans),
+                    }
                     for r in p.rows
                 ],
-                "path": p.path or None,
-                "memory": p.memory or None,
+                "path": [[row, tick(a), tick(b)] for row, a, b in p.path] or None,
+                "memory": [[x for t, held in points for x in (tick(t), _short(held))] for points in p.memory] or None,
                 "memory_name": p.memory_name,
+                "memory_unit": p.memory_unit,
+                "budget": p.budget,
+                "peaks": [[tick(t), held, dict(parts)] for t, held, parts in p.peaks],
             }
             for p in panels
         ],
     }
+    data["names"] = list(names)
     template = resources.files("fourfold.view").joinpath("timeline.html").read_text("utf-8")
-    files.write_text(path, template.replace("{{data}}", _inline(data)), RunDirError)
+    files.write_text(path, template.replace("{{data}}", inline_json(data)), RunDirError)
 
 
-def _rounded(span: PageSpan, length: float) -> list[Any]:
-    """A millionth of the step is less than any screen shows."""
-    digits = max(0, 7 - len(str(int(length)))) if length >= 1 else 9
-    values: list[Any] = [round(span.start, digits), round(span.end, digits), span.kind, span.name]
-    return [*values, span.note] if span.note else values
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
-def _inline(data: Any) -> str:
+def inline_json(data: Any) -> str:
     """JSON that cannot end the script element it stands in."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-LANES = {"M": (2, "messages"), "C": (3, "collectives"), "U": (4, "optimizer"), "_": (5, "waiting")}
+LANES = {"M": (2, "messages"), "G": (3, "collectives"), "S": (3, "collectives"), "X": (3, "collectives")}
 
 
 def write_perfetto(path: Path, panels: Sequence[Panel], *, scale: float = 1e6) -> None:
-    """Write a Chrome trace: a process per rank, threads for ops, messages, collectives, updates and waits; `scale` gives µs."""
+    """Write a Chrome trace: a process per rank, threads for ops and waits, messages, and collectives; `scale` gives µs.
+
+    Slices of a thread must nest, so those that overlap go to further threads. Every rank has a counter of its memory.
+    """
     events: list[dict[str, Any]] = []
     for number, panel in enumerate(panels):
         for place, row in enumerate(panel.rows):
             pid = 10_000 * number + place + 1
-            named = [("process_name", 0, f"{panel.name} · {row.name}"), ("thread_name", 1, "ops")]
-            kinds = {s.kind for s in row.spans}
-            named += [("thread_name", tid, name) for kind, (tid, name) in LANES.items() if kind in kinds]
-            events += [{"ph": "M", "name": n, "pid": pid, "tid": t, "args": {"name": v}} for n, t, v in named]
-            events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
-            for s in row.spans:
-                tid = LANES.get(s.kind, (1, ""))[0]
+            named = {1: "ops"}
+            ends: dict[int, float] = {}
+            for s in sorted(row.spans):
+                tid, name = LANES.get(s.kind, (1, "ops"))
+                while ends.get(tid, 0.0) > s.start + 1e-9:
+                    tid += 10
+                ends[tid], named[tid] = s.end, name
+                span = {"ph": "X", "name": s.name or "wait", "cat": s.kind, "pid": pid, "tid": tid}
                 times = {"ts": round(s.start * scale, 3), "dur": round((s.end - s.start) * scale, 3)}
-                events.append({"ph": "X", "name": s.name or "wait", "cat": s.kind, "pid": pid, "tid": tid, **times})
+                events.append(span | times | ({"args": {"bytes": s.size}} if s.size else {}))
+            titles = [("process_name", 0, f"{panel.name} · {row.name}")]
+            titles += [("thread_name", tid, name) for tid, name in sorted(named.items())]
+            events += [{"ph": "M", "name": n, "pid": pid, "tid": t, "args": {"name": v}} for n, t, v in titles]
+            events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
+            for t, held in panel.memory[place] if panel.memory else ():
+                counter = {"ph": "C", "name": panel.memory_name, "pid": pid, "ts": round(t * scale, 3)}
+                events.append(counter | {"args": {"held": held}})
     files.write_json(path, {"displayTimeUnit": "ms", "traceEvents": events}, RunDirError, indent=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
@@ -20,16 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["progress_bar", "show_plan", "show_what_if"]
 
+NARROW, WIDE = 110, 140
+"""Columns of a terminal: below, a plan's units are shown under it; of a file."""
+
 
 def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
     """Print the table and the report, preceded by a warning if the plan does not fit. `top`: number of plans requested."""
     console = Console(file=file, highlight=False, soft_wrap=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDE  # a file or a pipe has no width: lines that wrap are hard to read and to search
     lines = explain(plan).splitlines()
     if (plan.predicted or {}).get("misfit"):
         console.print(lines.pop(0), style="bold red", markup=False, soft_wrap=True)
         console.print()
     rows = table(plan)
-    out = Table("", "plan", "units", box=None, header_style="dim")
+    narrow = console.width < NARROW
+    out = Table("", "plan, units" if narrow else "plan", *(() if narrow else ("units",)), box=None, header_style="dim")
     for name in (
         "step",
         "MFU",
@@ -38,8 +45,9 @@ def show_plan(plan: Plan, file: IO[str] | None = None, top: int = 0) -> None:
         "bubble",
     ):  # numbers are never wrapped, however narrow the terminal
         out.add_column(name, no_wrap=True, min_width=len(name), justify="right")
-    for i, row in enumerate(rows):
-        out.add_row(*row, style="bold" if i == 0 else "")
+    for i, (number, name, units, *figures) in enumerate(rows):
+        words = (f"{name}\n  {units}",) if narrow else (name, units)
+        out.add_row(number, *words, *figures, style="bold" if i == 0 else "")
     console.print(out)
     total = (plan.certificate or {}).get("layouts", 0)
     if len(rows) < min(top, total):

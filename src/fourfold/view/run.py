@@ -9,19 +9,22 @@ on the machine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from fourfold.errors import RunDirError, ScheduleError
+from fourfold.plan import Plan
 from fourfold.program import Costs, Op, Schedule, Timeline, simulate
 from fourfold.program.groups import coordinates_of
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_trace
-from fourfold.view.page import PageSpan, Panel, Row
+from fourfold.view.page import PageSpan, Panel, Row, panel_of
+from fourfold.view.steps import Part, TracedStep, axes_of, read_steps
 
-__all__ = ["StepComparison", "compare_step", "measured_panel"]
+__all__ = ["StepComparison", "compare_step", "measured_panel", "planned_panel", "planned_timeline", "rank_name"]
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,6 @@ class StepComparison:
     schedule: Schedule
     measured: Timeline
     simulated: Timeline
-
-    @property
-    def summary(self) -> str:
-        """How long the step took, and how long its simulation takes."""
-        measured, simulated = self.measured, self.simulated
-        return (
-            f"Step {self.step} took {float(measured.makespan):.4g} s on the first replica, with a bubble of "
-            f"{float(measured.bubble):.1%}. Simulated with the median times of its ops it takes "
-            f"{float(simulated.makespan):.4g} s: the difference is messages, waiting and overhead."
-        )
 
 
 @dataclass(frozen=True)
@@ -80,31 +73,177 @@ def compare_step(run: RunDir, step: int | None = None) -> StepComparison:
     return StepComparison(chosen, Schedule.of((row.ops for row in rows), "measured"), measured, simulated)
 
 
-def measured_panel(run: RunDir, step: int) -> Panel:
-    """What every rank of the mesh did in a traced step: its ops and unit ops, and the waits before them."""
+_LETTERS = {
+    "recompute": "R",
+    "exposed": "E",
+    "bubble": "_",
+    "waiting": "_",
+    "data": "D",
+    "update": "U",
+}
+_COLLECTIVES = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "S", "reduce": "S"}
+
+
+def measured_panel(run: RunDir, step: int, steps: Sequence[TracedStep] | None = None, name: str = "") -> Panel:
+    """What every rank of the mesh did in a traced step: ops, waits, messages, collectives, memory."""
     _, plan = run.read()
-    found: dict[int, dict[str, Any]] = {}
-    for rank in range(plan.mesh.ranks):
-        path = run.path / "trace" / f"rank{rank}.jsonl"
-        lines = read_trace(path) if path.is_file() else ()
-        line = next((line for line in lines if line is not None and line["step"] == step), None)
-        if line is not None and line["spans"]:
-            found[rank] = line
-    if not found:
+    traced = next((s for s in (steps or read_steps(run)) if s.step == step), None)
+    if traced is None:
         raise RunDirError(f"{run.path}: no rank has a trace of step {step}")
-    first = min(found.values(), key=lambda line: line["origin"])["origin"]
-    rows = []
-    for rank, line in found.items():
-        at, spans = line["origin"] - first, []
-        for what, start, end, waited in line["spans"]:
-            if waited > 0:
-                spans.append(PageSpan(at + start - waited, at + start, "_", f"before {what}"))
-            spans.append(PageSpan(at + start, at + end, Op.parse(what.partition(" ")[0]).kind, what))
-        place = " ".join(
-            f"{axis} {c}" for axis, c in coordinates_of(plan.mesh.degrees, rank).items() if plan.mesh.degrees[axis] > 1
-        )
-        rows.append(Row(f"rank {rank}" + (f" · {place}" if place else ""), tuple(spans)))
-    return Panel(f"measured, step {step}", tuple(rows))
+    taken = {(e.peer, rank, e.what): e.end for rank, r in traced.ranks.items() for e in r.events if e.kind == "message"}
+    rows, memory, peaks = [], [], []
+    for rank, r in traced.ranks.items():
+        spans = [PageSpan(p.start, p.end, _letter(p), _name(p)) for p in r.parts]
+        for e in r.events:
+            if e.ranks:
+                over = f" over {axes_of(e.ranks, traced.degrees)}, ranks {_ranks_text(e.ranks)}"
+                spans.append(PageSpan(e.issued, e.end, _COLLECTIVES.get(e.kind, "X"), e.what + over, e.size))
+            elif e.kind == "send":
+                end = max(e.end, taken.get((rank, e.peer, e.what), e.end))
+                spans.append(PageSpan(e.begun, end, "M", f"{e.what}, to rank {e.peer}", e.size))
+        lost = {c: r.spent(c) for c in ("bubble", "waiting", "exposed", "data", "update", "norm", "host", "between")}
+        rows.append(Row(rank_name(plan, rank), tuple(spans), lost))
+        memory.append(tuple(r.memory))
+        if r.peak is not None:
+            at, used, parts = r.peak
+            peaks.append((at, used, {**parts, "everything else": max(0.0, used - sum(parts.values()))}))
+    order = {rank: row for row, rank in enumerate(traced.ranks)}
+    path = tuple((order[rank], p.start, p.end) for rank, p in traced.path)
+    on_gpu = any(r.lead is not None for r in traced.ranks.values())
+    budget = (plan.predicted or {}).get("usable_bytes", 0) if on_gpu else 0
+    return Panel(
+        name or f"measured, step {step}",
+        tuple(rows),
+        path,
+        tuple(memory) if any(memory) else (),
+        "memory of tensors" if on_gpu else "memory of the process",
+        "bytes",
+        budget if isinstance(budget, int | float) else 0,
+        tuple(peaks) if len(peaks) == len(rows) else (),
+    )
+
+
+def planned_timeline(run: RunDir, steps: Sequence[TracedStep]) -> Timeline:
+    """The plan's programs, simulated with what was measured: gathers and reductions are in it.
+
+    An op takes the median of its compute and its collectives on the grid, without waits. A message, gather or reduction takes
+    the least that was seen from when the last rank started it to when some rank had waited for it: one that is overlapped ends
+    before it is waited for.
+    """
+    config, plan = run.read()
+    layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
+    later = [s for s in steps if s.step > 1] or list(steps)
+    ops: dict[tuple[int, str], list[float]] = {}
+    started: dict[tuple[Any, ...], float] = {}
+    ended: dict[tuple[Any, ...], tuple[str, str, float]] = {}
+    messages: list[float] = []
+    for s in later:
+        sent = {(rank, e.peer, e.what): e.begun for rank, r in s.ranks.items() for e in r.events if e.kind == "send"}
+        for rank, r in s.ranks.items():
+            took: dict[Op, float] = {}
+            starts = [start for _, start, _, _ in r.spans]
+            for p in r.parts:
+                i = bisect_right(starts, p.start) - 1
+                if i < 0 or p.start >= r.spans[i][2] or p.cause in ("bubble", "waiting"):
+                    continue  # outside ops
+                if p.cause != "exposed" or not _unit(
+                    p.what.partition(": ")[2]
+                ):  # collectives of the grid belong to the op
+                    op = Op.parse(r.spans[i][0].partition(" ")[0])
+                    took[op] = took.get(op, 0.0) + p.seconds
+            for op, seconds in took.items():
+                ops.setdefault((op.stage, op.kind), []).append(seconds)
+            for e in r.events:
+                if e.kind == "message" and (e.peer, rank, e.what) in sent:
+                    messages.append(max(0.0, e.end - sent[e.peer, rank, e.what]))
+                if (unit := _unit(e.what)) and e.ranks:
+                    key = s.step, e.group, e.ranks, e.number
+                    started[key] = max(started.get(key, 0.0), e.issued)
+                    ended[key] = e.kind, unit, min(ended[key][2] if key in ended else e.end, e.end)
+    prices: dict[str, dict[str, float]] = {"gather": {}, "reduce": {}}
+    for units in layout.units:
+        for name in units:
+            prices["gather"][name] = prices["reduce"][name] = 0.0
+    least: dict[tuple[str, str], float] = {}
+    for key, (kind, unit, end) in ended.items():
+        what = ("gather" if kind == "all_gather" else "reduce", unit)
+        least[what] = min(least.get(what, float("inf")), max(0.0, end - started[key]))
+    for (field, unit), seconds in least.items():
+        if unit in prices[field]:
+            prices[field][unit] = seconds
+
+    def of(kind: str) -> tuple[float, ...]:
+        return tuple(median(ops.get((s, kind), [0.0])) for s in range(layout.schedule.stages))
+
+    costs = Costs(
+        forward=of("F"),
+        input_grad=of("I"),
+        weight_grad=of("W"),
+        backward=of("B"),
+        message=min(messages, default=0.0),
+        gather=prices["gather"],
+        reduce=prices["reduce"],
+    )
+    return simulate(layout.programs, costs)
+
+
+def _unit(what: str) -> str:
+    """The unit whose parameters are gathered or whose gradients are summed; empty for other collectives."""
+    if what.startswith("the parameters of "):
+        return what.removeprefix("the parameters of ")
+    return what.removeprefix("the sum of ").removesuffix("'s gradients") if what.endswith("'s gradients") else ""
+
+
+def planned_panel(plan: Plan, timeline: Timeline, name: str) -> Panel:
+    """A simulated plan: a row per pipeline rank; with a prediction, memory in bytes and the limit."""
+    stride, p = plan.mesh.ranks // plan.mesh.pipe, plan.predicted or {}
+    names = []
+    for pipe in range(timeline.rows):
+        ranks = range(pipe * stride, (pipe + 1) * stride)
+        names.append(f"pipe {pipe} · rank{'s' * (stride > 1)} {_ranks_text(ranks)}")
+    found = p.get("memory") or []
+    panel = panel_of(name, timeline, names, found if len(found) == timeline.rows else ())
+    if len(panel.peaks) != timeline.rows:
+        return panel
+    curves = []
+    for row, (points, (_, most, parts)) in enumerate(zip(panel.memory, panel.peaks, strict=True)):
+        held, activations = float(timeline.peaks[row].memory) or 1.0, parts.get("activations", 0.0)
+        curves.append(tuple((t, most - activations * (1 - x / held)) for t, x in points))
+    what = "memory, predicted"
+    return replace(panel, memory=tuple(curves), memory_name=what, memory_unit="bytes", budget=p.get("usable_bytes", 0))
+
+
+def rank_name(plan: Plan, rank: int) -> str:
+    """A rank and its coordinates on the axes that the plan uses."""
+    degrees = plan.mesh.degrees
+    place = " ".join(f"{axis} {c}" for axis, c in coordinates_of(degrees, rank).items() if degrees[axis] > 1)
+    return f"rank {rank}" + (f" · {place}" if place else "")
+
+
+def _letter(part: Part) -> str:
+    if part.cause in ("forward", "backward", "weight"):
+        return Op.parse(part.what.partition(" ")[0]).kind
+    return _LETTERS.get(part.cause, "H")
+
+
+def _name(part: Part) -> str:
+    match part.cause:
+        case "bubble" | "waiting":
+            return (f"waiting for rank {part.peer}: " if part.peer >= 0 else "waiting: ") + part.what
+        case "recompute":
+            return f"recompute {part.what}"
+        case "host":
+            return "between ops"
+        case "other":
+            return "not explained"
+    return part.what
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """0-3 for neighbours, else 0, 4, 8 …"""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
 
 
 def _times(rows: list[_TracedStep]) -> list[list[tuple[float, float]]]:

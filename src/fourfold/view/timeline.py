@@ -2,12 +2,16 @@
 
     F forward   B backward   I gradient of the input   W gradient of the weights   · idle
 
-An op that is wide enough shows its micro-batch.
+An op that is wide enough shows its micro-batch. A measured step has every rank of the mesh, and also shows what is no op:
+
+    R recomputation   E exposed communication   D data   U optimizer   h host   · waiting for another rank
+
+A character stands for what took most of its time. Of more than 64 ranks, some are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from rich.console import Console
@@ -15,10 +19,26 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold.program.costs import Number
+from fourfold.program.ops import Op
 from fourfold.program.timeline import Timeline
+from fourfold.view.steps import RankStep, TracedStep
 from fourfold.view.text import markup
 
-__all__ = ["draw", "show_comparison", "show_timeline"]
+__all__ = ["draw", "draw_rank", "show_comparison", "show_step", "show_timeline"]
+
+MOST_ROWS = 64
+_MARKS = {
+    "recompute": ("R", "black on bright_yellow"),
+    "exposed": ("E", "black on red"),
+    "data": ("D", "black on white"),
+    "update": ("U", "black on magenta"),
+    "norm": ("h", "dim"),
+    "host": ("h", "dim"),
+    "between": ("h", "dim"),
+    "bubble": ("·", "dim"),
+    "waiting": ("·", "dim"),
+    "other": ("?", "dim"),
+}
 
 _STYLE = {"F": "black on bright_blue", "B": "black on bright_green", "I": "black on green", "W": "black on yellow"}
 
@@ -44,19 +64,78 @@ def draw(timeline: Timeline, width: int) -> list[Text]:
     return lines
 
 
+def draw_rank(rank: RankStep, length: float, width: int) -> Text:
+    """One line: what the rank did, `width` characters for `length` seconds."""
+    cells: list[dict[str, float]] = [{} for _ in range(width)]
+    for part in rank.parts:
+        kind = part.cause
+        if kind in ("forward", "backward", "weight"):
+            kind = Op.parse(part.what.partition(" ")[0]).kind
+        first, last = part.start / length * width, part.end / length * width
+        for cell in range(max(0, int(first)), min(width, int(last) + 1)):
+            took = min(last, cell + 1) - max(first, cell)
+            cells[cell][kind] = cells[cell].get(kind, 0.0) + took
+    line = Text()
+    for found in cells:
+        kind = max(found, key=lambda k: found[k]) if found else ""
+        mark, style = _MARKS.get(kind, (kind or " ", _STYLE.get(kind, "")))
+        line.append(mark, style=style)
+    return line
+
+
+def show_step(traced: TracedStep, names: Mapping[int, str], console: Console) -> None:
+    """Print what every rank did in a step, and where its time went."""
+    ranks = list(traced.ranks.values())
+    every = -(-len(ranks) // MOST_ROWS)
+    room = 0 if console.width < 70 or len(ranks) > 16 else max(len(name) for name in names.values()) + 1
+    margin = room or len(str(ranks[-1].rank)) + 1
+    length = max(r.end for r in ranks)
+    for r in ranks[::every]:
+        name = names[r.rank] if room else str(r.rank).rjust(margin - 1)
+        line = draw_rank(r, length, max(10, console.width - margin - 1))
+        console.print(Text.assemble((name.ljust(margin), "dim"), line), no_wrap=True, crop=True)
+    legend = Text(" " * margin)
+    used = {p.cause for r in ranks for p in r.parts}
+    ops = {Op.parse(what.partition(" ")[0]).kind for r in ranks for what, *_ in r.spans}
+    for mark, name in (("F", "forward"), ("B", "backward"), ("I", "input gradient"), ("W", "weight gradient")):
+        if mark in ops:
+            legend.append(f" {mark} ", style=_STYLE[mark]).append(f" {name}  ")
+    for cause, name in _WORDS.items():
+        if cause in used:
+            mark, style = _MARKS[cause]
+            legend.append(f" {mark} ", style=style).append(f" {name}  ")
+    console.print(legend)
+    if every > 1:
+        console.print(f"[dim]{len(ranks[::every])} of {len(ranks)} ranks are shown; --html shows all[/]")
+
+
+_WORDS = {
+    "recompute": "recomputation",
+    "exposed": "exposed communication",
+    "data": "data",
+    "update": "optimizer",
+    "host": "host",
+    "bubble": "waiting",
+}
+
+
 def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None) -> None:
     """Print the drawing, a table by rank, and the totals."""
     console = Console(file=file, highlight=False)
     console.print(f"[bold]{markup(name)}[/]")
     margin = len(f"{timeline.rows - 1} ")
-    for row, line in enumerate(draw(timeline, max(20, console.width - margin))):
+    every = -(-timeline.rows // MOST_ROWS)
+    for row, line in list(enumerate(draw(timeline, max(20, console.width - margin))))[::every]:
         console.print(Text.assemble((f"{row:>{margin - 1}} ", "dim"), line), no_wrap=True, crop=True)
     legend = Text(" " * margin)
     for kind in dict.fromkeys(op.kind for ops in timeline.ops for op in ops):
         legend.append(f" {kind} ", style=_STYLE[kind])
     console.print(legend)
     table = Table("rank", "busy", "idle", "peak memory", "at", box=None, header_style="dim")
-    for row in range(timeline.rows):
+    rows = list(range(timeline.rows))
+    if len(rows) > 16:  # the ends of the range say enough
+        rows = sorted({*rows[:3], *rows[-3:], *sorted(rows, key=lambda r: -timeline.idle[r])[:3]})
+    for row in rows:
         peak = timeline.peaks[row]
         figures = (timeline.work[row], timeline.idle[row], peak.memory, peak.at)
         table.add_row(str(row), *(_figure(x) for x in figures))

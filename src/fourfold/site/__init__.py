@@ -1,0 +1,1 @@
+"""The planner as a page: `fourfold plan --serve` and `make site`. No torch."""

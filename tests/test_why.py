@@ -1,0 +1,137 @@
+"""`fourfold why`: causes injected into runs on emulated accelerators (computing is sleeping), each named first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fourfold
+from fourfold.cli import main
+from fourfold.cluster import Cluster, Level
+from fourfold.collectives import Pending
+from fourfold.config import Config
+from fourfold.plan import Plan
+from fourfold.runtime.stage import Stage
+from fourfold.testing.emulate import emulated_products
+from fourfold.testing.ranks import run_ranks
+from fourfold.train.checkpoint import Checkpointer
+from fourfold.train.data import Samples
+from fourfold.train.rundir import RunDir
+from fourfold.train.worker import fit
+from fourfold.view.why import Explanation, explain_run
+from tests.helpers import make_config
+
+RATE = 80e6
+"""FLOP/s of an emulated accelerator: a forward of a stage takes about 5 ms a sequence."""
+MODEL = {"family": "gpt", "layers": 4, "hidden": 32, "heads": 4, "seq_len": 16}
+
+
+def cluster(launch: float = 0.0) -> Cluster:
+    """What the emulated accelerators are, for the planner: FLOPs and a fixed time per matmul, nothing else."""
+    local = Cluster.local(4)
+    matrix = dict.fromkeys(local.device.matrix, RATE)
+    device = replace(local.device, matrix=matrix, efficiency=1.0, attention=1.0, memory_rate=1e12, operator=launch)
+    return replace(local, name="emulated", device=device, level=(Level(name="loopback", bandwidth=1e9),))
+
+
+def _slow_link(seconds: float) -> None:
+    def wait(self: Pending) -> None:
+        if (work := self._work) is not None and self._ticket.kind == "all_reduce":
+
+            class Slow:
+                def wait(self) -> None:
+                    work.wait()
+                    time.sleep(seconds)
+
+            self._work = Slow()
+        real(self)
+
+    real, Pending.wait = Pending.wait, wait  # type: ignore[method-assign]
+
+
+def _slow_unit(name: str, seconds: float) -> None:
+    def init(self: Stage, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        if name in self.index:
+            run = self._runs[self.index[name]]
+            self._runs[self.index[name]] = lambda *args: (time.sleep(seconds), run(*args))[1]
+
+    real, Stage.__init__ = Stage.__init__, init  # type: ignore[method-assign]
+
+
+def _before(owner: Any, name: str, seconds: float) -> None:
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, slow)
+
+
+def _train(rank: int, ranks: int, config: Config, plan: dict[str, Any], cause: str) -> None:
+    import sys
+
+    rate = RATE / 3 if (cause, rank) == ("straggler", 3) else RATE
+    if cause == "communication":
+        _slow_link(0.25)
+    if cause == "slow-unit":
+        _slow_unit("blocks.1.mlp", 0.03)
+    if cause == "data":
+        _before(Samples, "batch", 0.12)
+    if cause == "save":
+        _before(Checkpointer, "save", 2.0)
+    with open("/dev/null", "w") as nowhere, emulated_products(rate, launch=0.004 if cause == "micro-batch" else 0.0):
+        sys.stdout = nowhere
+        fit(config, Plan.from_dict(plan))
+
+
+def explained(tmp_path: Path, cause: str) -> Explanation:
+    config = make_config(
+        tmp_path / "run",
+        MODEL,
+        train={"steps": 4, "global_batch": 16},
+        log={"trace": 1},
+        checkpoint={"every": 2 if cause == "save" else 1000, "mode": "sync"},
+    )
+    plan = {"mesh": {"pipe": 2, "data": 2}, "batch": {"micro_batches": 8 if cause == "micro-batch" else 4}}
+    run_ranks(_train, 4, config, plan, cause)
+    return explain_run(RunDir.find(str(tmp_path / "run")), cluster(0.004 if cause == "micro-batch" else 0.0))
+
+
+@pytest.mark.parametrize(
+    ("cause", "details"),
+    [
+        ("straggler", {"rank": 3}),
+        ("communication", {"collective": "all_reduce", "axes": "data"}),
+        ("slow-unit", {"unit": "blocks.1.mlp"}),
+        ("data", {}),
+        ("save", {}),
+        ("micro-batch", {"micro_batches": 8}),
+    ],
+)
+def test_an_injected_cause_is_named_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cause: str, details: dict[str, Any]
+) -> None:
+    found = explained(tmp_path, cause)
+    said = "\n".join(found.lines())
+    assert found.verdict == cause, said
+    assert details.items() <= found.findings[0].details.items(), said
+    assert min(found.accounted) > 0.95, said
+    assert len(found.lines()) < 16, said
+    assert main(["why", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(found.seconds)
+    assert fourfold.explain_run(tmp_path / "run", changes=False).steps == found.steps
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", str(tmp_path)]) == 2
+    RunDir.create(tmp_path / "run", make_config(tmp_path / "run"), Plan()).unlock()
+    assert main(["why", str(tmp_path / "run")]) == 2
+    assert "--log.trace 10" in capsys.readouterr().err
