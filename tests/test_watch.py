@@ -128,6 +128,25 @@ def test_what_a_device_has_not_reached_is_what_a_rank_waits_for() -> None:
 # ---- beats through files and stores ----
 
 
+def test_no_thread_is_left_in_the_store_when_a_rank_ends(tmp_path: Path) -> None:
+    """The interpreter would abort: a run that succeeded would end with SIGABRT."""
+
+    class SlowBoard(FileBoard):
+        busy = False
+
+        def publish(self, rank: int, line: str) -> None:
+            self.busy = True
+            time.sleep(0.2)
+            self.busy = False
+
+    board = SlowBoard(tmp_path / "beats")
+    with Watch(board, 0, 2, Limits.of(1.0), record=Record(), end=print) as watch:
+        while not board.busy:
+            time.sleep(0.01)
+    assert not board.busy
+    assert not any(thread.is_alive() for thread in watch._threads)
+
+
 @pytest.mark.parametrize("kind", ["files", "store"])
 def test_a_rank_that_skips_a_collective_is_found_by_all(tmp_path: Path, kind: str) -> None:
     texts = run_ranks(_skip, 3, str(tmp_path), kind)

@@ -9,11 +9,13 @@ Starting and saving may take long without visible progress and have longer limit
 `train.timeout` ends the job then.
 
 [Note: beats]
-Two daemon threads per rank, which never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what
+Two threads per rank, which never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what
 it waits for, how many collectives of each group it has started, how long ago it made progress. It goes to files for ranks
 started on this machine and to the job's store under torchrun and srun. The other thread judges: when its own rank has made no
 progress for half a limit it reads the beats of all; the first to see that nobody moves writes the verdict, which ends all ranks.
 To keep that cheap with many ranks, the first few read beats, and the others look for the verdict.
+The threads are daemons, so that a hang of theirs holds no process up, and are joined when the watch ends: a daemon thread that
+returns from the store while the interpreter shuts down aborts the process (SIGABRT after a run that succeeded).
 
 [Note: who is to blame]
 A rank whose beat is old does not answer: it is stopped, dead, or its host is. Else one that waits for nothing, while others wait
@@ -47,6 +49,8 @@ __all__ = ["Board", "FileBoard", "Limits", "StoreBoard", "Watch", "make_board", 
 READERS = 4  # ranks that read all beats when they stop moving
 BEAT_EVENTS = 16  # of the record, in a beat: all that is known of a rank that is killed
 STEP = "train.timeout"
+STORE_TIMEOUT = 10.0
+"""Seconds that the job's store has to answer; the next beat tries again."""
 Beat = dict[str, Any]
 
 
@@ -127,7 +131,7 @@ class StoreBoard:
 
     def __init__(self, store: dist.Store):
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
-        own.set_timeout(timedelta(seconds=30))
+        own.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         self.store = dist.PrefixStore("fourfold/beats", own)
 
     def publish(self, rank: int, line: str) -> None:
@@ -187,18 +191,24 @@ class Watch:
         self._others: dict[int, Beat] = {}
         self._verdict = ""
         self._reading = False
+        self._threads = [
+            threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True)
+            for work in (self._talk, self._judge)
+        ]
 
     def __enter__(self) -> Watch:
         self.record.clear()
         self.record.watched = True
         self.record.enter("start", self.limits.start, "train.start_timeout")
-        for work in (self._talk, self._judge):
-            threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
         self.record.watched = False
+        for thread in self._threads:  # see [Note: beats]; several operations on the store may time out in a row
+            thread.join(4 * STORE_TIMEOUT)
 
     @property
     def idle(self) -> float:
