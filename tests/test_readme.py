@@ -1,4 +1,4 @@
-"""Every command the README and the docs show is run, all but the test command itself."""
+"""Every command that the README shows is run, but for those that need a fresh environment."""
 
 from __future__ import annotations
 

@@ -61,7 +61,10 @@ def demo(args: DemoArgs) -> int:
         if failed := train(TrainArgs(plan=str(path), **sections)):
             return failed
     prompt = "def read"
-    console.print(f"\ngenerated from the prompt [bold]{prompt}[/]:\n")
+    seen = args.steps * BATCH * config.model.seq_len
+    console.print(
+        f"\ngenerated from the prompt [bold]{prompt}[/], after {seen:,} bytes of text: code by its look, not by its sense\n"
+    )
     sample(SampleArgs(run_dir=run_dir, prompt=prompt, tokens=160))
     console.print()
     from fourfold.train.rundir import RunDir
