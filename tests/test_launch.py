@@ -95,8 +95,14 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
+    def held() -> tuple[int, int]:
+        me = psutil.Process()
+        return me.num_fds(), len(me.children())
+
+    before = held()
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as failure:
         launch_local(in_group(what), 3, tmp_path)
+    assert held() == before, f"files and children that a failed start leaves open ({failure})"
 
 
 def test_run_ranks_raises_the_first_traceback_and_returns_results() -> None:

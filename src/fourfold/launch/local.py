@@ -61,11 +61,9 @@ def launch_local(
     Interrupted when a second request killed them.
     """
     context = multiprocessing.get_context("fork")
-    shared = memoryview(mmap.mmap(-1, MIRROR * ranks))  # what each rank does, also when it can no longer say so
-    mirrors = [shared[r * MIRROR : (r + 1) * MIRROR] for r in range(ranks)]
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console:
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console, _mirrors(ranks) as mirrors:
         processes: list[BaseProcess] = []
-        with _forwarding(processes, stopping) as asked:
+        with _ended(processes), _forwarding(processes, stopping) as asked:
             with _held():
                 for rank in range(ranks):
                     args = (job, Place(rank, ranks, rank, ranks), Path(folder), logs, os.getpid(), console)
@@ -94,6 +92,32 @@ def _console() -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def _mirrors(ranks: int) -> Iterator[list[memoryview]]:
+    """Memory shared with the ranks: what each of them does, also when it can no longer say so."""
+    with mmap.mmap(-1, MIRROR * ranks) as memory, memoryview(memory) as whole:
+        parts = [whole[r * MIRROR : (r + 1) * MIRROR] for r in range(ranks)]
+        try:
+            yield parts
+        finally:
+            for part in parts:
+                part.release()
+
+
+@contextlib.contextmanager
+def _ended(processes: list[BaseProcess]) -> Iterator[None]:
+    """At the end no rank is left, and nothing that was opened for it: the error of a failed attempt refers to its frames, so
+    that otherwise two pipes per rank stay open with every restart."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
 
 
 @contextlib.contextmanager

@@ -94,6 +94,7 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+                process.close()
             for pipe in pipes:
                 pipe.close()
 
