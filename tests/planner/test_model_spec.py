@@ -322,16 +322,16 @@ def test_what_a_token_is(sample: Tensor, length: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("module", "sample", "message"),
     [
-        (Loop(lambda x: x.sum().item()), torch.zeros(2, 3, 8), r"Loop cannot be traced .*\.item\(\).*Shapes are all"),
+        (Loop(lambda x: x.sum().item()), torch.zeros(2, 3, 8), r"Loop cannot be traced .*\.item\(\).*A trace has shapes only"),
         (Loop(lambda x: x if x.sum() > 0 else -x), torch.zeros(2, 3, 8), r"at test_model_spec.py:\d+ .*x.sum\(\) > 0"),
-        (Loop(lambda x: x[x > 0]), torch.zeros(2, 3, 8), "Shapes are all that a trace has"),
+        (Loop(lambda x: x[x > 0]), torch.zeros(2, 3, 8), "A trace has shapes only"),
         (Loop(lambda x: x.numpy()), torch.zeros(2, 3, 8), "leave out of the forward what depends on values"),
         (
             Loop(),
             torch.zeros(2, 3, 7),
             r"Loop does not run on the sample, \[2, 3, 7\] of float32: RuntimeError at test_model_",
         ),
-        (Encoder(head_first=False), torch.zeros(2, 3), r"\[2, 3\] of float32: .* Pass what its forward takes"),
+        (Encoder(head_first=False), torch.zeros(2, 3), r"\[2, 3\] of float32: .* Pass the arguments of its forward"),
         (Tied(), IDS, "TypeError: .*missing 1 required positional argument: 'targets'. Pass .* a tuple"),
         (nn.Sequential(*encoder_layers()), torch.zeros(2, 3, 7), "was expecting embedding dimension of 64, but got 7"),
         (3, IDS, "the module to trace is 3, of type int: give an nn.Module"),
@@ -352,7 +352,7 @@ def test_layers_that_do_not_run() -> None:
         def forward(self, x: Tensor) -> Any:
             return nn.functional.linear(x, self.layers[0].weight)
 
-    with pytest.raises(ConfigError, match=r"runs none of its layers, 'layers.0' and those beside it"):
+    with pytest.raises(ConfigError, match=r"runs none of its layers \('layers.0' and its siblings\)"):
         ModelSpec.from_module(Aside(), torch.zeros(2, 3, 8))
 
 
@@ -467,14 +467,14 @@ EXPERTS = "a mixture of experts is not supported"
         (GPT2, {"architectures": ["GPT2DoubleHeadsModel"]}, 'write "architectures": ["GPT2LMHeadModel"]'),
         (BERT, {"architectures": ["BertForQuestionAnswering"]}, 'write "architectures": ["BertForMaskedLM"]'),
         (BERT, {"architectures": ["BertLMHeadModel"]}, "no other head is supported"),
-        (BERT, {"is_decoder": True}, "is_decoder = True: a BERT that sees earlier tokens alone is not supported"),
+        (BERT, {"is_decoder": True}, "is_decoder = True: BERT with causal attention is not supported"),
         (BERT, {"type_vocab_size": -1}, "type_vocab_size = -1 must be a whole number from 0"),
         (
             GPT2,
             {"attn_pdrop": 0.0},
             "resid_pdrop = 0.1, embd_pdrop = 0.1, attn_pdrop = 0.0: one dropout for embedding, parts",
         ),
-        (BERT, {"hidden_dropout_prob": 0.2}, "beside model.hf, give model.dropout = 0.2"),
+        (BERT, {"hidden_dropout_prob": 0.2}, "in addition to model.hf set, for example, model.dropout = 0.2"),
         (HF, {"attention_dropout": 0.1}, "attention_dropout = 0.1 and no other dropout: one dropout"),
         (GPT2, {"resid_pdrop": "0.1"}, "resid_pdrop = '0.1' must be at least 0 and below 1"),
         (GPT2, {"resid_pdrop": 1}, "resid_pdrop = 1 must be at least 0 and below 1"),

@@ -2,8 +2,8 @@
 
 An adapter of a linear [N, K] has A [parts · rank, K] and for every part B [rows, rank] (model/lora.py says what parts are). A
 slice of the linear, or a rank of a tensor grid, holds some inputs (columns of A) and some outputs (rows of B); `runs` (start,
-stop, at) say which: serial elements [start, stop) are at positions [at, …) here. Positions without a run are padding, to which
-nothing is added.
+stop, at) map them: serial elements [start, stop) are at local positions [at, …). Positions without a run are padding; the adapter
+adds nothing there.
 
 Both factors are `nn.Linear`s, so that a split backward defers their weight gradients like any other.
 """
@@ -29,7 +29,7 @@ Runs = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The serial adapter: its rank, the factor of its product, its parts, and the inputs of its linear."""
+    """The serial adapter: its rank, its scale, its parts, and the number of inputs of its linear."""
 
     rank: int
     scale: float
@@ -38,13 +38,13 @@ class AdapterShape:
 
 
 class Adapter(nn.Module):
-    """The factors, or what a slice or a rank of a grid holds of them: `inputs` and `outputs` positions, filled by runs."""
+    """The factors A and B, or the part of them that a slice or a grid rank holds: `inputs` × `outputs` local positions."""
 
     def __init__(self, shape: AdapterShape, inputs: int, in_runs: Runs, outputs: int, out_runs: Runs):
         super().__init__()
         self.shape, self.in_runs, self.outputs = shape, in_runs, outputs
         self.a = nn.Linear(inputs, shape.rank * len(shape.parts), bias=False, device="meta")
-        self.rows: dict[str, Runs] = {}  # by part: rows of its B, and where they lie here
+        self.rows: dict[str, Runs] = {}  # by part: rows of its B, and their local positions
         self.places: list[tuple[int, int, int, int]] = []  # (first output, part, first row of its B, rows)
         self.b = nn.ModuleDict()
         for k, part in enumerate(shape.parts):
@@ -68,7 +68,7 @@ class Adapter(nn.Module):
         return u if self.shape.scale == 1 else u * self.shape.scale
 
     def spread(self, u: Tensor) -> Tensor:
-        """u Bᵀ of every part at its outputs, zeros elsewhere: [.., outputs]."""
+        """u Bᵀ of each part, written to the part's outputs; zeros elsewhere: [.., outputs]."""
         each = u.split(self.shape.rank, dim=-1)
         made = [linear(part) for linear, part in zip(self.b.values(), each, strict=True)]
         out, end = [], 0
@@ -83,7 +83,7 @@ class Adapter(nn.Module):
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
     def pieces(self, prefix: str, a_copies: tuple[str, ...], b_copies: tuple[str, ...]) -> dict[str, tuple[Piece, ...]]:
-        """The pieces of its parameters; `prefix`: its serial name; mesh axes over which each factor has copies."""
+        """The pieces of its parameters. `prefix`: its serial name. `a_copies`, `b_copies`: mesh axes of copies."""
         rank, width = self.shape.rank, self.a.out_features
         found = {
             "a.weight": tuple(
@@ -118,14 +118,14 @@ class LoraLinear(nn.Linear):
     adapter: Adapter
 
     def forward(self, x: Tensor, low: Tensor | None = None) -> Tensor:
-        """`low`: the adapter's `low(x)`, where it was computed before."""
+        """`low`: the adapter's `low(x)`, if already computed."""
         added = self.adapter.spread(self.adapter.low(x) if low is None else low)
         y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view(added.shape)
         return y if self.bias is None else y + self.bias
 
 
 def adapted(linear: nn.Linear, shape: AdapterShape, in_runs: Runs, out_runs: Runs) -> nn.Linear:
-    """Give a linear layer, or a slice of one, an adapter."""
+    """Add an adapter to a linear layer, or to a slice of one."""
     linear.__class__ = LoraLinear
     assert isinstance(linear, LoraLinear)
     linear.adapter = Adapter(shape, linear.in_features, in_runs, linear.out_features, out_runs).to(linear.weight.dtype)
@@ -133,7 +133,7 @@ def adapted(linear: nn.Linear, shape: AdapterShape, in_runs: Runs, out_runs: Run
 
 
 def adapt(model: Transformer) -> Transformer:
-    """Give the linears of a model that its config names adapters, and freeze all other parameters."""
+    """Add adapters to the linears that the model's config names, and freeze all other parameters."""
     lora = model.config.lora
     if lora is None:
         return model
@@ -148,6 +148,6 @@ def adapt(model: Transformer) -> Transformer:
 
 
 def freeze(module: nn.Module) -> None:
-    """Of the parameters of a module, train those of adapters alone."""
+    """Freeze all parameters of a module except those of adapters."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name))

@@ -1,23 +1,23 @@
-"""Softmax attention over a sliding window, with soft-capped scores, or within documents: what torch's fused kernel does not
-compute.
+"""Softmax attention over a sliding window, with soft-capped scores, or within documents: cases that torch's fused kernel does not
+support.
 
-    scores   s = scale · q kᵀ, then cap · tanh(s / cap) where there is a cap
-    mask     causal: query i attends to keys j ≤ i; with a window w to i - w < j ≤ i, which is w keys with its own; with
-             documents to j ≥ starts[i], the first token of its own
+    scores   s = scale · q kᵀ; with a cap, cap · tanh(s / cap)
+    mask     causal: query i attends to keys j ≤ i; with a window w, to i - w < j ≤ i (w keys including its own); with
+             documents, to j ≥ starts[i], the first token of its document
     output   softmax(s) v
 
-Queries are taken a block at a time, each with the keys that its block can see, so that the scores of one block exist at a time
-and a window of w costs T · w and not T². Kept for the backward: q, k, v, the output and the log of each query's sum of
-exponentials; scores are computed again. Softmax, tanh and the sums of key and value gradients are in fp32 (fp64 for fp64).
+Queries are processed in blocks, each with the keys it can attend to. Only one block's scores exist at a time, and a window of w
+costs T · w instead of T². Saved for the backward: q, k, v, the output and each query's log-sum-exp; scores are recomputed.
+Softmax, tanh and the sums of key and value gradients are computed in fp32 (fp64 for fp64 inputs).
 
 [Note: documents]
-Several documents may share the T tokens of a sequence (`data.packing = "documents"`); `Documents` says which. Where they begin is
-known from the data alone, so every rank of every stage computes it for itself and nothing is sent. On CPUs documents are
-taken one by one, which costs Σ L² for documents of L tokens and not T²; on GPUs torch's variable-length kernel does the same,
-for 16-bit types without soft-capping. Other types there have the mask above and the cost of T².
+Several documents may share the T tokens of a sequence (`data.packing = "documents"`); `Documents` holds their boundaries. They
+follow from the data alone, so every rank of every stage computes them locally and nothing is sent. On CPUs documents are
+processed one by one, which costs Σ L² for documents of L tokens instead of T². On GPUs torch's variable-length kernel has the
+same cost, for 16-bit types without soft-capping; other types use the mask above and cost T².
 
-Both directions are operators of torch's library: selective recomputation sees one operator, whose output it keeps, and
-torch.compile takes it as it is.
+Forward and backward are registered as torch custom operators: selective recomputation saves the output of a single operator, and
+torch.compile does not trace into it.
 
 Letters: B sequences, T tokens, H heads, K key heads, G = H / K, E width of a head.
 """
@@ -38,25 +38,25 @@ from fourfold.kernels import operator
 __all__ = ["Documents", "blocked_attention", "document_attention"]
 
 SCORES = 1 << 24
-"""Scores of one block, at most, unless a block would have fewer than `FEWEST` queries."""
+"""Maximum number of scores in a block, unless the block would have fewer than `FEWEST` queries."""
 FEWEST = 64
 WIDTHS = range(8, 257, 8)
-"""Widths of a head that torch's variable-length kernel takes."""
+"""Head widths that torch's variable-length kernel supports."""
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether torch's kernel takes fewer key heads than query heads (from 2.12 on)."""
+"""Whether torch's kernel supports fewer key heads than query heads (since 2.12)."""
 
 
 class Documents(NamedTuple):
     """The documents of a micro-batch of B sequences with T tokens: [Note: documents]."""
 
     starts: Tensor
-    """[B, T] int64: the place in its sequence at which each token's document begins."""
+    """[B, T] int64: for each token, the position in the sequence where its document begins."""
     positions: Tensor
-    """[B, T] int64: the place of each token in its document."""
+    """[B, T] int64: the position of each token within its document."""
     bounds: Tensor
-    """int32: where documents begin among all B · T tokens, and the end of the last one."""
+    """int32: offsets of the documents in all B · T tokens, and the end of the last one (cu_seqlens)."""
     longest: int
-    """Bound on the tokens of a document: a power of two, or T."""
+    """Upper bound on a document's length in tokens: a power of two, or T."""
 
     @classmethod
     def of(cls, starts: Tensor) -> Documents:
@@ -69,7 +69,7 @@ class Documents(NamedTuple):
         return cls(starts, positions, bounds, min(tokens, 1 << (longest - 1).bit_length()))
 
     def to(self, send: Callable[[Tensor], Tensor]) -> Documents:
-        """On another device: `send` copies a tensor there."""
+        """A copy on another device; `send` copies one tensor."""
         return Documents(send(self.starts), send(self.positions), send(self.bounds), self.longest)
 
 
@@ -83,7 +83,7 @@ def document_attention(
 
 
 def _variable_length(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, window: int) -> Tensor:
-    """Through torch's kernel, which takes all tokens in one dim: [B · T, H, E]."""
+    """By torch's variable-length kernel, which takes all tokens in one dim: [B · T, H, E]."""
     rows, more = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)], {}
     if q.shape[1] != k.shape[1]:
         if GROUPED:
@@ -108,7 +108,7 @@ def blocked_attention(
     causal: bool = True,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """q [B, H, T, E], k and v [B, K, T, E] to [B, H, T, E]; `cap` and `window`: 0 for none; `starts` [B, T]: of documents."""
+    """q [B, H, T, E], k and v [B, K, T, E] to [B, H, T, E]. `cap`, `window`: 0 for none. `starts` [B, T]: document starts."""
     out: Tensor = _Attend.apply(q, k, v, starts, scale, cap, window, causal)
     return out
 
@@ -148,7 +148,7 @@ def _fake(q: Tensor, *_: Any) -> tuple[Tensor, ...]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float, cap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output and, for every query, the log of the sum of its exponentials."""
+    """The output, and the log-sum-exp of each query's scores."""
     out, log_sum = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_wide(q))
     for block in _blocks(q, starts, window, causal):
         rows, queries, keys = block
@@ -208,14 +208,14 @@ Block = tuple[slice, slice, slice]
 
 
 def _one_by_one(starts: Tensor) -> bool:
-    """Whether documents are taken one by one; reading where they begin would make the host wait for a GPU."""
+    """Whether documents are processed one by one: on CPUs only, since reading `starts` from a GPU would synchronize."""
     return starts.device.type == "cpu"
 
 
 def _blocks(q: Tensor, starts: Tensor | None, window: int, causal: bool) -> Iterator[Block]:
-    """Blocks of queries: which sequences, which queries, and the keys that one of them sees.
+    """Blocks of queries: the sequences, the queries, and the keys that any of them attends to.
 
-    Documents are taken one by one, or several together, which `_scores` then masks.
+    A block belongs to one document, or covers several, which `_scores` then masks.
     """
     batch, heads, tokens, _ = q.shape
     if starts is None or not _one_by_one(starts):
@@ -228,7 +228,7 @@ def _blocks(q: Tensor, starts: Tensor | None, window: int, causal: bool) -> Iter
 
 
 def _of_documents(rows: slice, heads: int, first: int, last: int, window: int, causal: bool) -> Iterator[Block]:
-    """The blocks of one document in [first, last), or of several documents at the same place of all sequences."""
+    """The blocks of the tokens [first, last): one document, or a range in all sequences."""
     size = max(FEWEST, SCORES // (heads * min(last - first, 2 * window or last - first)))
     size = min(size, max(FEWEST, window)) if window else size
     for start in range(first, last, size):
@@ -253,7 +253,7 @@ def _by_query(x: Tensor, heads: int) -> Tensor:
 def _scores(
     q: Tensor, k: Tensor, block: Block, starts: Tensor | None, scale: float, cap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores [B, K, G · c, keys] in fp32 or wider, -inf where masked, and the slope of the soft-cap (None: no cap)."""
+    """Scores [B, K, G · c, keys] in fp32 or fp64, -inf where masked, and the derivative of the soft-cap (None: no cap)."""
     (rows, queries, keys), groups, slope = block, k.shape[1], None
     s = (_by_group(q[rows, :, queries], groups) @ k[rows, :, keys].mT).to(_wide(q)).mul_(scale)
     if cap:

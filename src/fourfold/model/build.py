@@ -2,10 +2,10 @@
 
 [Note: initial weights]
 Element i (row-major index in the serial parameter) of a matrix is a function of (seed, name, i) alone: a 64-bit hash of
-them, read as four 16-bit numbers whose sum, centred and scaled, is close to normal (standard deviation 1, cut at 3.46).
-Integer arithmetic until the last two operations, both correctly rounded in fp64, so any rank makes any piece on any
-device without the rest of the tensor, with the same bits. Norms start as factors of 1, biases as 0. Of an adapter (LoRA), A is
-uniform in ±1/sqrt(inputs), as PEFT has it, and B is 0.
+them, read as four 16-bit numbers whose sum, centred and scaled, is close to normal (standard deviation 1, truncated at 3.46).
+All but the last two operations are integer arithmetic, and those two are correctly rounded in fp64. So any rank can compute any
+piece on any device without the rest of the tensor, bit-identically. Norm weights are initialised to 1, biases to 0. An adapter's
+(LoRA) A is uniform in ±1/sqrt(inputs), as in PEFT, and its B is 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def serial_model(
 
 
 def materialize_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Compute the tables that are not parameters."""
+    """Allocate and compute the buffers, such as rotary tables."""
     for child in module.modules():
         if isinstance(child, Rotary):
             child.materialize(device, dtype)
@@ -61,7 +61,7 @@ def initial_std(name: str, m: ModelConfig) -> float:
 
 @torch.no_grad()
 def fill_initial(local: Tensor, piece: Piece, m: ModelConfig, seed: int) -> None:
-    """Write the initial values of `piece` into its place in the local parameter."""
+    """Write the initial values of `piece` to its slice of the local parameter."""
     target = local[tuple(slice(a, b) for a, b in piece.local_slice)]
     leaf = piece.name.rpartition(".")[2]
     if leaf == "bias":
@@ -81,7 +81,7 @@ def fill_initial(local: Tensor, piece: Piece, m: ModelConfig, seed: int) -> None
 
 
 def _chunks(box: Box, elements: int) -> list[Box]:
-    """The box cut along its first dim, so that a temporary stays near `elements` elements."""
+    """The box cut along its first dim into boxes of about `elements` elements, to bound temporaries."""
     (start, stop), *rest = box
     rows = max(1, elements // max(1, math.prod(b - a for a, b in rest)))
     return [((a, min(a + rows, stop)), *rest) for a in range(start, stop, rows)]
@@ -103,7 +103,7 @@ def _uniform(seed: int, name: str, shape: tuple[int, ...], box: Box, device: tor
 
 
 def _bits(seed: int, name: str, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
-    """64 random bits for each of the elements."""
+    """64 pseudo-random bits per element."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little", signed=True)
     index = torch.zeros((), dtype=torch.int64, device=device)
     for (a, b), stride in zip(box, _strides(shape), strict=True):

@@ -1,13 +1,13 @@
-"""The table of Hugging Face families: what a `config.json` of each means, and where its tensors lie in ours. No torch.
+"""The table of Hugging Face families: how each `config.json` is read, and how its tensors map to our parameters. No torch.
 
 A `Family` is a row of data. Three parts:
 
     keys, fixed, rope, dropouts, window   how the keys of config.json become fields of ModelConfig, and back
-    refused, tasks                        what a file may not ask for
-    tensors, renames, unread              names of the tensors in the files, and what part of which serial parameter each one is
+    refused, tasks                        what is not supported
+    tensors, renames, unread              names of the tensors in the files, and the part of a serial parameter in each
 
-`links` turns the tensor rules into facts for one model: for every tensor of the files its shape, and runs of rows that are equal
-to runs of rows of a serial parameter. Reading, writing and checking files are functions of these links alone
+`links` applies the tensor rules to one model: for every tensor of the files, its shape and the runs of its rows that equal
+runs of rows of a serial parameter. Reading, writing and checking files are functions of these links alone
 (train/weights.py, train/export.py). A rule whose serial parameter the model does not have (a bias, a head that is tied, a norm
 that only some layers have) yields no link, so rules need no conditions.
 
@@ -44,17 +44,17 @@ __all__ = [
 ]
 
 REQUIRED: Any = object()
-"""Default of a key that a file must have."""
+"""Default of a key that is required."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of config.json, and the field of ModelConfig that it gives.
+    """One key of config.json, and the field of ModelConfig that it sets.
 
-    `field`: "" where the value is only checked. `name`: the key as it is written; `others` are read as well. `kind` "size": a
-    whole number from `least` to `most`; "number": a float above 0; "flag": true or false, or the value that `values` has for it;
-    "choice": one of `values`, each with the value of the field. `default`: what a file without the key means; `null`: what null
-    means (default: the same). A size or number of 0 leaves the field to ModelConfig. `power`: the field is the value to this
+    `field`: "" if the value is only checked. `name`: the key as written; `others`: names that are also read. `kind` "size": an
+    integer from `least` to `most`; "number": a float above 0; "flag": true or false, mapped by `values` if given;
+    "choice": a key of `values`, which maps it to the field's value. `default`: the value of a missing key; `null`: the value of
+    null (default: the same). A size or number of 0 leaves ModelConfig's default. `power`: the field is the value to this
     power (-0.5: an attention scale from a width).
     """
 
@@ -72,10 +72,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: its base where a file does not give it, the names of the keys, and which layers have it.
+    """Rotary embedding: the default base, the names of the keys, and the layers that have it.
 
-    `partial`: share of each head that is rotated, where the file does not give it; 0: all, and no file may ask for less.
-    `local_theta`: base on layers with a window, which have no scaling; 0: there is one rotary embedding for all layers; "same":
+    `partial`: default fraction of each head that is rotated; 0: all of it, and other values in a file are refused.
+    `local_theta`: base on layers with a window, which have no scaling; 0: all layers share one rotary embedding; "same":
     the base of the other layers. `layers`: "listed": those with a 1 in `no_rope_layers`, or all but every fourth; "windows":
     those with a window. `longrope`: names of scaling types that mean longrope in this family.
     """
@@ -91,9 +91,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class Window:
-    """Sliding windows: which layers have one, and how long it is where the file has no `sliding_window` (0: none).
+    """Sliding windows: the layers that have one, and the default of `sliding_window` (0: none).
 
-    `always`: windows count without `use_sliding_window`. `layers` "none": the family has no windows; "all": all layers have one,
+    `always`: windows apply without `use_sliding_window`. `layers` "none": the family has no windows; "all": all layers have one,
     whatever `layer_types` says; "types": those that `layer_types` names, or else by `full`; "no rope": those without a rotary
     embedding. `full`, where layer_types is absent: every `full`-th layer has no window (key `full_key`); 0: layers before
     `max_window_layers` have none.
@@ -108,14 +108,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors `theirs` of the files are part of the serial parameters `ours`.
+    """Tensors `theirs` of the files hold parts of the serial parameters `ours`.
 
-    Patterns: {i} is the layer, {p} is weight and bias, {h} a head (one tensor for each; ours is a vector of them all).
+    Patterns: {i} is the layer, {p} is weight and bias, {h} a head (one tensor per head; ours is a vector of all heads).
 
-    `part`: which rows of ours they are. "all": all; "q", "k", "v": heads of the fused qkv; "gate", "up": halves of a gated up;
-    "qkv by head": all of qkv, with the rows [q | k | v] of one head after those of another.
+    `part`: which rows of ours they hold. "all": all; "q", "k", "v": heads of the fused qkv; "gate", "up": halves of a gated up;
+    "qkv by head": all of qkv, stored head by head, [q | k | v] within each head.
     `transposed`: stored as [inputs, outputs]. `interleaved`: rotary pairs are rows (2j, 2j + 1) of each head in the files, and
-    (j, j + R/2) in ours, R the rotary dims. `shape`: fields of ModelConfig that give the stored shape, where it is another than
+    (j, j + R/2) in ours, R the rotary dims. `shape`: fields of ModelConfig that give the stored shape, if it differs from
     ours (same elements in the same order).
     """
 
@@ -146,19 +146,19 @@ class Family:
     """None: no rotary embedding."""
     window: Window = Window()
     dropouts: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"attention_dropout": 0.0})
-    """Keys of dropouts, with their values where the file does not give them."""
+    """Keys of dropouts, with their defaults."""
     one_dropout: bool = False
-    """All places of our one dropout have a key."""
+    """Whether every place where our models apply dropout has a key."""
     tasks: tuple[str, ...] = ("ForCausalLM",)
-    """Ends of the architectures that are this model with a language model's head."""
+    """Suffixes of `architectures` that mean this model with a language modelling head."""
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Keys that must be absent, null, false or 0, with the reason."""
     constant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further keys that are written into config.json."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Regular expressions and replacements: names of older files."""
+    """Regular expressions and replacements for names in older files."""
     unread: tuple[str, ...] = ()
-    """Regular expressions of names that files may have and that are no parameters of the model."""
+    """Regular expressions of tensor names that are ignored: they are not parameters of the model."""
 
 
 SILU = {"silu": "silu", "swish": "silu"}
@@ -169,7 +169,7 @@ ACTIVATIONS = {**SILU, **GELU_TANH, "gelu": "gelu"}
 
 
 def _decoder_keys(*more: Key) -> tuple[Key, ...]:
-    """Keys that Llama and its relatives share; a later one of the same field replaces an earlier one."""
+    """Keys that Llama-like families share; a key in `more` replaces the one of the same field."""
     keys = {
         k.field or k.name: k
         for k in (
@@ -224,7 +224,7 @@ DECODER = (
     Rule("model.norm.{p}", "head.norm.{p}"),
     Rule("lm_head.weight", "head.proj.weight"),
 )
-"""Names of Llama and its relatives."""
+"""Tensor names of Llama-like families."""
 
 
 def _renamed(rules: tuple[Rule, ...], *changes: Rule, without: tuple[str, ...] = ()) -> tuple[Rule, ...]:
@@ -247,14 +247,14 @@ SANDWICH = _renamed(
     _layer("pre_feedforward_layernorm.{p}", "mlp.norm.{p}"),
     _layer("post_feedforward_layernorm.{p}", "mlp.out_norm.{p}"),
 )
-"""Names of Gemma 2, Gemma 3 and OLMo 2 (which has no norms before)."""
+"""Tensor names of Gemma 2, Gemma 3 and OLMo 2 (which has no input norms)."""
 GATE_UP = _layer("mlp.gate_up_proj.{p}", "mlp.up.{p}")
 INTERLEAVED = _renamed(
     DECODER,
     _layer("self_attn.q_proj.{p}", "attn.qkv.{p}", "q", interleaved=True),
     _layer("self_attn.k_proj.{p}", "attn.qkv.{p}", "k", interleaved=True),
 )
-"""Names of families whose rotary embedding rotates neighbouring dimensions."""
+"""Tensor names of families whose rotary embedding rotates neighbouring dimensions."""
 
 BIDIRECTIONAL = "attention to later tokens is not supported for this family"
 
@@ -272,7 +272,7 @@ TORCHTITAN = (
     Rule("norm.weight", "head.norm.weight"),
     Rule("output.weight", "head.proj.weight"),
 )
-"""Names of Llama in distributed checkpoints of torchtitan, which has the rotary layout of Meta's files."""
+"""Tensor names of Llama in torchtitan's distributed checkpoints, which use the rotary layout of Meta's files."""
 
 LLAMA = Family(
     model_type="llama",
@@ -360,7 +360,7 @@ BERT = Family(
     dropouts={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     one_dropout=True,
     tasks=("ForMaskedLM",),
-    refused={"is_decoder": "a BERT that sees earlier tokens alone is not supported"},
+    refused={"is_decoder": "BERT with causal attention is not supported"},
     constant={"hidden_act": "gelu", "position_embedding_type": "absolute"},
     renames=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     unread=(
@@ -435,7 +435,7 @@ FAMILIES: dict[str, Family] = {
             model_type="gemma",
             architecture="GemmaForCausalLM",
             keys=_decoder_keys(
-                # files of Gemma 1 say gelu, and mean its tanh form
+                # files of Gemma 1 have "gelu" but mean the tanh approximation
                 Key(
                     "activation", "hidden_act", "choice", "gelu_pytorch_tanh", values=GELU_TANH | {"gelu": "gelu_tanh"}
                 ),
@@ -681,7 +681,7 @@ class Link:
 
 
 def links(family: Family, m: ModelConfig) -> list[Link]:
-    """Every tensor that the files of a (resolved) model have, in the order of our parameters."""
+    """Every tensor in the files of a (resolved) model, in the order of our parameters."""
     shapes = parameter_shapes(m)
     order = {name: at for at, name in enumerate(shapes)}
     found = [link for rule in family.tensors for link in _links(rule, m, shapes)]
@@ -689,12 +689,12 @@ def links(family: Family, m: ModelConfig) -> list[Link]:
 
 
 def tied_names(family: Family, m: ModelConfig) -> list[str]:
-    """Names under which files may hold the embedding once more, as the head of a model whose head is tied."""
+    """Names under which files of a tied model may store the embedding a second time, as the head."""
     return [rule.theirs for rule in family.tensors if rule.ours == "head.proj.weight"] if m.tie else []
 
 
 def canonical_name(family: Family, name: str) -> str | None:
-    """A name in a file as the table has it; None: no parameter."""
+    """The table's name for a tensor name in a file; None: not a parameter."""
     for pattern, replacement in family.renames:
         name = re.sub(pattern, replacement, name)
     return None if any(re.search(pattern, name) for pattern in family.unread) else name
@@ -717,7 +717,7 @@ def _links(rule: Rule, m: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _by_head(theirs: str, ours: str, shape: tuple[int, ...], width: int) -> list[Link]:
-    """One stored tensor for every head; ours is a vector of all of them."""
+    """Links of tensors stored one per head; ours is one vector of all heads."""
     return [
         Link(theirs.replace("{h}", str(h)), (width,), ours, (width,), False, (Run(h * width, 0, width),))
         for h in range(shape[0] // width)
@@ -735,7 +735,7 @@ def _link(rule: Rule, m: ModelConfig, theirs: str, ours: str, shape: tuple[int, 
 
 
 def rows_of(rule: Rule, m: ModelConfig, rows: int) -> tuple[Run, ...]:
-    """Which rows of ours, of which there are `rows`, are which rows of theirs."""
+    """The runs that map our `rows` rows to rows of theirs."""
     e, q, kv = m.head_dim, m.heads * m.head_dim, m.kv_heads * m.head_dim
     if rule.part == "qkv by head":
         assert m.heads == m.kv_heads, "rows by head need as many key heads as heads"

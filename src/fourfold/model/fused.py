@@ -1,14 +1,14 @@
-"""Operations with a gradient of their own: gated activations, soft-capping, and the rotary embedding of queries and keys.
+"""Autograd functions with hand-written gradients: gated activations, soft-capping, rotary embedding of queries and keys.
 
-Each keeps only what its gradient needs, where chains of torch's operators would keep intermediate results; on CUDA the gated
+Each saves only what its gradient needs, where a chain of torch operators would also save intermediate results. On CUDA the gated
 SiLU and the full rotary embedding are one kernel in each direction (kernels/), one pass over the data.
 
     gated      h [.., 2 F] = [gate | up]                    →  activation(gate) · up  [.., F]     keeps h
     soft_cap   x                                            →  cap · tanh(x / cap)                keeps the result
     embed_qk   qkv [B, T, H·E | K·E | K·E], tables [T, R]   →  q, k, v  [B, H or K, T, E]         keeps the tables
 
-`embed_qk` gives q, k and v memory of their own, so that its input can be freed; positions [B, T] may name the rows of the
-tables. R ≤ E: the dimensions of a head that are rotated.
+`embed_qk` returns q, k and v in new memory, so that its input can be freed; `positions` [B, T] selects rows of the
+tables. R ≤ E: the number of rotated dimensions of a head.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class _SoftCap(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, H, T, E] by tables [T, R], or [B, T, R] of its own for each sequence, in the tables' type.
+    """Rotary embedding of x [B, H, T, E] by tables [T, R], or [B, T, R] (one per sequence), computed in the tables' dtype.
 
-    Pairs (e, e + R/2) of the first R dimensions are rotated, the others are left as they are.
+    Pairs (e, e + R/2) of the first R dimensions are rotated; the others are unchanged.
     """
     low, high, c, s = _halves(x, cos, sin)
     parts = (low * c - high * s, high * c + low * s)
@@ -134,9 +134,9 @@ def embed_qk(
     sin: Tensor,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the three parts of qkv's last dim, as heads, with the rotary embedding of q and k.
+    """Split qkv's last dim into heads of q, k and v, and apply the rotary embedding to q and k.
 
-    `positions` [B, T]: rows of the tables, where these are not 0 to T - 1.
+    `positions` [B, T]: rows of the tables; default 0 to T - 1.
     """
     if torch.compiler.is_compiling() and not (_has_kernel(qkv) and cos.shape[-1] == head_dim):
         q, k, v = _heads(qkv, widths, head_dim)
@@ -171,7 +171,7 @@ class _EmbedQK(torch.autograd.Function):
 
 
 def _rotated(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> Tensor:
-    """q and k rotated and v as it is, next to each other: [B, T, H·E + 2 K·E]."""
+    """Concatenate rotated q, rotated k and v: [B, T, H·E + 2 K·E]."""
     q, k, v = parts
     batch, _, tokens, dim = q.shape
     if _has_kernel(q) and cos.shape[-1] == dim:

@@ -1,8 +1,8 @@
 """Hugging Face `config.json` to the fields of ModelConfig, by the table of families. No torch, no transformers, no network.
 
-A file that asks for something our models do not compute (experts, quantization, other activations, heads for other tasks,
-dropouts that differ) is refused by name. So are sizes out of range and files without the main keys. Other keys
-that a file leaves out have the value that transformers gives them.
+A file that needs something our models do not compute (experts, quantization, other activations, heads for other tasks,
+different dropouts) is refused, and the error names the key. So are sizes out of range and files without the main keys. Other
+missing keys have the defaults of transformers.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ REFUSED = {
     "attn_logit_softcapping": "soft-capping is not supported for this family",
     "final_logit_softcapping": "soft-capping is not supported for this family",
 }
-"""Keys that no file may set, unless its family has them among its keys."""
+"""Keys that are refused, unless the family lists them."""
 LONGEST = 4096
-"""Tokens of a sequence where the caller gives none."""
+"""Default sequence length."""
 
 
 def hf_file(path: str | Path) -> Path | None:
-    """The Hugging Face config that a path names: a JSON file with a model_type, or its folder; None for anything else."""
+    """The Hugging Face config at a path: a JSON file with a model_type, or the config.json of a folder; None otherwise."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json":
@@ -67,7 +67,7 @@ def hf_file(path: str | Path) -> Path | None:
 
 
 def hf_folder(path: str | Path) -> Path:
-    """The folder of a Hugging Face model, from its path or that of the config.json in it; absolute, so that it stays true."""
+    """The absolute path of a Hugging Face model's folder, given the folder or its config.json."""
     path = Path(path).resolve()
     return path if path.is_dir() else path.parent
 
@@ -75,8 +75,7 @@ def hf_folder(path: str | Path) -> Path:
 def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None) -> dict[str, Any]:
     """Fields of ModelConfig from a Hugging Face config.json (a file, or the folder that holds it).
 
-    `seq_len`: tokens of a sequence, if known: a window that is not shorter than it changes nothing. `dropout`: replaces the
-    file's.
+    `seq_len`: tokens of a sequence, if known: windows at least this long are ignored. `dropout`: replaces the file's value.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -84,7 +83,7 @@ def read_config(path: str | Path, seq_len: int = 0, dropout: float | None = None
 
 
 def read_fields(c: dict[str, Any], path: Path, seq_len: int = 0, dropout: float | None = None) -> dict[str, Any]:
-    """`read_config` of what is in a file; `path` is named in errors."""
+    """`read_config` of a parsed file; errors name `path`."""
     family = _family(c, path)
     try:
         read = _fields(c, family, path, seq_len)
@@ -94,7 +93,7 @@ def read_fields(c: dict[str, Any], path: Path, seq_len: int = 0, dropout: float 
 
 
 def _family(c: dict[str, Any], path: Path) -> Family:
-    """The family of a file, once nothing in it is refused."""
+    """The family of a file; raises ConfigError if anything in it is not supported."""
     kind = c.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None and isinstance(kind, str) and kind in OTHERS:
@@ -108,8 +107,8 @@ def _family(c: dict[str, Any], path: Path) -> Family:
         if c.get(key):
             method = c[key].get("quant_method") if isinstance(c[key], dict) else c[key]
             what = "FP8 weights" if "fp8" in str(method).lower() else "quantized weights"
-            told = f" with quant_method {method!r}" if method else ""
-            raise ConfigError(f"{path}: {key}{told}: {what} are not supported; use the file of the bf16 weights")
+            suffix = f" with quant_method {method!r}" if method else ""
+            raise ConfigError(f"{path}: {key}{suffix}: {what} are not supported; use the file of the bf16 weights")
     for key in ("torch_dtype", "dtype"):
         if "float8" in str(c.get(key)):
             raise ConfigError(f"{path}: {key} = {c[key]!r}: FP8 weights are not supported; use bfloat16 or float32")
@@ -121,7 +120,7 @@ def _family(c: dict[str, Any], path: Path) -> Family:
 
 
 def _refuse_task(c: dict[str, Any], family: Family, path: Path) -> None:
-    """Heads that are not a language model's."""
+    """Refuse architectures whose head is not a language model's."""
     names = c.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     ends = tuple(end.lower() for end in family.tasks)
@@ -134,7 +133,7 @@ def _refuse_task(c: dict[str, Any], family: Family, path: Path) -> None:
 
 
 def _fields(c: dict[str, Any], family: Family, path: Path, seq_len: int) -> dict[str, Any]:
-    """Fields by the family's keys; raises KeyError for a key that must be there."""
+    """Fields by the family's keys; raises KeyError for a missing required key."""
     fields: dict[str, Any] = {"family": family.ours, "model_type": family.model_type}
     names = {key.field: _present(c, key) for key in family.keys}
     for key in family.keys:
@@ -168,7 +167,7 @@ def _fields(c: dict[str, Any], family: Family, path: Path, seq_len: int) -> dict
 
 
 def _present(c: dict[str, Any], key: Key) -> str:
-    """The name under which a file has a key."""
+    """The name that a file uses for a key."""
     return next((name for name in (key.name, *key.others) if name in c), key.name)
 
 
@@ -200,11 +199,11 @@ def _dropout(c: dict[str, Any], family: Family, path: Path) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
             raise ConfigError(f"{path}: {key} = {value!r} must be at least 0 and below 1")
     if len(set(found.values()) | (set() if family.one_dropout else {0})) > 1:
-        told = ", ".join(f"{key} = {value}" for key, value in found.items())
+        values = ", ".join(f"{key} = {value}" for key, value in found.items())
         others = "" if family.one_dropout else " and no other dropout"
         raise ConfigError(
-            f"{path}: {told}{others}: one dropout for embedding, parts and attention weights is supported; beside model.hf, "
-            f"give model.dropout = {max(found.values())}, say"
+            f"{path}: {values}{others}: one dropout for embedding, parts and attention weights is supported; in addition to "
+            f"model.hf set, for example, model.dropout = {max(found.values())}"
         )
     return float(next(iter(found.values())))
 
@@ -215,7 +214,7 @@ TYPES = ("full_attention", "sliding_attention")
 def _windows(
     c: dict[str, Any], family: Family, layers: int, listed: tuple[bool, ...], path: Path, seq_len: int
 ) -> tuple[int, ...]:
-    """Window of every layer, or of all alike; 0: none."""
+    """The window of each layer, or one entry if all are equal; 0: none."""
     rule, types = family.window, c.get("layer_types")
     _check_layer_types(types, layers, path)
     window = _size({"sliding_window": rule.default} | c, "sliding_window", path, 0, least=0)
@@ -234,7 +233,7 @@ def _windows(
             return tuple(0 if rope else window for rope in listed) if uses else ()
     if types is not None:
         if "sliding_attention" in types and not window:
-            raise ConfigError(f"{path}: layer_types has 'sliding_attention', and sliding_window is missing")
+            raise ConfigError(f"{path}: layer_types has 'sliding_attention', but sliding_window is missing")
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)
     if not uses:
         return ()
@@ -246,7 +245,7 @@ def _windows(
 
 
 def _listed_rope(c: dict[str, Any], layers: int, path: Path) -> tuple[bool, ...]:
-    """Which layers have a rotary embedding, by `no_rope_layers` (1: it has) or `no_rope_layer_interval`."""
+    """Whether each layer has a rotary embedding, by `no_rope_layers` (1: yes) or `no_rope_layer_interval`."""
     listed = c.get("no_rope_layers")
     if listed is None:
         every = _size(c, "no_rope_layer_interval", path, 4)
@@ -260,7 +259,7 @@ def _listed_rope(c: dict[str, Any], layers: int, path: Path) -> tuple[bool, ...]
 
 
 def _check_layer_types(types: Any, layers: int, path: Path) -> None:
-    """A list of known types, as long as the model."""
+    """Check that `types` is a list of known types, one per layer."""
     if types is None:
         return
     if not isinstance(types, list) or len(types) != layers:
@@ -276,7 +275,7 @@ def _check_layer_types(types: Any, layers: int, path: Path) -> None:
 def _size(
     c: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1, most: int = 10**8
 ) -> int:
-    """A whole number; null is the default, where there is one."""
+    """An integer; null means the default, if there is one."""
     if default is not None and c.get(key) is None:
         return default
     value = c[key]
@@ -287,7 +286,7 @@ def _size(
 
 
 def _number(c: dict[str, Any], key: str, path: Path, default: float | None = None) -> float:
-    """A number above 0; null is the default, where there is one."""
+    """A number above 0; null means the default, if there is one."""
     if default is not None and c.get(key) is None:
         return default
     value = c[key]
@@ -348,7 +347,7 @@ def _rope(c: dict[str, Any], rope: Rope, head_dim: int, path: Path) -> dict[str,
 
 
 def _one_number(name: str, default: float, path: Path, *places: tuple[dict[str, Any], str]) -> float:
-    """A number that a file may have in several places, if they agree."""
+    """A number that may be given in several places, which must agree."""
     given = {_number(table, key, path) for table, key in places if table.get(key) is not None}
     if len(given) > 1:
         found = " and ".join(f"{value:g}" for value in sorted(given))
@@ -367,7 +366,10 @@ def _table(c: dict[str, Any], key: str, path: Path) -> dict[str, Any] | None:
 
 def _scaling(s: dict[str, Any], c: dict[str, Any], rope: Rope, path: Path) -> RopeScaling | None:
     kind = s.get("rope_type") or s.get("type") or "default"
-    if kind in ("default", "dynamic"):  # dynamic scaling begins beyond max_position_embeddings, where no sequence is
+    if kind in (
+        "default",
+        "dynamic",
+    ):  # dynamic scaling starts beyond max_position_embeddings; no sequence is that long
         return None
     kind = "longrope" if kind in rope.longrope else kind
     positions = _size(c, "max_position_embeddings", path)
@@ -412,7 +414,7 @@ def _scaling(s: dict[str, Any], c: dict[str, Any], rope: Rope, path: Path) -> Ro
 
 
 def _optional(c: dict[str, Any], key: str, path: Path) -> float:
-    """A number above 0, or 0 where there is none."""
+    """A number above 0, or 0 if the key is missing."""
     return 0.0 if c.get(key) is None else _number(c, key, path)
 
 

@@ -80,14 +80,14 @@ class Rotary(nn.Module):
         return rotate(x_bhte, *self.tables(x_bhte.shape[-2]))
 
     def tables(self, tokens: int, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """The rows of cos and sin for this many tokens [T, R]; with documents, of their places in these [B, T, R]."""
+        """The rows of cos and sin for `tokens` positions [T, R]; with documents, of positions within them [B, T, R]."""
         if documents is None:
             return self.cos[:tokens], self.sin[:tokens]
         return self.cos[documents.positions], self.sin[documents.positions]
 
 
 def _frequencies(dim: int, theta: float, scaling: RopeScaling | None, positions: int) -> tuple[Tensor, float]:
-    """Radians per position for every pair, and the scale of the tables (1 unless yarn or longrope)."""
+    """Radians per position of each pair, and the scale of the tables (1 unless yarn or longrope)."""
     exponent = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
     plain = theta**-exponent
     match scaling:
@@ -96,7 +96,7 @@ def _frequencies(dim: int, theta: float, scaling: RopeScaling | None, positions:
         case RopeScaling(kind="linear"):
             return plain / scaling.factor, 1.0
         case RopeScaling(kind="llama3"):
-            turns = scaling.original_positions * plain / (2 * math.pi)  # over the original context
+            turns = scaling.original_positions * plain / (2 * math.pi)  # rotations over the original context
             span = scaling.high_freq_factor - scaling.low_freq_factor
             keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
             return plain * (keep + (1 - keep) / scaling.factor), 1.0
@@ -142,7 +142,7 @@ class PlusOneNorm(nn.RMSNorm):
 
 
 class PerHeadNorm(nn.Module):
-    """A norm over each head of features [.., H·E], with a weight [H·E]: every head has its own."""
+    """A norm over each head of features [.., H·E], with a separate weight per head: [H·E]."""
 
     def __init__(self, width: int, head_dim: int, eps: float, *, centred: bool):
         super().__init__()
@@ -185,41 +185,41 @@ class _Part(nn.Module):
         self.dropout = m.dropout or 0.0
         self.residual_scale = m.residual_scale
 
-    def inner(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
+    def before_projection(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
         raise NotImplementedError
 
     @property
     def last(self) -> nn.Module:
-        """The linear that leads back to the residual stream."""
+        """The linear that projects back to the residual stream."""
         raise NotImplementedError
 
     def forward(self, x_btd: Tensor, sum_btd: Tensor | None = None, *, documents: Documents | None = None) -> Any:
         """The residual stream after this part; parallel attention: what feeds the MLP, and the residual sum."""
         h_btd = self.feed(x_btd)
-        return self._close(x_btd, h_btd, self.inner(h_btd, documents), sum_btd)
+        return self._close(x_btd, h_btd, self.before_projection(h_btd, documents), sum_btd)
 
     def again(self, x_btd: Tensor, sum_btd: Tensor | None = None, *, documents: Documents | None = None) -> Any:
-        """`forward` for recomputation: only its graph is needed, not its result.
+        """`forward` for recomputation: its graph is needed, its result is not.
 
-        So the last matmul need not be computed, unless a norm comes after it.
+        The last matmul is skipped, unless a norm follows it.
         """
         if self.post_norm or self.out_norm is not None or not isinstance(self.last, nn.Linear):
             return self(x_btd, sum_btd, documents=documents)
         h_btd = self.feed(x_btd)
-        inner = self.inner(h_btd, documents)
-        low = self.last.adapter.low(inner) if isinstance(self.last, LoraLinear) else None  # read by B's gradient
+        hidden = self.before_projection(h_btd, documents)
+        low = self.last.adapter.low(hidden) if isinstance(self.last, LoraLinear) else None  # read by B's gradient
         with _Unread():
-            return self._close(x_btd, h_btd, inner, sum_btd, low)
+            return self._close(x_btd, h_btd, hidden, sum_btd, low)
 
     def feed(self, x_btd: Tensor) -> Tensor:
-        """What the branch reads."""
+        """The input of the branch."""
         return x_btd if self.norm is None or self.post_norm else self.norm(x_btd)
 
     def _close(
-        self, x_btd: Tensor, h_btd: Tensor, inner: Tensor, sum_btd: Tensor | None, low: Tensor | None = None
+        self, x_btd: Tensor, h_btd: Tensor, hidden: Tensor, sum_btd: Tensor | None, low: Tensor | None = None
     ) -> Any:
-        """The last matmul and the residual sum; `low`: what its adapter makes of its input, where that is known."""
-        y_btd = self.last(inner) if low is None else self.last(inner, low)
+        """The last matmul and the residual sum. `low`: its adapter's `low(hidden)`, if already computed."""
+        y_btd = self.last(hidden) if low is None else self.last(hidden, low)
         if self.out_norm is not None:
             y_btd = self.out_norm(y_btd)
         return self._join(x_btd, h_btd, F.dropout(y_btd, self.dropout, self.training), sum_btd)
@@ -233,7 +233,7 @@ class _Part(nn.Module):
 
 
 class _Unread(TorchDispatchMode):
-    """Matmuls and sums leave their results uninitialised; what autograd records of them does not change."""
+    """Matmuls and sums return uninitialised results; the autograd graph is unchanged."""
 
     _left_out = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.add.Tensor)
 
@@ -249,7 +249,7 @@ class _Unread(TorchDispatchMode):
 class Attention(_Part):
     """Softmax attention over all earlier tokens, a window of them, those of the same document, or (bert) all tokens.
 
-    Through torch's fused kernel, unless a window, soft-capped scores or documents ask for those of attention.py.
+    Uses torch's fused kernel; windows, soft-capped scores and documents use attention.py.
     """
 
     takes_documents = True
@@ -272,14 +272,14 @@ class Attention(_Part):
     def last(self) -> nn.Module:
         return self.out
 
-    def inner(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
+    def before_projection(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
         q_bhte, k_bkte, v_bkte = self.heads(self.qkv(h_btd), documents)
         return self.attend(q_bhte, k_bkte, v_bkte, documents).transpose(1, 2).flatten(-2)
 
     def attend(self, q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, documents: Documents | None = None) -> Tensor:
         scale = self.scale or self.head_dim**-0.5
         if documents is not None:
-            assert self.causal, "documents in a model that sees later tokens"
+            assert self.causal, "documents need causal attention"
             return document_attention(
                 q_bhte, k_bkte, v_bkte, documents, scale=scale, cap=self.softcap, window=self.window
             )
@@ -343,11 +343,11 @@ class MLP(_Part):
     def last(self) -> nn.Module:
         return self.down
 
-    def inner(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
+    def before_projection(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
         return activate(self.activation, self.gated, self.up(h_btd))
 
     def _join(self, x_btd: Tensor, h_btd: Tensor, y_btd: Tensor, sum_btd: Tensor | None) -> Any:
-        """In a parallel block, without the residual sum so far: what is to be added to it."""
+        """In a parallel block that is given no residual sum: the branch's output, to be added to it."""
         if not self.parallel:
             return super()._join(x_btd, h_btd, y_btd, sum_btd)
         if sum_btd is not None:
@@ -370,14 +370,14 @@ class Block(nn.Module):
 
 
 class Positions(nn.Embedding):
-    """Learned positions: a row for every place in the sequences of token ids [B, T], or in their documents."""
+    """Learned positions: one row per position in the sequence of token ids [B, T], or in the document."""
 
     def forward(self, tokens_bt: Tensor, documents: Documents | None = None) -> Tensor:
         return self.weight[: tokens_bt.shape[1]] if documents is None else F.embedding(documents.positions, self.weight)
 
 
 class TokenTypes(nn.Embedding):
-    """Types of tokens: all of ours are of the first."""
+    """Token types; all tokens have the first type."""
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         return self.weight[0]
@@ -386,7 +386,7 @@ class TokenTypes(nn.Embedding):
 class Embedding(nn.Module):
     """Token ids [B, T] to the residual stream [B, T, D]: tokens, learned positions (gpt, bert), token types and norm (bert).
 
-    `embed_scale` multiplies the rows of the table, rounded to their type, as Gemma does.
+    `embed_scale`, rounded to the dtype of the table, multiplies its rows, as in Gemma.
     """
 
     takes_documents = True
@@ -414,9 +414,9 @@ class Embedding(nn.Module):
 
 
 class TokenLoss(nn.Module):
-    """Sum of the tokens' cross entropies from logits [B, T, V] and targets [B, T], at least fp32; IGNORE counts for nothing.
+    """Sum of the tokens' cross entropies from logits [B, T, V] and targets [B, T], in fp32 or fp64; IGNORE contributes 0.
 
-    `per_token`: the cross entropies themselves, [B, T], for losses that are no such sum.
+    `per_token`: return the cross entropies [B, T] instead, for losses that are not this sum.
     """
 
     per_token = False
@@ -452,7 +452,7 @@ class Head(nn.Module):
         return self.loss(logits_btv, targets_bt)
 
     def feed(self, x_btd: Tensor) -> Tensor:
-        """What the projection reads."""
+        """The input of the projection."""
         if self.dense is not None:
             x_btd = F.gelu(self.dense(x_btd))
         h_btd: Tensor = self.norm(x_btd)

@@ -1,13 +1,13 @@
 """LoRA as data: which linear layers of a model are adapted, and under which names. No torch.
 
 An adapted linear W [N, K] of ours may be several layers in the files: qkv is q_proj, k_proj and v_proj for Llama, and one c_attn
-for GPT-2. Each of these is a **part**, a run of W's rows with an adapter of its own, as PEFT has it:
+for GPT-2. Each of these is a **part**, a run of W's rows with a separate adapter, as in PEFT:
 
     A   [parts · rank, K]     `….adapter.a.weight`          one parameter for all parts: x is read once
     B   [rows, rank]          `….adapter.b.NAME.weight`     one for each part, NAME as in the files
     y[rows] += alpha / rank · (x Aᵀ)[part] Bᵀ
 
-`adapter_links` says where these lie in a PEFT adapter, as `families.links` does for the weights.
+`adapter_links` maps these to the tensors of a PEFT adapter, as `families.links` does for the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OURS = ("blocks.{i}.attn.qkv", "blocks.{i}.attn.out", "blocks.{i}.mlp.up", "bloc
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Rows [start, stop) of an adapted matrix that have an adapter of their own; `module`: its name in the files."""
+    """Rows [start, stop) of an adapted matrix that share one adapter; `module`: the layer's name in the files."""
 
     name: str
     module: str
@@ -92,7 +92,7 @@ def check_targets(m: ModelConfig) -> None:
 
 
 def adapter_links(family: Family, m: ModelConfig) -> list[Link]:
-    """Every tensor of a PEFT adapter of a (resolved) model, and where it lies in ours."""
+    """Every tensor of a PEFT adapter of a (resolved) model, linked to our parameters."""
     assert m.lora is not None
     alone, rank, made = _shapes_alone(m), m.lora.rank, []
     for ours, parts in _chosen(alone, m.lora).items():
@@ -112,7 +112,7 @@ def adapter_links(family: Family, m: ModelConfig) -> list[Link]:
 
 
 def target_names(m: ModelConfig) -> list[str]:
-    """`target_modules` of a PEFT adapter: the shortest names that mean these layers alone, or else every one in full."""
+    """`target_modules` of a PEFT adapter: the shortest names that match only these layers, or else all full names."""
     assert m.lora is not None
     alone = _shapes_alone(m)
     every = [part.module for parts in _candidates(alone).values() for part in parts]
@@ -145,13 +145,13 @@ def _linears(m: ModelConfig) -> Shapes:
 
 
 def _shapes_alone(m: ModelConfig) -> ModelConfig:
-    """The model without what does not matter here, so that results are found again."""
+    """The model without fields that do not affect shapes, as a cache key."""
     return dataclasses.replace(m, lora=None, init="random")
 
 
 @lru_cache(maxsize=64)
 def _chosen(m: ModelConfig, lora: LoraConfig) -> dict[str, tuple[AdapterPart, ...]]:
-    """By linear of ours, with {i} for the layer: its adapted parts."""
+    """The adapted parts of each of our linears, with {i} for the layer."""
     out = {}
     for ours, parts in _candidates(m).items():
         wanted = tuple(

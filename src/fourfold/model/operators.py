@@ -1,15 +1,15 @@
-"""A model as the planner sees it: units made of operators, with what each computes, moves and keeps. No torch.
+"""A model as the planner sees it: units made of operators, with the FLOPs, memory traffic and saved elements of each. No torch.
 
 Everything is counted for one token and one forward, in elements and FLOPs, so that one description serves every micro-batch,
-precision and grid. Units that are alike share a `kind`, and are costed once.
+precision and grid. Identical units share a `kind`, and are costed once.
 
-What a unit keeps between its forward and its backward, by recomputation (letters as in model/spec.py):
+What a unit saves between its forward and its backward, by recomputation (letters as in model/spec.py):
 
-    none        everything autograd saves       selective   its input, and the outputs of matrix products and attention
-    full        its input                       per-slice   its input and the normalised input; slices are computed again
+    none        everything autograd saves       selective   its input, and the outputs of matmuls and attention
+    full        its input                       per-slice   its input and the normalised input; slices are recomputed
 
-`Held(narrow, wide)` counts elements of the compute type and of fp32 (fp64 for fp64). The numbers equal what the real modules
-save (a test holds them to it).
+`Held(narrow, wide)` counts elements of the compute type and of fp32 (fp64 for fp64). A test checks that the numbers equal what
+the real modules save.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = ["Held", "ModelSpec", "Moment", "Operator", "UnitSpec"]
 
 
 class Held(NamedTuple):
-    """Elements: of the compute type, and of fp32 (or wider)."""
+    """Numbers of elements: of the compute type, and of fp32 (or fp64)."""
 
     narrow: float = 0.0
     wide: float = 0.0
 
     def bytes(self, compute: int) -> float:
-        """Bytes, an element of the compute type being `compute` bytes."""
+        """Bytes, if an element of the compute type has `compute` bytes."""
         return self.narrow * compute + self.wide * max(4, compute)
 
 
@@ -56,11 +56,11 @@ class Moment(NamedTuple):
     inner: Held = NOTHING
     """The same, divided over slices as well."""
     grads: float = 0.0
-    """Share of the weights whose gradients exist."""
+    """Fraction of the weights whose gradients exist."""
     full: float = 0.0
     """On a grid: elements per token that every column holds in full."""
     weights: float = 0.0
-    """On a grid: share of the matrices that are gathered over the rows."""
+    """On a grid: fraction of the matrices that are gathered over the rows."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,23 @@ class Operator:
 
     name: str
     kind: Literal["product", "attention", "memory"]
-    """A matmul with a weight; attention; a memory-bound operator."""
+    """product: a matmul with a weight; attention; memory: a memory-bound operator."""
     inputs: int = 0
     """product: width of the input, K."""
     outputs: int = 0
     """product: width of the output, N."""
     flops: float = 0.0
-    """Of the forward."""
+    """FLOPs of the forward."""
     moved: float = 0.0
-    """Elements that the forward reads and writes, without weights."""
+    """Elements that the forward reads and writes, except weights."""
     wide: float = 0.0
-    """The same in fp32 (or wider), whatever the compute type."""
+    """The same for elements in fp32 (or fp64) whatever the compute type."""
     backward: float = 2.0
-    """Time of the backward over the forward's, for attention (2.5: fused, as the device does it) and memory-bound operators."""
+    """Time of the backward relative to the forward, for attention (fused kernels: 2.5) and memory-bound operators."""
     rows: float = 1.0
-    """product: rows of the input; an image has many, and a pooled sequence one for all of its tokens."""
+    """product: rows of the input per token: more than 1 for an image, less for a pooled sequence."""
     frozen: bool = False
-    """product: its weight is not trained: no weight gradient is computed."""
+    """product: the weight is frozen, so that no weight gradient is computed."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class UnitSpec:
 
     name: str
     kind: str
-    """Units of one kind differ only in their names."""
+    """Units of the same kind differ only in their names."""
     layer: int
-    """Which layer it belongs to; stages are runs of layers."""
+    """The index of its layer; stages are runs of layers."""
     shapes: Shapes = field(hash=False)
     operators: tuple[Operator, ...]
     saved: Mapping[str, Held] = field(hash=False)
@@ -114,13 +114,13 @@ class UnitSpec:
     for_weight_grad: Held = NOTHING
     """With a split backward, held until W: inputs of matmuls, and gradients of their outputs."""
     mask: float = 0.0
-    """Elements that dropout sees: until the backward, a byte of each is kept, on CPUs a number of the compute type."""
+    """Elements that dropout applies to. Saved for the backward: a byte each, on CPUs an element of the compute type."""
     scores: float = 0.0
-    """Attention weights that dropout sees: CPUs, which have no fused kernel for that, keep them, in fp32 or wider."""
+    """Attention weights that dropout applies to: CPUs have no fused kernel for this and save them, in fp32 or fp64."""
     unfused: float = 0.0
-    """Elements of RMSNorm inputs: CPUs, which have no fused kernel, keep them once more (twice in fp32, for narrower types)."""
+    """Elements of RMSNorm inputs: CPUs have no fused kernel and save them once more (twice in fp32, for narrower types)."""
     again: tuple[str, ...] = ()
-    """Operators that selective recomputation runs again; none named: all memory-bound ones."""
+    """Operators that selective recomputation recomputes; empty: all memory-bound ones."""
     unread: str = ""
     """The matmul that full recomputation skips, since its result is not needed (on a grid it is computed)."""
     slices: int = 1
@@ -137,7 +137,7 @@ class UnitSpec:
 
     @cached_property
     def matrices(self) -> int:
-        """Elements of its matrices, which the grid splits."""
+        """Elements of its matrices, which are split over the grid."""
         return sum(_size(s) for s in self.shapes.values() if len(s) > 1)
 
     @cached_property
@@ -151,7 +151,7 @@ class UnitSpec:
 
     @cached_property
     def flops(self) -> float:
-        """Of the forward, for one token."""
+        """FLOPs of the forward, for one token."""
         return sum(o.flops for o in self.operators)
 
 
@@ -163,13 +163,13 @@ class ModelSpec:
     units: tuple[UnitSpec, ...]
     seq_len: int
     hidden: int
-    """Width of what passes between layers."""
+    """Width of the activations between layers."""
     tied: bool = False
     """The head's matrix is the embedding's."""
     config: ModelConfig | None = field(default=None, compare=False)
-    """What it was made from, when that was a config of ours."""
+    """The config it was made from, if any."""
     context: float = 0.0
-    """Tokens of a document as attention costs them, where several share a sequence; 0: seq_len."""
+    """Effective document length for the cost of attention, if documents share a sequence; 0: seq_len."""
 
     @classmethod
     def from_config(cls, config: ModelConfig, name: str = "") -> ModelSpec:
@@ -182,7 +182,7 @@ class ModelSpec:
 
     @classmethod
     def from_hf(cls, path: str | Path, *, seq_len: int = 0, dropout: float | None = None) -> ModelSpec:
-        """The spec of a Hugging Face config.json (a file, or the folder that holds it); `dropout` in place of the file's."""
+        """The spec of a Hugging Face config.json (a file, or the folder that holds it); `dropout` replaces the file's."""
         file = Path(path).resolve()
         config = file / "config.json" if file.is_dir() else Path(path)
         name = file.name if file.is_dir() else file.parent.name if file.name == "config.json" else file.stem
@@ -198,7 +198,7 @@ class ModelSpec:
         seq_len: int = 0,
         dropout: float | None = None,
     ) -> ModelSpec:
-        """The spec of what is in a Hugging Face config.json; errors name `path`."""
+        """The spec of a parsed Hugging Face config.json; errors name `path`."""
         from fourfold.model.hf import LONGEST, read_fields
 
         fields = read_fields(config, Path(path), seq_len, dropout)
@@ -209,9 +209,9 @@ class ModelSpec:
     def from_module(cls, module: nn.Module, sample: Any, name: str = "") -> ModelSpec:
         """The spec of any module (on the meta device or not) by tracing it on a sample input; needs torch.
 
-        `sample`: what its forward takes, a tuple where that is more than one. Its first tensor says what a token is: ids
-        [sequences, length] and features [sequences, length, width] have `length` of them in a sequence; a row of anything else
-        (features [rows, width], images) is a sequence of one. See `fourfold.model.trace` for what becomes a unit.
+        `sample`: the argument of its forward, or a tuple of arguments. The first tensor defines tokens: ids [sequences, length]
+        and features [sequences, length, width] have `length` tokens per sequence; in anything else (features [rows, width],
+        images) a row is a sequence of one token. `fourfold.model.trace` explains what becomes a unit.
         """
         from fourfold.model.trace import trace_module
 
@@ -219,7 +219,7 @@ class ModelSpec:
 
     @property
     def layers(self) -> int:
-        """Layers, the embedding and the head among them."""
+        """Number of layers, including the embedding and the head."""
         return self.units[-1].layer + 1
 
     @cached_property
@@ -228,7 +228,7 @@ class ModelSpec:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Forward and backward, without recomputation."""
+        """FLOPs of forward and backward per token, without recomputation."""
         frozen = sum(o.flops for u in self.units for o in u.operators if o.frozen)
         return 3 * sum(u.flops for u in self.units) - frozen
 
@@ -239,12 +239,12 @@ class ModelSpec:
 
     @cached_property
     def kinds(self) -> dict[str, UnitSpec]:
-        """One unit of every kind."""
+        """One unit of each kind."""
         return {u.kind: u for u in reversed(self.units)}
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all layers but the first and the last are of the same kinds of units."""
+        """Whether all layers except the first and the last consist of the same kinds of units."""
         return len({tuple(u.kind for u in self.of_layer(layer)) for layer in range(1, self.layers - 1)}) <= 1
 
     def of_layer(self, layer: int) -> tuple[UnitSpec, ...]:
@@ -259,7 +259,7 @@ class ModelSpec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short hash of all that the planner reads."""
+        """A short hash of everything that the planner reads."""
         text = json.dumps([asdict(u, dict_factory=_said) for u in self.units], sort_keys=True, default=str)
         return hashlib.blake2b(f"{self.seq_len} {self.tied} {text}".encode(), digest_size=6).hexdigest()
 
@@ -277,11 +277,11 @@ class ModelSpec:
         return replace(self, units=tuple(units), context=context)
 
     def with_plain_attention(self, dropout: bool = True, residual_copies: int = 1) -> ModelSpec:
-        """As models were before fused attention: scores, softmax and dropout go through memory.
+        """The spec without fused attention: scores, softmax and dropout are written to memory.
 
-        For every head and token a row of `seq_len` scores is written and read by every step, and kept (selective
+        Each operation reads and writes a row of `seq_len` scores per head and token, and the row is saved (selective
         recomputation drops it). `residual_copies`: ranks of a tensor-parallel group that compute the same norms and residual
-        sums. Only for predicting runs of that time.
+        sums. Used to predict published runs that predate fused attention.
         """
         assert self.config is not None
         c, keys = self.config, self.seq_len
@@ -290,8 +290,8 @@ class ModelSpec:
         units = []
         for u in self.units:
             if u.kind == "attn":
-                inner = 4.0 * keys * c.heads * c.head_dim  # no causal saving: the whole square is computed
-                passes = 2 + 2 + (2.5 if dropout else 0)  # products read and write, softmax, dropout and mask
+                inner = 4.0 * keys * c.heads * c.head_dim  # the full square is computed, also if causal
+                passes = 2 + 2 + (2.5 if dropout else 0)  # matmuls read and write; softmax; dropout and mask
                 operators = tuple(
                     replace(o, flops=inner, backward=2.0) if o.kind == "attention" else o for o in u.operators
                 )
@@ -318,7 +318,7 @@ class ModelSpec:
 
 
 def _said(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Fields that say something: plans in files know the hashes of specs that had fewer."""
+    """Fields that differ from their defaults, so that new fields do not change the fingerprints in saved plans."""
     silent = {"rows": 1.0, "mask": 0.0, "scores": 0.0}
     return {name: value for name, value in fields if silent.get(name) != value and (value or name != "frozen")}
 
@@ -344,7 +344,7 @@ def _unit(m: ModelConfig, name: str, flops: float) -> UnitSpec:
 
 
 def _with_dropout(m: ModelConfig, unit: UnitSpec) -> UnitSpec:
-    """Dropout of what is added to the residual stream, and of attention weights; gradients of both sides are there at once."""
+    """Add dropout of the branch's output and of attention weights; gradients of its input and output coexist."""
     d = m.hidden
 
     def more(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
@@ -362,10 +362,10 @@ def _with_dropout(m: ModelConfig, unit: UnitSpec) -> UnitSpec:
 
 
 def _with_adapters(m: ModelConfig, unit: UnitSpec) -> UnitSpec:
-    """LoRA: the unit's own parameters are frozen, and adapted linears have two factors more.
+    """LoRA: the unit's parameters are frozen, and adapted linears gain two factors.
 
-    A frozen linear keeps its input only for its adapter. An adapter keeps x Aᵀ; its matmuls are bound by memory: they read the
-    input, write the output, which the frozen matmul is added to, and read the output's gradient twice in the backward.
+    A frozen linear saves its input only for its adapter. An adapter saves x Aᵀ. Its matmuls are memory-bound: they read the
+    input, write the output, to which the frozen matmul is added, and read the output's gradient twice in the backward.
     """
     assert m.lora is not None
     found, operators = adapters(m, unit.name), []
@@ -386,7 +386,7 @@ def _with_adapters(m: ModelConfig, unit: UnitSpec) -> UnitSpec:
     made = sum(wide[n][1] for n in found)
 
     def more(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-        """An MLP whose `down` has no adapter does not keep that one's input: it comes and goes."""
+        """In an MLP whose `down` has no adapter, the input of `down` is not saved, and counts as workspace."""
         inner = wide["down"][0] if "down" in wide and "down" not in found else 0
         return tuple(x._replace(inner=Held(x.inner.narrow + inner, x.inner.wide)) for x in moments)
 
@@ -443,12 +443,12 @@ def _alike(*moments: Moment) -> dict[str, tuple[Moment, ...]]:
 
 
 class _Norms(NamedTuple):
-    """The norms of a part that lie on the residual stream."""
+    """The norms of a part on the residual stream."""
 
     before: bool
-    """There is a norm of the input (or, post-norm, of the sum)."""
+    """Whether the input (post-norm: the sum) is normalised."""
     after: bool
-    """There is a norm of the branch's output."""
+    """Whether the branch's output is normalised."""
     rms: bool
     plus_one: bool
 
@@ -467,7 +467,7 @@ class _Norms(NamedTuple):
 
     @property
     def stats(self) -> Held:
-        """Statistics of one norm: in fp32 where it is an RMSNorm, else of the compute type."""
+        """Statistics of one norm: in fp32 for RMSNorm, otherwise of the compute type."""
         return Held(0, 1) if self.rms else Held(2, 0)
 
     def saved(self, width: int) -> Held:
@@ -513,13 +513,13 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
     late = d * q / (d * qkv + d * q)
     heads = _head_norms(m)
     kept = norms.saved(d)
-    statistics = float(kept.wide) if norms.rms else 0  # a float and an int: fingerprints of specs tell them apart
+    statistics = float(kept.wide) if norms.rms else 0  # float or int: the distinction enters the fingerprint
     after = d if norms.after else 0  # the branch's output, which its norm keeps
     parallel = m.block in ("parallel", "parallel-shared")
     fed = d if norms.before else 0
 
     def rotating(others: float) -> tuple[Moment, ...]:
-        """Rotary embedding of queries: two terms, each half as wide as they are; behind a norm, three as wide as they are."""
+        """Workspace of the rotary embedding of queries: two terms of half their width; after a norm, three of full width."""
         if not rotary:
             return ()
         return (Moment(Held(others - kv, 3.0 * q) if m.qk_norm else Held(others + qkv, q)),)
@@ -569,11 +569,11 @@ def _attention(m: ModelConfig, name: str, layer: int) -> UnitSpec:
 
 
 _HEAD_NORM = {False: "norm", True: "norm of all heads"}
-"""Names of the norm of queries and keys: over all heads, it has its statistics over the columns of a grid."""
+"""Names of the norm of queries and keys. A norm over all heads reduces its statistics over the grid's columns."""
 
 
 def _attention_kind(m: ModelConfig, index: int) -> str:
-    """Attention units of a model differ by window and rotary embedding; its most frequent kind is `attn`."""
+    """The kind of an attention unit, by its window and rotary embedding; the model's most frequent one is `attn`."""
 
     def of(layer: int) -> tuple[int, bool]:
         return m.window(layer), m.has_rope(layer)
@@ -603,7 +603,7 @@ def _head_norms(m: ModelConfig) -> Held:
 
 
 def _block_scores(m: ModelConfig, index: int) -> tuple[float, float]:
-    """Of `blocked_attention`: keys that it computes scores with for a query, and scores that exist at a time, per token."""
+    """`blocked_attention`: keys per query for which scores are computed, and scores that exist at once, per token."""
     tokens, window = m.seq_len, m.window(index)
     rows = max(64, (1 << 24) // (m.heads * min(tokens, 2 * window or tokens)))
     rows = min(rows, tokens, max(64, window) if window else tokens)
@@ -612,13 +612,13 @@ def _block_scores(m: ModelConfig, index: int) -> tuple[float, float]:
 
 
 def _scores_operator(m: ModelConfig, index: int) -> Operator:
-    """Scores of attention that is not fused: written, scaled, masked, soft-capped and exponentiated, in fp32."""
+    """Scores of unfused attention: written, scaled, masked, soft-capped and exponentiated, in fp32."""
     passes = 20.0 if m.attn_softcap else 12.0
     return Operator("scores", "memory", wide=passes * m.heads * _block_scores(m, index)[0], backward=1.5)
 
 
 def _scores_moment(m: ModelConfig, index: int) -> tuple[Moment, ...]:
-    """Scores of one block of queries, the weights made of them, and the slope of the soft-cap."""
+    """Scores of one block of queries, their attention weights, and the derivative of the soft-cap."""
     return (Moment(Held(0, (3.0 if m.attn_softcap else 2.0) * _block_scores(m, index)[1])),)
 
 

@@ -1,7 +1,7 @@
 """What a model is made of, as data: its units, parameters and FLOPs. No torch.
 
 A model is an ordered list of layers: `embed`, `blocks.0` …, `head`. A block has two units, `attn` and `mlp`; the norm that
-feeds a part belongs to it. Shapes here are the serial ones, and equal the real modules' (a test holds them to it).
+feeds a part belongs to it. Shapes are serial; a test checks that they equal those of the real modules.
 
 Letters: L layers, D hidden, H heads, K kv_heads, E head_dim, F ffn, V vocab, T seq_len.
 """
@@ -34,7 +34,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class OwnLayers:
-    """What a plan needs to know of a user's own model: its layers in order, each a unit, with their numbers of parameters."""
+    """What a plan needs to know about a user's own model: its layers in order, each a unit, with their parameter counts."""
 
     parameters: dict[str, int]
 
@@ -55,12 +55,12 @@ def unit_names(m: ModelConfig) -> list[str]:
 
 
 def tied_parameters(m: ModelConfig) -> dict[str, str]:
-    """Names that are a second use of another parameter: {borrowed name: serial name}."""
+    """Names of tied parameters: {name of the second use: serial name}."""
     return {"head.proj.weight": "embed.tokens.weight"} if m.tie else {}
 
 
 def parameter_shapes(m: ModelConfig) -> Shapes:
-    """Shape of every serial parameter by name, in forward order; a tied head has none of its own."""
+    """Shape of every serial parameter by name, in forward order; a tied head has no entry."""
     shapes: Shapes = {}
     for unit in unit_names(m):
         shapes |= {f"{unit}.{name}": shape for name, shape in unit_shapes(m, unit).items()}
@@ -73,10 +73,10 @@ def unit_shapes(m: ModelConfig, unit: str) -> Shapes:
 
 
 def trained_shapes(m: ModelConfig, unit: str) -> Shapes:
-    """Shapes of the parameters of a unit that are trained: all, or with LoRA those of its adapters."""
+    """Shapes of a unit's trainable parameters: all, or with LoRA those of its adapters."""
     if m.lora is None:
         return _unit_shapes(m, unit)
-    from fourfold.model.lora import adapters  # it needs this module
+    from fourfold.model.lora import adapters  # lora imports this module
 
     shapes: Shapes = {}
     for name, parts in adapters(m, unit).items():
@@ -87,7 +87,7 @@ def trained_shapes(m: ModelConfig, unit: str) -> Shapes:
 
 
 def frozen_shapes(m: ModelConfig, unit: str) -> Shapes:
-    """Shapes of the parameters of a unit that are not trained."""
+    """Shapes of a unit's frozen parameters."""
     return {} if m.lora is None else _unit_shapes(m, unit)
 
 
@@ -150,9 +150,9 @@ def trained_count(m: ModelConfig) -> int:
 
 
 def keys_per_query(m: ModelConfig, layer: int, context: float = 0.0) -> float:
-    """Keys that a query attends to, on average: all (bert), half of them, or those in the layer's window.
+    """Average number of keys that a query attends to: all (bert), half of them, or those in the layer's window.
 
-    `context`: tokens of a document, where several share a sequence (`Samples.context`); 0: seq_len.
+    `context`: effective document length, if documents share a sequence (`Samples.context`); 0: seq_len.
     """
     length = context or m.seq_len
     if not m.causal:
@@ -164,8 +164,8 @@ def keys_per_query(m: ModelConfig, layer: int, context: float = 0.0) -> float:
 def unit_flops(m: ModelConfig, context: float = 0.0) -> dict[str, float]:
     """FLOPs of each unit's forward for one token: 2 per weight of a matmul, plus attention.
 
-    The head's matmul counts, also when tied; the embedding lookup does not. Attention multiplies every query with its
-    keys and values: 2·2·keys·H·E. The backward is twice the forward.
+    The head's matmul counts, also if tied; the embedding lookup does not. Attention multiplies every query with its
+    keys and values: 2·2·keys·H·E. The backward has twice the FLOPs of the forward.
     """
     flops: dict[str, float] = {}
     for unit in unit_names(m):
@@ -180,8 +180,8 @@ def unit_flops(m: ModelConfig, context: float = 0.0) -> dict[str, float]:
 def flops_per_token(m: ModelConfig, context: float = 0.0) -> float:
     """Model FLOPs of one training token, forward and backward; the numerator of MFU, so recomputation does not count.
 
-    Frozen weights have no gradient: their matmuls have two of the three. `context`: tokens of a document, where several share a
-    sequence; 0: seq_len.
+    Frozen weights have no gradient, so that they count two matmuls instead of three. `context`: effective document length, if
+    documents share a sequence; 0: seq_len.
     """
     frozen = 0.0
     for unit in unit_names(m) if m.lora is not None else ():

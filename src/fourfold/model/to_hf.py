@@ -1,8 +1,8 @@
 """ModelConfig to a Hugging Face `config.json`, by the table of families. No torch, no transformers.
 
-The file is written so that transformers 4 and 5 both read it right: rotary parameters at the top, as 4.x has them, and in
-`rope_parameters`, as 5.x has them; `torch_dtype` and `dtype`. A model that came from a folder keeps every key of its config.json
-that training does not change.
+The file is correct for transformers 4 and 5: rotary parameters are written at the top level (4.x) and in `rope_parameters`
+(5.x), the dtype as `torch_dtype` and `dtype`. A model that was read from a folder keeps every key of its config.json that
+training does not change.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ BY_KIND = {
 
 
 def family_of(m: ModelConfig, base: dict[str, Any] | None = None) -> Family | None:
-    """The family as which a (resolved) model is written: one whose config.json, read again, gives the same model.
+    """The family for writing a (resolved) model: one whose config.json, read back, gives the same model.
 
-    `base`: the config.json of the folder that it came from.
+    `base`: the config.json of the folder that it was read from.
     """
     if m.family == "bert" and not m.tie:
-        return None  # transformers has two biases there, of which it uses the one that files of tied models lack
+        return None  # transformers has two such biases, and uses the one that files of tied models lack
     for family in [FAMILIES[m.model_type]] if m.model_type in FAMILIES else FAMILIES.values():
         if _says(hf_config(family, m, "float32", base), m):
             return family
@@ -102,7 +102,7 @@ def hf_config(
 
 
 def _write(c: dict[str, Any], key: Key, m: ModelConfig) -> None:
-    """One key, unless the file already says the same."""
+    """Write one key, unless the file already has this value."""
     name = next((n for n in (key.name, *key.others) if n in c), key.name)
     if not key.field:
         return
@@ -116,7 +116,7 @@ def _write(c: dict[str, Any], key: Key, m: ModelConfig) -> None:
         value = value ** (1 / key.power)
         value = round(value) if abs(value - round(value)) < 1e-9 * value else value
     if c.get(name) is None and name in c and key.null == value:
-        return  # null already means it
+        return  # null already means this value
     if c.get(name) != value:
         c[name] = value
 
@@ -133,9 +133,9 @@ def _rope(m: ModelConfig) -> dict[str, Any]:
 
 
 def _both_rotary_forms(c: dict[str, Any], rope: Rope) -> None:
-    """Rotary parameters as transformers 4 and 5 have them, whichever of the two is there."""
+    """Write the rotary parameters in the forms of transformers 4 and 5, from whichever is present."""
     theta, new = rope.theta_key, c.get("rope_parameters")
-    if isinstance(new, dict) and new and all(isinstance(v, dict) for v in new.values()):  # one for each kind of layer
+    if isinstance(new, dict) and new and all(isinstance(v, dict) for v in new.values()):  # one table per layer type
         whole, local = new.get("full_attention", {}), new.get("sliding_attention", {})
         if "rope_theta" in whole:
             c.setdefault(theta, whole["rope_theta"])
@@ -152,7 +152,7 @@ def _both_rotary_forms(c: dict[str, Any], rope: Rope) -> None:
         if (partial := c.get(rope.partial_key, c.get("partial_rotary_factor"))) is not None:
             new["partial_rotary_factor"] = partial
         if "rope_theta" not in new:
-            return  # the family's own default, in both
+            return  # the family's default, in both versions
         c["rope_parameters"] = new
     if "rope_theta" in new:
         c[theta] = new["rope_theta"]
@@ -165,7 +165,7 @@ def _both_rotary_forms(c: dict[str, Any], rope: Rope) -> None:
 
 
 def _old_scaling(new: dict[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` as transformers 4 has it: without what it has at the top; longrope with three keys and no more."""
+    """`rope_scaling` of transformers 4: without the keys that it has at the top level; longrope has only three keys."""
     if new["rope_type"] == "longrope":
         return {"type": "longrope", "short_factor": new["short_factor"], "long_factor": new["long_factor"]}
     return {key: value for key, value in new.items() if key not in ("rope_theta", "partial_rotary_factor")}

@@ -1,10 +1,10 @@
 """The spec of any module: run it once on the meta device and record what every layer computes, moves and saves. Needs torch.
 
 Layers are the children with parameters of the largest list of modules (an `nn.ModuleList` or `nn.Sequential`; the module itself
-may be one), from the first to the last of the type that it has most of. What runs before the first of them is `embed`, what runs
-after the last is `head`, what runs between two belongs to the one before. A layer is one unit and has its own parameters; others
-are of the unit that first uses them in the forward. A parameter that is used again counts once; if `embed` has it and `head` uses
-it, the spec is `tied`.
+may be one), from the first to the last of the most frequent type. Operators before the first layer belong to `embed`, those after
+the last to `head`, those between two layers to the earlier one. A layer is one unit with its own parameters; other parameters
+belong to the unit that first uses them in the forward. A parameter used twice counts once; if it belongs to `embed` and `head`
+uses it, the spec is `tied`.
 
 Everything is divided by the tokens of the sample's first tensor:
 
@@ -57,7 +57,7 @@ class _Product(NamedTuple):
 
 
 class _Notes:
-    """What one layer did."""
+    """Record of one layer."""
 
     def __init__(self) -> None:
         self.products: list[_Product] = []
@@ -71,7 +71,7 @@ class _Notes:
         self.input = 0.0
 
     def add(self, other: _Notes) -> None:
-        """What it did afterwards; its input and output are as they were."""
+        """Add a later record; input and output stay unchanged."""
         self.products += other.products
         self.attention += other.attention
         self.moved += other.moved
@@ -82,7 +82,7 @@ class _Notes:
 
 
 class _Counter(TorchDispatchMode):
-    """Notes every op: `passed` has a run of them for every layer that ran, by its number, and for what lies between (None)."""
+    """Records every op. `passed`: one record per run of a layer (its index), or of ops between layers (None), in order."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -113,7 +113,7 @@ class _Counter(TorchDispatchMode):
         elif name == "convolution":
             notes.products.append(_convolution(args[0], args[1], out, transposed=args[6]))
             notes.product_outputs += made
-        elif name == "attend":  # ours, over a window or with soft-capped scores: model/attention.py
+        elif name == "attend":  # our operator, for windows and soft-capped scores: model/attention.py
             q, k, window, causal = args[0], args[1], args[6], args[7]
             keys = (window or k.shape[2]) - (window or k.shape[2]) ** 2 / (2 * k.shape[2]) if causal else k.shape[2]
             notes.attention += 4.0 * q.numel() * keys
@@ -128,9 +128,9 @@ class _Counter(TorchDispatchMode):
 
 
 def _convolution(x: Tensor, w: Tensor, y: Tensor, *, transposed: bool) -> _Product:
-    """The product that a convolution is: a row for every place of its output, as wide as the weights that reach it.
+    """A convolution as a matmul: one row per output position, as wide as the weights that contribute to it.
 
-    Transposed: a row for every place of its input. w [outputs (transposed: inputs), inputs of a group (outputs of one), …].
+    Transposed: one row per input position. w [outputs (transposed: inputs), inputs of a group (transposed: outputs), …].
     """
     of_row = w.numel() // w.shape[0]
     wide = x if transposed else y
@@ -140,7 +140,7 @@ def _convolution(x: Tensor, w: Tensor, y: Tensor, *, transposed: bool) -> _Produ
 
 
 class _Attending(TorchFunctionMode):
-    """Attention as one operator, as on devices; on the meta device torch would decompose it and materialise the scores."""
+    """Records attention as one fused operator; on the meta device torch would decompose it and materialise the scores."""
 
     def __init__(self, counter: _Counter):
         super().__init__()
@@ -184,7 +184,7 @@ def trace_module(module: nn.Module, sample: Any, name: str = "") -> ModelSpec:
     notes = _by_unit(counter, len(layers), title, next(iter(layers)))
     shapes = _shapes(model, list(layers.values()), notes)
     tied = next((n for n in notes[-1].used if len(shapes[0].get(n, ())) > 1), None)
-    if tied is not None:  # of the first unit's, the planner takes the first one to be what the last borrows
+    if tied is not None:  # the planner takes the first unit's first parameter as the tied one
         shapes[0] = {tied: shapes[0][tied]} | shapes[0]
     ends = ["embed" if "embed" not in layers else "before", "head" if "head" not in layers else "after"]
     kinds: dict[Any, str] = {}
@@ -216,7 +216,7 @@ def _tokens(inputs: Any) -> tuple[int, int]:
 
 
 def _without_storage(module: nn.Module, title: str) -> nn.Module:
-    """A copy on the meta device: nothing is copied that takes memory, and what is one tensor stays one."""
+    """A copy on the meta device, without storage; shared tensors stay shared."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for t in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
@@ -228,7 +228,7 @@ def _without_storage(module: nn.Module, title: str) -> nn.Module:
     return copy.deepcopy(module, memo).train()
 
 
-# ---- what its layers are ----
+# ---- finding the layers ----
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -252,7 +252,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _list_of_most(name: str, lists: dict[str, nn.Module]) -> str | None:
-    """The list within a list that has more of one type, and is most of it or the only one: an embedding, the layers, a head."""
+    """A nested list that holds more modules of one type, if it is most of the list or the only one in it."""
     prefix = f"{name}." if name else ""
     inside = [n for n in lists if n != name and n.startswith(prefix)]
     largest = max(inside, key=lambda n: (_size(lists[n]), -n.count(".")), default=None)
@@ -266,7 +266,7 @@ def _list_of_most(name: str, lists: dict[str, nn.Module]) -> str | None:
 
 
 def _children(name: str, found: nn.Module) -> dict[str, nn.Module]:
-    """The children that have parameters, by their names from the root; one that is in the list twice is there twice."""
+    """The children that have parameters, by full name; a module that is in the list twice appears twice."""
     every = found.named_modules(prefix=name, remove_duplicate=False)
     depth = name.count(".") + 1 if name else 0
     return {n: m for n, m in every if n != name and n.count(".") == depth and _size(m)}
@@ -284,7 +284,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _traced(model: nn.Module, layers: list[nn.Module], inputs: Any, title: str) -> _Counter:
-    """What the model did, layer by layer."""
+    """Run the model and record it, layer by layer."""
     counter = _Counter(model)
     with _watched(counter, layers), torch.device("meta"):
         try:
@@ -295,13 +295,13 @@ def _traced(model: nn.Module, layers: list[nn.Module], inputs: Any, title: str) 
             what = f"{type(e).__name__}{at}: {str(e).strip().partition(chr(10))[0]}"
             if isinstance(e, NotImplementedError) or "meta" in str(e):
                 raise ConfigError(
-                    f"{title} cannot be traced without storage: {what}. Shapes are all that a trace has: leave out of the "
-                    "forward what depends on values of tensors, and let those that it holds be parameters or buffers"
+                    f"{title} cannot be traced without storage: {what}. A trace has shapes only: the forward must not "
+                    "depend on values of tensors, and tensors that it uses must be parameters or buffers"
                 ) from e
             given = ", ".join(_describe(t) for t in tree_flatten(inputs)[0] if isinstance(t, Tensor))
             raise ConfigError(
-                f"{title} does not run on the sample, {given}: {what}. Pass what its forward takes, "
-                "a tuple where that is more than one"
+                f"{title} does not run on the sample, {given}: {what}. Pass the arguments of its forward, "
+                "as a tuple if there are several"
             ) from e
     return counter
 
@@ -316,8 +316,10 @@ def _describe(t: Tensor) -> str:
 
 @contextmanager
 def _watched(counter: _Counter, layers: list[nn.Module]) -> Iterator[None]:
-    """Ops, and what they save, go to the notes of the layer that runs, or of what lies between."""
-    turns: dict[nn.Module, deque[int]] = defaultdict(deque)  # a module that is several layers is each in turn
+    """Record ops and saved tensors under the running layer, or between layers."""
+    turns: dict[nn.Module, deque[int]] = defaultdict(
+        deque
+    )  # a module used as several layers takes these indices in order
     for i, layer in enumerate(layers):
         turns[layer].append(i)
 
@@ -338,7 +340,7 @@ def _watched(counter: _Counter, layers: list[nn.Module]) -> Iterator[None]:
             kept.append(t)
         return t
 
-    kept: list[Tensor] = []  # alive while ids are compared
+    kept: list[Tensor] = []  # kept alive, since storages are compared by id
     handles = [layer.register_forward_pre_hook(enter) for layer in turns]
     handles += [layer.register_forward_hook(leave) for layer in turns]
     try:
@@ -354,11 +356,11 @@ def _elements(value: Any) -> float:
 
 
 def _by_unit(counter: _Counter, layers: int, title: str, first: str) -> list[_Notes]:
-    """The notes of `embed`, every layer and `head`."""
+    """The records of `embed`, every layer and `head`."""
     ran = [at for at, (layer, _) in enumerate(counter.passed) if layer is not None]
     if not ran:
         raise ConfigError(
-            f"the forward of {title} runs none of its layers, '{first}' and those beside it: call them as modules, "
+            f"the forward of {title} runs none of its layers ('{first}' and its siblings): call them as modules, "
             "layer(x), in the forward"
         )
     out: list[_Notes | None] = [None] * (layers + 2)
@@ -374,7 +376,7 @@ def _by_unit(counter: _Counter, layers: int, title: str, first: str) -> list[_No
 
 
 def _shapes(model: nn.Module, layers: list[nn.Module], notes: list[_Notes]) -> list[Shapes]:
-    """Parameters of every unit: a layer has its own, others are where they are used first (never: where they are defined)."""
+    """Parameters of every unit: a layer has its own; others belong to the unit that uses them first, or (unused) defines them."""
     out: list[Shapes] = [{} for _ in notes]
     inside: dict[int, int] = {}
     for i, layer in enumerate(layers):

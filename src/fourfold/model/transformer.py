@@ -2,8 +2,8 @@
 
     layers:  embed, blocks.0, …, blocks.L-1, head           units:  embed, blocks.0.attn, blocks.0.mlp, …, head
 
-The embedding takes token ids, blocks and head take the residual stream; the head gives logits, or the summed loss when it
-is handed targets.
+The embedding takes token ids, blocks and head take the residual stream; the head returns logits or, given targets, the summed
+loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.rotary: Rotary | None = None
-        self.local_rotary: Rotary | None = None  # of layers with a window, where they have their own
+        self.local_rotary: Rotary | None = None  # for layers with a window, if the model distinguishes them
         if not config.learned_positions:
             self.rotary = Rotary(config.rope_dim, config.seq_len, config.rope_theta, config.rope_scaling)
         if config.rope_local_theta:
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
         return self.local_rotary if self.config.has_local_rope(layer) else self.rotary
 
     def tie(self) -> None:
-        """Make the head use the embedding's weight where the config says so (again, after parameters were replaced)."""
+        """Tie the head to the embedding if the config says so; call again after replacing parameters."""
         if self.config.tie:
             self.head.proj.weight = self.embed.tokens.weight
 
@@ -50,7 +50,7 @@ class Transformer(nn.Module):
         return {"embed": self.embed, **blocks, "head": self.head}
 
     def units(self) -> dict[str, nn.Module]:
-        """The units by name, in order: run one after the other they are the model."""
+        """The units by name, in order; running them in sequence is the model's forward."""
         parts = {f"blocks.{i}.{p}": getattr(b, p) for i, b in enumerate(self.blocks) for p in ("attn", "mlp")}
         return {"embed": self.embed, **parts, "head": self.head}
 
