@@ -207,7 +207,7 @@ def lanes(rank: int, ranks: int) -> tuple[bool, bool]:
     x = torch.ones(ring.SMALLEST)
     c.all_reduce(x, world(), "a sum").wait()
     assert x.eq(ranks).all()
-    return ring.lane_for(world(), x) is not None, ring.lane_for(world(), x, beside=True) is not None
+    return ring.lane_for(world(), x) is not None, ring.lane_for(world(), x, overlapped=True) is not None
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

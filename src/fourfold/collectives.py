@@ -109,7 +109,7 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: s
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
-    if (lane := lane_for(group, x, beside=not now)) is None:
+    if (lane := lane_for(group, x, overlapped=not now)) is None:
         return _start(dist.all_reduce, x, group=group, what=what, kind="all_reduce", whole=x, async_op=True)
     return _by_ring(lane, lambda: lane.all_reduce(x, what, now), group, what, "all_reduce", x, x, now=now)
 

@@ -44,15 +44,15 @@ ROOM = 4 << 20
 TAGS = 1 << 30  # first tag of rings; other messages on the same group have smaller ones
 
 
-def lane_for(group: dist.ProcessGroup, x: Tensor, *, beside: bool = False) -> Lane | None:
+def lane_for(group: dist.ProcessGroup, x: Tensor, *, overlapped: bool = False) -> Lane | None:
     """The lane for a collective on `x` (the whole payload) in a group; None: use the backend's own collectives.
 
-    `beside`: an asynchronous sum.
+    `overlapped`: for an asynchronous sum.
     """
     if not x.is_cpu:
         return None
     requested = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
-    if requested == "gloo" or (beside and requested == "auto" and group.size() > 2):
+    if requested == "gloo" or (overlapped and requested == "auto" and group.size() > 2):
         return None
     if x.nbytes < SMALLEST and (requested != "ring" or x.numel() < group.size()):  # or empty parts
         return None

@@ -322,7 +322,11 @@ def test_what_a_token_is(sample: Tensor, length: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("module", "sample", "message"),
     [
-        (Loop(lambda x: x.sum().item()), torch.zeros(2, 3, 8), r"Loop cannot be traced .*\.item\(\).*A trace has shapes only"),
+        (
+            Loop(lambda x: x.sum().item()),
+            torch.zeros(2, 3, 8),
+            r"Loop cannot be traced .*\.item\(\).*A trace has shapes only",
+        ),
         (Loop(lambda x: x if x.sum() > 0 else -x), torch.zeros(2, 3, 8), r"at test_model_spec.py:\d+ .*x.sum\(\) > 0"),
         (Loop(lambda x: x[x > 0]), torch.zeros(2, 3, 8), "A trace has shapes only"),
         (Loop(lambda x: x.numpy()), torch.zeros(2, 3, 8), "leave out of the forward what depends on values"),

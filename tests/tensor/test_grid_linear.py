@@ -313,7 +313,7 @@ def test_the_links_decide() -> None:
         choose_flow(few, "auto", 2, 4, links=LinkSpeeds(slow, fast), keep=("weights", "gradients"), micro_batches=8)
         == "os"
     )
-    assert choose_flow(few, "auto", 2, 4, links=LinkSpeeds(slow, fast), beside=1.0) == "os"  # all of it hides
+    assert choose_flow(few, "auto", 2, 4, links=LinkSpeeds(slow, fast), overlappable=1.0) == "os"  # all of it overlaps
     back = MatmulSizes(64, 256, 256, 64, 64, False, True, 4, 4)
     dear = LinkSpeed(400e9, 1e-2)
     assert choose_flow(back, "auto", 2, 4, links=LinkSpeeds(dear, dear)) == "ls"

@@ -13,7 +13,7 @@ unpacks one, up to `ahead` bytes of the parcels below it are prefetched. At most
 
 The backward needs first what the forward saved last. With `late`, the last `stash` bytes of a forward are not sent at all. The
 number of bytes to come is estimated from the previous forward, so copies start with the first parcel, end with the forward, and
-none is made in vain.
+no copy is unnecessary.
 
 Host buffers are reused in the next step. Each saved byte is copied twice, so the offload of a layer is fully overlapped if its
 compute takes longer than these copies: for a transformer at 400 TFLOP/s and 55 GB/s, from a width of about 4,000.

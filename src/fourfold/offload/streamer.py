@@ -7,11 +7,11 @@ Buckets pass through a ring of slots on the device, in three queues:
     copy_out   slot -> host       after the update
 
 Buckets are prefetched as soon as slots are free, also for the next step: the link is busy during forward and backward, and a
-full ring is on the device when the norm is known. `staging` just makes the ring longer. A step never blocks the host and never
+full ring is on the device when the norm is known. `staging` makes the ring longer. A step never blocks the host and never
 allocates on the device. Code that uses a bucket's weights calls `wait` first.
 
 Device bytes, for n elements in a bucket and r slots: r · (state of n) + workspace of n · (4 for gradients, + 4 for bf16 weights,
-+ 8 for bf16 moments); no workspace where one kernel does the whole update (bf16 weights on CUDA).
++ 8 for bf16 moments); no workspace if one kernel does the whole update (bf16 weights on CUDA).
 
 [Note: updates in the backward]
 If no update waits for the norm, each starts when its gradient is complete, from the last layer to the first. A link slightly too

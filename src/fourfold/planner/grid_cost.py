@@ -125,7 +125,7 @@ def flow_of(problem: PlanProblem, o: Operator, grid: GridShape) -> str:
         links=grid_axes(problem, grid.row, grid.col),
         keep=tensor.keep,
         micro_batches=grid.amortized_over,
-        beside=hides_behind,
+        overlappable=hides_behind,
     )
 
 
@@ -348,7 +348,7 @@ def _forward_step(timed: Sequence[tuple[Move, _Collective]], compute: float, ove
     for m, collective in timed:
         if m.op != "F":
             continue
-        if m.what == "weights" and m.hides and overlap:
+        if m.what == "weights" and m.overlaps and overlap:
             weight = collective
         elif m.kind == "all_gather" and overlap:
             inputs = collective
@@ -365,7 +365,7 @@ def _backward_step(
     for m, collective in timed:
         if m.op == "F":
             continue
-        if not (overlap and (m.hides or (m.op == "I" and m.kind == "all_gather"))):
+        if not (overlap and (m.overlaps or (m.op == "I" and m.kind == "all_gather"))):
             before.append(collective)
         elif m.what == "gradients":
             summed = collective

@@ -1,1 +1,1 @@
-"""Doing it: stages that compute, and what runs them."""
+"""Execution: stages that compute, executors that run programs, and messages between stages."""

@@ -1,18 +1,16 @@
 """Messages without headers: both ends of an edge know the name, the form and the order of every message.
 
-An ordered program says which message comes next on an edge, and a plan says its shape and dtype. So a receive is posted from the
-program, into a buffer of exactly that form, and what is sent is the tensor itself: one transfer per message, nothing copied,
-nothing to parse. On NCCL nothing goes over gloo, and only the thread that computes starts transfers: NCCL wants one order of
-launches per device.
+An ordered program determines the next message on an edge, and the plan determines its shape and dtype. So a receive is posted
+into a buffer of exactly that form, and the tensor itself is sent: one transfer per message, without copies or parsing. On NCCL
+nothing is sent over gloo, and only the computing thread starts transfers, since NCCL needs one launch order per device.
 
-    post(name)      takes a buffer and starts the receive
+    post(name)      allocates a buffer and starts the receive
     take(name)      waits for it (CPU: blocks, with a timeout; CUDA: orders the current stream)
-    put(name, x)    starts the send; x is held until it has left
+    put(name, x)    starts the send; x is kept alive until it has been sent
 
 `blocking`: waiting for a transfer blocks the host (gloo); else it orders streams (NCCL).
 
-A sender that has another form to send raises `ValueError`: the plan was wrong about the shape, and the receiver could only
-misread it.
+A sender whose tensor has another form raises `ValueError`: the plan's shape was wrong, and the receiver would misread the data.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from fourfold.runtime.wire import Form, Name, Pool, flatten, plain
 
 __all__ = ["DirectReceiver", "DirectSender", "form_of"]
 
-TAG = 1  # headers have 0, on the same groups
+TAG = 1  # headers use tag 0 on the same groups
 
 
 def form_of(shape: tuple[int, ...], dtype: torch.dtype) -> Form:
@@ -61,7 +59,7 @@ class DirectSender:
         self.target, self.group, self.peer, self.pool, self._failed = target, group, peer, pool, failed
         self._blocking = blocking
         self._most = light_sends(form.size) if form.size <= INLINE else 0
-        self._held: deque[tuple[Tensor, Any]] = deque()  # being sent, looked after by the caller
+        self._held: deque[tuple[Tensor, Any]] = deque()  # in flight, waited for by the caller
         self._jobs: queue.SimpleQueue[tuple[Tensor, Any] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._unsent = 0
@@ -83,7 +81,7 @@ class DirectSender:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drop what has left; on gloo, which can only be waited for, a thread does."""
+        """Drop tensors that have been sent; gloo transfers can only be waited for, which a thread does."""
         if not self._blocking:
             while self._held and self._held[0][1].is_completed():
                 self.pool.give_back([self._held.popleft()[0]])
@@ -113,7 +111,7 @@ class DirectSender:
                 self._idle.notify_all()
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until everything has been sent, or the thread has failed; False: not in this time."""
+        """Wait until everything has been sent, or the thread has failed; False: timed out."""
         deadline = time.monotonic() + timeout
         while self._held:
             x, work = self._held.popleft()
@@ -150,18 +148,18 @@ class DirectReceiver:
         self.size = form.tensors[0][1].numel()
         self.source, self.group, self.peer, self.pool = source, group, peer, pool
         self._posted: deque[tuple[Name, Tensor, Any]] = deque()
-        self._early: dict[Name, Tensor] = {}  # arrived before it was wanted
+        self._early: dict[Name, Tensor] = {}  # arrived before they were needed
 
     def post(self, name: Name) -> None:
         """Start receiving the next message."""
         buffer = self.pool.take(self.size)
         try:
             self._posted.append((name, buffer, self.group.recv([buffer], self.peer, TAG)))
-        except RuntimeError as e:  # its connection is closed already
+        except RuntimeError as e:  # the connection is already closed
             raise self._gone(name, e) from e
 
     def take(self, name: Name, timeout: float) -> Tensor:
-        """The tensor of a message, waited for."""
+        """Wait for a message and return its tensor."""
         if name in self._early:
             return self._early.pop(name)
         start = time.monotonic()
@@ -183,7 +181,7 @@ class DirectReceiver:
 
     @property
     def left(self) -> list[Name]:
-        """Messages that were posted for, or came, and were not used."""
+        """Messages that were posted or received but not used."""
         return [*(name for name, _, _ in self._posted), *self._early]
 
     def _gone(self, name: Name, error: Exception) -> CommunicationError:

@@ -52,14 +52,14 @@ class Feed(Protocol):
         """Further arguments of the last stage, for instance the targets."""
 
     def documents(self, micro_batch: int) -> Any:
-        """Which tokens belong together, for every stage; None: all tokens of a sequence."""
+        """The documents of a micro-batch, for every stage; None: each sequence is one document."""
 
     def grad(self, micro_batch: int) -> Any:
         """Gradient of the last stage's output."""
 
 
 class Span(NamedTuple):
-    """One executed computation, with three times of the executor's clock; from `asked` to `start` it waited for its inputs."""
+    """One executed computation, with three times of the executor's clock; it waited for inputs from `asked` to `start`."""
 
     what: str
     asked: Any
@@ -71,8 +71,8 @@ class Span(NamedTuple):
 class Values:
     """Values that are passed between the computations of a step."""
 
-    made: dict[Name, Any] = field(default_factory=dict)  # waits to be sent or used here
-    inputs: dict[tuple[int, int], list[Any]] = field(default_factory=dict)  # by (stage, micro-batch): came in messages
+    made: dict[Name, Any] = field(default_factory=dict)  # to be sent, or used on this rank
+    inputs: dict[tuple[int, int], list[Any]] = field(default_factory=dict)  # by (stage, micro-batch): received values
     partial: dict[tuple[int, int, str], Any] = field(default_factory=dict)  # between the parts of an op
     outputs: dict[int, Any] = field(default_factory=dict)  # of the last stage, by micro-batch
 
@@ -99,8 +99,8 @@ class Executor:
         self.values = Values()
         self._evaluating = False
         self._feed: Feed | None = None
-        self._whole: set[Op] = set()  # backwards of the program under way that are not in parts
-        self._full: set[int] = set()  # stages that run forwards again when their accumulators are there
+        self._whole: set[Op] = set()  # backwards of the running program that are not split into parts
+        self._full: set[int] = set()  # stages that run whole forwards once their accumulators exist
 
     def run(self, program: Program, feed: Feed, *, evaluate: bool = False) -> dict[int, Any]:
         """Run a program; returns the output of the last stage by micro-batch, if that stage is on this rank."""
@@ -282,7 +282,7 @@ class Executor:
     def _made(self, stage: int, kind: str, micro_batch: int, value: Any) -> None:
         received = self.values.inputs.get((stage, micro_batch))
         if received is not None and value is not None:
-            value = _apart(value, received)
+            value = _unaliased(value, received)
         if kind == "F":
             if stage == self.last:
                 self.values.outputs[micro_batch] = value
@@ -301,9 +301,9 @@ def _bytes(value: Any) -> int:
     return sum(t.nbytes for t in flatten(value)[1])
 
 
-def _apart(value: Any, received: list[Any]) -> Any:
-    """A value without memory of received messages: a layer that passes on its input would pass on a buffer that is used again."""
+def _unaliased(value: Any, received: list[Any]) -> Any:
+    """The value, copied where it aliases a received message (a layer may return its input): message buffers are reused."""
     held = {t.untyped_storage().data_ptr() for each in received for t in flatten(each)[1]}
     if isinstance(value, Tensor):
         return value.clone() if value.untyped_storage().data_ptr() in held else value
-    return tuple(_apart(v, received) if isinstance(v, Tensor) else v for v in value)
+    return tuple(_unaliased(v, received) if isinstance(v, Tensor) else v for v in value)

@@ -12,8 +12,8 @@ It blocks only when nothing is ready. Each stage runs F, B and W in the order of
 accumulated in a fixed order and the results are bit-identical whatever the timing. It cannot deadlock: the last stage can always
 process its inputs, a backward has no cap, and a forward waits only for backwards of its own stage.
 
-The cap of a stage is the most micro-batches the program has in flight there, plus `slack`. Without slack there is nothing to
-choose from, and jitter costs as much as in an ordered run (docs/pipelines.md has figures).
+The cap of a stage is the program's maximum number of micro-batches in flight there, plus `slack`. Without slack there is no
+choice, and jitter costs as much as in an ordered run (docs/pipelines.md has figures).
 
 Ranks of one grid communicate inside an op, so they must run ops in the same order: the first of them chooses and broadcasts its
 choice.
@@ -65,7 +65,7 @@ def drive(
 ) -> Drive:
     """Derive a `Drive` from a program. `units_of[unit]`: stages on this rank that use a unit; `buckets`: units in each bucket.
 
-    Units must be gathered once a step (`replicate`, `keep`): the order of further gathers would depend on timing.
+    Units must be gathered once per step (`replicate`, `keep`): the order of further gathers would depend on timing.
     """
     ops = [Op(i.stage, i.kind, i.micro_batch) for i in program.instructions if isinstance(i, Op | UnitOp)]
     ops = list(dict.fromkeys(ops))
@@ -207,7 +207,7 @@ class _Driver:
         return self.executor.messages.arrived(name)
 
     def _awaited(self) -> Sequence[Name]:
-        """Messages any of which would make an op ready."""
+        """Messages that would each make an op ready."""
         names = []
         for stage in self.plan.stages:
             if self._may_forward(stage) and stage > 0:

@@ -1,6 +1,6 @@
 """Sizes of message buffers on a host. Pure arithmetic, shared by the runtime and the planner; no torch.
 
-A message with a header sends up to INLINE bytes of data in the same transfer, from a buffer of its own; longer data are a second
+A message with a header sends up to INLINE bytes of data in the same transfer, from a separate buffer; longer data are a second
 transfer, received into a buffer of the generation's length (`wire.py`).
 """
 
@@ -20,5 +20,5 @@ def room_for(size: int) -> int:
 
 
 def light_sends(size: int) -> int:
-    """Short messages of `size` bytes that a sender keeps in flight itself before a thread takes over: 4 to 32, about 512 KiB."""
+    """Short messages of `size` bytes that the caller keeps in flight before a thread takes over: 4 to 32, about 512 KiB."""
     return max(4, min(32, (1 << 19) // max(1, size)))

@@ -10,27 +10,26 @@ may do other things between two links. Recomputation uses the same boundaries: a
     weight_grad(m)               W   runs what I deferred
 
 [Note: whole ops]
-Where nothing happens between the links of a micro-batch, neither in its forward nor in its backward, cutting its graph is of no
-use. Links whose accumulators autograd can add to then share one graph, which saves a seventh of the host's time for small units.
-All their accumulators must exist when the backward begins; created link by link, they would be allocated as activations are
-freed. So the caller must ensure that the accumulators exist already, or that later in the step they will exist beside as many
-activations.
+If the program does nothing between the links of a micro-batch, neither in its forward nor in its backward, the graph need not be
+cut. Links whose accumulators autograd can add to then share one graph, which saves a seventh of the host's time for small units.
+All their accumulators are then allocated when the backward begins, not one by one while activations are freed. So the caller
+must ensure that they already exist, or that a later peak of the step holds them together with as many activations anyway.
 
-Inputs and outputs are trees of tensors (tuples, lists, dicts). A link's output is not kept, only its place in the graph: its
-memory is free as soon as nothing else needs it (the next link, or the message that carries it).
+Inputs and outputs are trees of tensors (tuples, lists, dicts). A stage keeps the graph node of a link's output, not the output:
+its memory is freed when its last user (the next link, or the message that carries it) is done.
 
 [Note: links that add]
 The slices of a layer pass on a tuple: the input of all slices, and a sum that each of them adds to. Such a link is given one
 value, saves only that for its backward, and joins its output to the rest in one of three ways:
 
-    beside   (h, acc)      → (h, acc, module(h))
-    more     (h, acc)      → (h, acc + module(h))          (h, acc, a) → (h, acc + module(a))
-    last     (h, acc)      → acc + module(h)               (h, acc, a) → acc + module(a)
+    alongside   (h, acc)   → (h, acc, module(h))
+    more        (h, acc)   → (h, acc + module(h))          (h, acc, a) → (h, acc + module(a))
+    last        (h, acc)   → acc + module(h)               (h, acc, a) → acc + module(a)
 
 [Note: frozen units]
 With frozen parameters, a link's output may not be differentiable, or only some of its tensors. In the first stage, links up to
 the first one with trainable parameters are given inputs without gradients, so the backward ends there: links below it do nothing
-in a backward, and pass on no gradient.
+in a backward and return no gradient.
 
 Random numbers (dropout) are a function of (seed, step, micro-batch, link): they depend neither on the order of micro-batches
 nor on recomputation.
@@ -90,7 +89,7 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Finish:
-    """The last of the `extra` of a micro-batch: a function of the last link's output that makes the loss of it."""
+    """The last element of a micro-batch's `extra`: a function from the last link's output to the loss."""
 
     run: Callable[[Any], Tensor]
 
@@ -104,24 +103,24 @@ class ChainLink:
     module: nn.Module
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False
-    adds: Literal["no", "beside", "more", "last"] = "no"
-    """How the output joins the input, where that is (h, acc) or (h, acc, a): [Note: links that add]."""
+    adds: Literal["no", "alongside", "more", "last"] = "no"
+    """How the output is combined with an input (h, acc) or (h, acc, a): [Note: links that add]."""
     takes_extra: bool = False
-    """Whether it is given `extra` beside its input; the last link of a stage is."""
+    """Whether it takes `extra` in addition to its input; the last link of a stage always does."""
     takes_documents: bool = False
-    """Whether it is given `documents` as a keyword, where the micro-batch has them."""
+    """Whether it takes the micro-batch's `documents`, if any, as a keyword."""
     sliced: bool = False
-    """Whether its weight gradients are made after its backward, each on its own, which takes less memory."""
+    """Whether its weight gradients are computed after its backward, one at a time, which needs less memory."""
 
 
 @dataclass
 class _Kept:
-    """What one link keeps of one micro-batch between forward and backward."""
+    """What one link saves for one micro-batch between forward and backward."""
 
     args: tuple[Any, ...]
-    edges: list[GradientEdge | None] | None  # where the outputs lie in the graph (None: not in it); None: recompute
-    fed: int = 0  # which of the input's values the link was fed: [Note: links that add]
-    inputs: list[GradientEdge] | None = None  # where differentiable inputs do; None: `args` are leaves
+    edges: list[GradientEdge | None] | None  # graph nodes of the outputs (None: not differentiable); None: recompute
+    fed: int = 0  # index of the input value that the link used: [Note: links that add]
+    inputs: list[GradientEdge] | None = None  # graph nodes of differentiable inputs; None: `args` are leaves
 
 
 class Stage:
@@ -156,8 +155,8 @@ class Stage:
             not first or trains for trains in below
         ]  # whether a link's input has a gradient; last: the output
         self._kept: dict[int, list[_Kept]] = {}
-        self._whole: dict[int, list[_Kept]] = {}  # of micro-batches that run as a whole
-        self._documents: dict[int, Any] = {}  # of micro-batches in flight that have them
+        self._whole: dict[int, list[_Kept]] = {}  # by micro-batch that runs as a whole op
+        self._documents: dict[int, Any] = {}  # by micro-batch in flight, if it has documents
         self._uncut = [] if self.queue is not None or keeper is not None else _uncut(self.links)
 
     # ---- ops, and the parts of ops that use one link ----
@@ -171,10 +170,10 @@ class Stage:
         documents: Any = None,
         whole: bool = False,
     ) -> Any:
-        """Run the links on `value`; `extra` (the targets) goes to the last link, and to those that take it.
+        """Run the links on `value`. `extra` (the targets) is passed to the last link, and to links that take it.
 
-        `documents` goes to the links that take them, here and where they are recomputed. `whole`: its backward will be a
-        whole op as well: [Note: whole ops].
+        `documents` is passed to the links that take it, also in recomputation. `whole`: the backward will be a whole op,
+        too: [Note: whole ops].
         """
         if whole and self._uncut:
             self._keep_documents(micro_batch, documents)
@@ -186,7 +185,7 @@ class Stage:
     def forward_part(
         self, index: int, micro_batch: int, value: Any, extra: tuple[Any, ...] = (), documents: Any = None
     ) -> Any:
-        """Run one link on the output of the one before."""
+        """Run one link on the output of the previous one."""
         self._keep_documents(micro_batch, documents)
         kept = self._kept.setdefault(micro_batch, [])
         assert len(kept) == index, f"micro-batch {micro_batch}: link {index} out of order"
@@ -221,7 +220,7 @@ class Stage:
     def backward(self, micro_batch: int, grad: Any, *, split: bool = False) -> Any:
         """Run the links in reverse from the gradient of the output (a tree like it); `split`: as I, leaving W for later.
 
-        Returns the gradient of the stage's input, a tuple where it is several tensors, or None where it has none (token ids).
+        Returns the gradient of the stage's input: a tuple for several tensors, None if it has none (token ids).
         """
         if micro_batch in self._whole:
             return self._backward_whole(micro_batch, grad)
@@ -265,7 +264,7 @@ class Stage:
         assert len(kept) == index + 1, f"micro-batch {micro_batch}: link {index} out of order"
         self._begins("I" if split else "B", index == len(self.links) - 1)
         queue = self.queue if split or self.links[index].sliced else None
-        assert queue is not None or not split, "a stage that was not built to be split"
+        assert queue is not None or not split, "the stage was not built for a split backward"
         if queue is not None:
             queue.open(micro_batch, index)
         try:
@@ -287,8 +286,8 @@ class Stage:
             self.weight_grad_part(index, micro_batch)
 
     def weight_grad_part(self, index: int, micro_batch: int) -> None:
-        """Run what I deferred of one link."""
-        assert self.queue is not None, "a stage that was not built to be split"
+        """Run what I deferred for one link."""
+        assert self.queue is not None, "the stage was not built for a split backward"
         self._begins("W", index == len(self.links) - 1)
         self.queue.run(micro_batch, index)
         self._ends(index == 0)
@@ -341,7 +340,7 @@ class Stage:
     # ---- one link ----
 
     def _args(self, index: int, value: Any, extra: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Positional arguments of a link: leaves of a new graph, differentiable where their values are."""
+        """Positional arguments of a link: leaves of a new graph, differentiable if the values are."""
         parts = value if isinstance(value, tuple) else (value,)
         leaves = (self._leaf(index, p) if isinstance(p, Tensor) else p for p in parts)
         return (*leaves, *self._extra(index, extra))
@@ -378,7 +377,7 @@ class Stage:
         others: list[Any] = []  # gradients of h and acc, from the links after this one
         if link.adds != "no":
             others = [None, grad] if link.adds == "last" else list(grad[:2])
-            grad = grad[2] if link.adds == "beside" else others[1]
+            grad = grad[2] if link.adds == "alongside" else others[1]
         link.unit.need()
         args = kept.args
         if edges is None:
@@ -409,14 +408,14 @@ def _named(link: ChainLink, documents: Any) -> dict[str, Any]:
 
 
 def _finished(run: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """The output of a link for these arguments, of which the last may be a Finish."""
+    """The output of a link for these arguments; if the last is a Finish, it is applied to the output."""
     if args and isinstance(args[-1], Finish):
         return args[-1].run(run(*args[:-1], **named))
     return run(*args, **named)
 
 
 def _uncut(links: Sequence[ChainLink]) -> list[list[int]]:
-    """Runs of links that may share one graph; empty if a link needs the cut, or no two links can share one."""
+    """Runs of links that may share one graph; empty if a link needs its own graph, or no two links can share one."""
     if any(link.adds != "no" or link.recompute != "none" or link.compile for link in links):
         return []
     lends = [link.unit.lends_grads() for link in links]
@@ -452,7 +451,7 @@ def _differentiable(a: Any) -> bool:
 
 
 class _Anchor(torch.autograd.Function):
-    """Identity whose output is differentiable and referenced by nothing: the graph would hold a leaf until the backward."""
+    """Identity whose output is differentiable and not kept alive; the graph would keep a leaf alive until the backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
@@ -490,7 +489,7 @@ def _edges(value: Any) -> list[GradientEdge | None]:
 
 
 def _ends(edges: Sequence[GradientEdge | None], grad: Any) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Where a backward begins, and with what gradients."""
+    """The graph nodes where a backward begins, and their gradients."""
     given = [grad] if isinstance(grad, Tensor) else flatten(grad)[1]
     pairs = [(edge, g) for edge, g in zip(edges, given, strict=True) if edge is not None]
     return [edge for edge, _ in pairs], [g for _, g in pairs]
@@ -504,7 +503,7 @@ def _fed(link: ChainLink, value: Any) -> int:
 def _joined(link: ChainLink, value: Any, out: Any) -> Any:
     """A link's output, joined to its input: [Note: links that add]."""
     match link.adds:
-        case "beside":
+        case "alongside":
             return (*value, out)
         case "more":
             return value[0], value[1] + out

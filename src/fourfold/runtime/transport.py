@@ -7,7 +7,7 @@ received in the order in which they are sent; a message that arrives before it i
 Sending starts at once and never blocks the caller. Receiving works in one of two ways:
 
 - *ordered*: `post(source, name)` posts one receive, as a program's RECV says, and `receive(name, source)` waits for it in the
-  calling thread. Where the form of messages is known there are no headers (`direct.py`).
+  calling thread. If the form of messages is known, there are no headers (`direct.py`).
 - *message-driven*: `listen(source, n)` starts a thread per incoming edge that receives the n messages of a step, at most `depth`
   per (stage, kind) ahead of their use (gloo cannot be polled for arrival, only waited for). While the caller is blocked the
   thread keeps receiving: the message it needs may be queued behind others, and stopping at `depth` would deadlock.
@@ -113,7 +113,7 @@ class Transport:
             self._values = Pool(_maker(form, self.port.device))
         for together in edge_rounds(edges):
             edge = next((edge for edge in together if rank in edge), None)
-            # where a rank is in no edge it makes a placeholder: [Note: rounds] in program/groups.py
+            # a rank that is in no edge makes a placeholder: [Note: rounds] in program/groups.py
             group = new_group(list(edge or (rank,)))
             if edge is None:
                 continue
@@ -262,7 +262,7 @@ class _Sender:
     """Sends to one rank, in order.
 
     A short message is copied and sent by the caller, which also waits for the last few of them. A thread waits until the
-    others have been sent (and sends them itself where sending may block), then drops their tensors.
+    others have been sent (and sends them itself if sending may block), then drops their tensors.
     """
 
     def __init__(self, transport: Transport, target: int, group: dist.ProcessGroup, peer: int):
@@ -357,7 +357,7 @@ class _Receiver:
         self.thread: threading.Thread | None = None
         self.jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._headers: deque[tuple[Tensor, Any]] = deque()  # posted: buffers and their transfers
-        self._data: deque[tuple[Tensor, Any]] = deque()  # as many, of this generation, where they are posted ahead
+        self._data: deque[tuple[Tensor, Any]] = deque()  # one per header, of this generation, if data are posted ahead
         self._generation = self._capacity = 0
         self.listening = 0  # messages that the thread has yet to receive
 
@@ -367,7 +367,7 @@ class _Receiver:
         try:
             self._headers.append((buffer, self.group.recv([buffer], self.peer, 0)))
             self._post_data()
-        except RuntimeError as e:  # its connection is closed already
+        except RuntimeError as e:  # the connection is already closed
             raise self._gone(e) from e
 
     def _post_data(self) -> None:
@@ -436,7 +436,7 @@ class _Receiver:
 
 
 def _maker(form: Form, device: torch.device) -> Callable[[int], Tensor]:
-    """What makes a buffer for the one tensor of a form."""
+    """A function that allocates a buffer for the single tensor of a form."""
     ((dtype, shape),) = form.tensors
     return lambda size: torch.empty(shape, dtype=dtype, device=device)
 

@@ -78,7 +78,7 @@ def flatten(value: Any) -> tuple[Any, list[Tensor]]:
             return dict(zip(value, (s for s, _ in parts), strict=True)), [t for _, tensors in parts for t in tensors]
         case _:
             raise TypeError(
-                f"a stage hands on tensors, and tuples, lists and dicts of them; found {type(value).__name__}"
+                f"a stage must return a tensor, or tuples, lists and dicts of tensors; found {type(value).__name__}"
             )
 
 
@@ -309,7 +309,7 @@ class StagedPort(HostPort):
         self.to_host(data, host[: data.numel()], computed)
         work = super().send(host[: data.numel()], target, group, tag, None)
         assert work is not None
-        work.wait()  # once: a second wait for a transfer of gloo never ends
+        work.wait()  # only once: a second wait for a gloo transfer never returns
         self.pool.give_back([host])
 
     def receive(self, posted: tuple[Tensor, Any], size: int) -> tuple[Tensor, Callable[[], None]]:
@@ -349,7 +349,7 @@ class DevicePort(HostPort):
     def send(self, data: Tensor, target: int, group: dist.ProcessGroup, tag: int, computed: Any) -> None:
         with torch.cuda.stream(self._out):
             self._out.wait_event(computed)
-            work = super().send(data, target, group, 0, None)  # NCCL knows no tags
+            work = super().send(data, target, group, 0, None)  # NCCL has no tags
             assert work is not None
             work.wait()  # orders the stream
             self._out.record_event().synchronize()

@@ -37,7 +37,7 @@ class Sharing:
     gathers: dist.ProcessGroup | None = None
     """Ranks that hold the shards of one copy, in order of `index`."""
     reductions: dist.ProcessGroup | None = None
-    """The same ranks as `gathers`, in a process group of their own."""
+    """The same ranks as `gathers`, in a separate process group."""
     across: dist.ProcessGroup | None = None
     """Ranks that hold a copy of this rank's shard."""
 

@@ -1,4 +1,4 @@
-"""Operator splitting (OSDP): a layer too large to gather at once is split into a chain of slices, each a unit of its own.
+"""Operator splitting (OSDP): a layer too large to gather at once is split into a chain of slices, each a separate unit.
 
     MLP          along the hidden size: slice j holds rows j of `up` (and gate), columns j of `down`
     head, loss   along the vocabulary: slice j holds rows j of the projection; only one slice's logits exist at a time
@@ -41,7 +41,7 @@ from fourfold.piece import Piece
 
 __all__ = ["Cutter", "Serial", "Slice", "adds_to_sum", "slices_of"]
 
-Adds = Literal["no", "beside", "more", "last"]
+Adds = Literal["no", "alongside", "more", "last"]
 Rows = tuple[int, int]
 Pieces = dict[str, tuple[Piece, ...]]
 Total = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ class Slice:
     module: nn.Module
     pieces: Pieces
     adds: Adds = "no"
-    """What happens to its output. no: it is the next slice's input; beside: it is passed on with h and acc; more, last: it is
+    """What happens to its output. no: it is the next slice's input; alongside: it is passed on with h and acc; more, last: it is
     added to acc (last: of the final slice)."""
     takes_extra: bool = False
     """Whether it takes the targets as an extra input."""
@@ -145,7 +145,7 @@ class Serial:
     def _adapted(
         self, made: nn.Linear, like: nn.Linear, name: str, inputs: Runs | None = None, outputs: Runs | None = None
     ) -> Pieces:
-        """Give a slice of an adapted linear the adapter's part for its inputs and outputs (default: all); its pieces."""
+        """Add the adapter's part for a slice's inputs and outputs (default: all) to the slice; returns its pieces."""
         if not isinstance(like, LoraLinear):
             return {}
         shape, all_inputs, all_outputs = like.adapter.shape, ((0, like.in_features, 0),), ((0, like.out_features, 0),)
@@ -238,7 +238,7 @@ def _mlp(name: str, mlp: MLP, cutter: Cutter, index: int, count: int, parts: tup
     if made.post or (first and made.up is not None):
         adds = "no"
     elif made.down is None:
-        adds = "beside"
+        adds = "alongside"
     return Slice(made, pieces, adds)
 
 

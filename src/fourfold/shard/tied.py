@@ -7,7 +7,7 @@ weights, each shard to the rank with the same shard of the copy. The two are the
 optimizer state.
 
 Per step and rank of N shards: V·D elements of the reduce dtype one way, V·D / N of the compute dtype the other. The two ranks
-have a process group of their own, connected before the first step (train/connect.py): a send never waits for the receiver's call.
+have a separate process group, connected before the first step (train/connect.py): a send never waits for the receiver's call.
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ class TiedCopy(_Verbs):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After the update: receive the new weights from the owner, who has the gradient by then."""
+        """After the update: receive the new weights from the owner, which has received the gradient."""
         self.flush()
         self._receive(self.copy.shard, "the new value")

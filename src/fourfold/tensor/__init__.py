@@ -1,1 +1,1 @@
-"""Matrix products on a grid of ranks (Tesseract): the grid, the flows, the layers on it, the swap of a serial model for them."""
+"""Tensor parallelism on a grid of ranks (Tesseract): the grid, the flows, its layers, and the conversion of a serial model."""

@@ -1,8 +1,8 @@
-"""The private names of torch that this package uses: how to stand outside a selective checkpoint.
+"""The private torch names that this package uses, to run operations outside a selective checkpoint.
 
-A selective checkpoint watches a region's operations by a dispatch mode, one when it first runs and another when it runs again,
-both with one `storage`. A product on the grid keeps its result there and hides its own operations (collectives, local products)
-from it: so nothing moves when the region runs again, and nothing but the result is kept.
+A selective checkpoint records a region's operations by a dispatch mode: one for the forward and another for the recomputation,
+which share `storage`. A matmul on the grid stores its result there and bypasses the modes for its own operations (collectives,
+local matmuls). So the recomputation does not communicate, and only the result is saved.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Region:
         self._results.setdefault(("fourfold", key), []).append(result.detach())
 
     def take(self, key: Hashable) -> Tensor:
-        """What was kept when the region first ran."""
+        """The result that was kept in the forward."""
         kept: list[Tensor] = self._results["fourfold", key]
         return kept.pop(0)
 
     def hidden(self) -> AbstractContextManager[Any]:
-        """What runs in it is not seen by the checkpoint; other modes see it."""
+        """A context that bypasses the checkpoint's mode; other modes stay active."""
         return _pop_mode_temporarily()
 
 
 def selective_region() -> Region | None:
-    """The region that the caller is in, if it is the innermost mode."""
+    """The caller's region, if its mode is the innermost one."""
     mode = _get_current_dispatch_mode()
     return Region(mode) if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) else None

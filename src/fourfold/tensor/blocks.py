@@ -58,7 +58,7 @@ def single(total: int) -> Runs:
 def even(total: int, parts: int, grain: int = 1) -> Blocks:
     """Equal blocks of whole grains, one after another; padding at the end.
 
-    Large blocks have a multiple of 8 features: products with odd widths take a GPU several times as long.
+    Large blocks have a multiple of 8 features: matmuls with odd widths take several times as long on a GPU.
     """
     size = round_up(total // grain, parts) // parts * grain
     if parts > 1 and grain == 1 and size > 512:
@@ -119,9 +119,9 @@ def cut(runs: Runs, size: int, ways: int, index: int) -> tuple[Runs, int]:
 
 
 def slice_of(blocks: Blocks, count: int, index: int, ways: int = 1) -> Blocks:
-    """Of every part the `index`-th of `count` slices; where `ways` ranks share a part, of what each of them has.
+    """The `index`-th of `count` slices of every part; if `ways` ranks share a part, of each rank's share.
 
-    `total` stays that of the serial dim, of which this is not all.
+    `total` remains the size of the serial dim, although the slices hold only some of it.
     """
     held = round_up(blocks.size, ways) // ways
     low, high = index * held // count, (index + 1) * held // count

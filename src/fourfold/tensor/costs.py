@@ -11,15 +11,15 @@ converts it: (col - 1) m · block elements. The flows; w = (row - 1) · |W|, whe
     flow    W on rank (i, j)     forward (F)                                gradient of the input (I)       of the weight (W)
     os      [b / row, K]         gather X over col, W over row              W again, scatter dX             X again, scatter dW
     ls      [N / row, k]         gather W over row, scatter Y over col      gather dY, W again              scatter dW
-    ws in   [b, K / row]         X to all of the plane's tokens, scatter Y over row      dY likewise, dX back     X again
-    ws out  [N / row, k]         gather X over row, scatter Y over col and row           dY likewise, dX back     X again
+    ws in   [b, K / row]         X to all of the plane's tokens, scatter Y over row      dY the same, dX back     X again
+    ws out  [N / row, k]         gather X over row, scatter Y over col and row           dY the same, dX back     X again
     summa   [b, k]               q broadcasts of X over col and of W over row            q broadcasts, q reductions, each
 
 `ws` never communicates W; it has two forms, for matmuls that read the residual stream and for those that write to it. Reductions
 over depth and data belong to the unit, and are the same for all flows.
 
 A plan may keep `inputs` (X is not gathered again), `weights` (W is gathered once per step) and `gradients` (dW is reduced once
-per step). Seconds depend on the links (`LinkSpeed`). Moves with `hides` can overlap with matmuls.
+per step). Seconds depend on the links (`LinkSpeed`). Moves with `overlaps` can overlap with matmuls.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Move(NamedTuple):
     elements: int
     """Received elements."""
     calls: int = 1
-    hides: bool = False
+    overlaps: bool = False
     """Whether it can overlap with matmuls, if the plan enables overlap."""
     once: bool = False
     """Once per step, not once per micro-batch."""
@@ -160,8 +160,8 @@ def _moves(p: MatmulSizes, flow: Flow, keep: Collection[str]) -> list[Move]:
             return [
                 Move("F", "col", "activations", "all_gather", x),
                 *_weights(w, keep),
-                Move("I", "col", "activations", "reduce_scatter", x, hides=True),
-                *([] if kept else [Move("W", "col", "activations", "all_gather", x, hides=True)]),
+                Move("I", "col", "activations", "reduce_scatter", x, overlaps=True),
+                *([] if kept else [Move("W", "col", "activations", "all_gather", x, overlaps=True)]),
             ]
         case "ls":
             return [
@@ -180,7 +180,7 @@ def _moves(p: MatmulSizes, flow: Flow, keep: Collection[str]) -> list[Move]:
                 Move("F", "col", "activations", "all_gather", over_col),
                 Move("F", "row", "activations", "reduce_scatter", back),
                 Move("I", "row", "activations", "all_gather", back),
-                Move("I", "col", "activations", "reduce_scatter", over_col, hides=True),
+                Move("I", "col", "activations", "reduce_scatter", over_col, overlaps=True),
                 Move("I", "row", "activations", "all_to_all", over_row),
                 *([] if kept else again),
             ]
@@ -192,8 +192,8 @@ def _moves(p: MatmulSizes, flow: Flow, keep: Collection[str]) -> list[Move]:
                 Move("F", "row", "activations", "all_to_all", over_row),
                 Move("I", "row", "activations", "all_to_all", over_row),
                 Move("I", "col", "activations", "all_gather", over_col),
-                Move("I", "row", "activations", "reduce_scatter", back, hides=True),
-                *([] if kept else [Move("W", "row", "activations", "all_gather", back, hides=True)]),
+                Move("I", "row", "activations", "reduce_scatter", back, overlaps=True),
+                *([] if kept else [Move("W", "row", "activations", "all_gather", back, overlaps=True)]),
             ]
         case _:
             x = (c - 1) * n * p.k
@@ -210,11 +210,11 @@ def _moves(p: MatmulSizes, flow: Flow, keep: Collection[str]) -> list[Move]:
 def _weights(w: int, keep: Collection[str]) -> list[Move]:
     """Gather of W over row, and reduce-scatter of its gradient."""
     kept = "weights" in keep
-    again = [] if kept else [Move("I", "row", "weights", "all_gather", w, hides=True)]
+    again = [] if kept else [Move("I", "row", "weights", "all_gather", w, overlaps=True)]
     return [
-        Move("F", "row", "weights", "all_gather", w, hides=True, once=kept),
+        Move("F", "row", "weights", "all_gather", w, overlaps=True, once=kept),
         *again,
-        Move("W", "row", "gradients", "reduce_scatter", w, hides=True, once="gradients" in keep),
+        Move("W", "row", "gradients", "reduce_scatter", w, overlaps=True, once="gradients" in keep),
     ]
 
 
@@ -296,7 +296,7 @@ def seconds(
     for m in every:
         time = links.seconds(m, reduce if m.what == "gradients" else compute) / (micro_batches if m.once else 1)
         exposed, overlapped = out[m.op]
-        out[m.op] = (exposed, overlapped + time) if m.hides else (exposed + time, overlapped)
+        out[m.op] = (exposed, overlapped + time) if m.overlaps else (exposed + time, overlapped)
     return out
 
 
@@ -333,17 +333,19 @@ def choose_flow(
     links: MoveTimes | None = None,
     keep: Collection[str] = (),
     micro_batches: int = 1,
-    beside: float = 0.0,
+    overlappable: float = 0.0,
 ) -> Flow:
     """The flow of a matmul: `requested`, or among several the one with the least exposed time on these links.
 
-    `beside`: seconds of compute, forward and backward, with which moves can overlap.
+    `overlappable`: seconds of compute, forward and backward, with which moves can overlap.
     """
     where = links or LinkSpeeds()
 
     def late(flow: Flow) -> float:
         parts = seconds(moves(p, flow, keep), where, compute, reduce, micro_batches).values()
-        return sum(exposed for exposed, _ in parts) + max(0.0, sum(overlapped for _, overlapped in parts) - beside)
+        return sum(exposed for exposed, _ in parts) + max(
+            0.0, sum(overlapped for _, overlapped in parts) - overlappable
+        )
 
     flows = flows_of(requested, moves_output)
     if len(flows) == 1:

@@ -3,10 +3,10 @@
     table          W[V / (col · row), D]; a rank gathers its column's rows of W over row and looks up its tokens; the columns'
                    results are summed into the residual stream. Received: (row - 1) |W| + (col - 1) m D, forward and
                    backward. The output projection (flow `os`) has the same partition, so a tied weight is stored once.
-    positions      replicated: [P, D], or a block of features; token types likewise
+    positions      replicated: [P, D], or a block of features; the same for token types
     norm           with features split, statistics over col: LayerNorm merges (mean, square sum) of all columns, which is stable,
-                   RMSNorm sums squares; fp32 or wider. With tokens split, the serial norm is right as it is. So are norms of
-                   queries and keys over each head; one over all heads (OLMo 2) has its statistics over col
+                   RMSNorm sums squares; fp32 or fp64. With tokens split, the serial norm is used unchanged, as are norms of
+                   queries and keys over each head; a norm over all heads (OLMo 2) reduces its statistics over col
     cross entropy  logits [n, V / col] are not communicated: a maximum and two sums per token over col
 
 n tokens on this row, m = n / col. Padding: rows of W without a token; logits that count as -inf; features excluded from
@@ -97,7 +97,7 @@ class GridPositions(nn.Module):
             return self.weight[: self.setting.seq_len]
         col = self.setting.grid.col
         m = round_up(tokens_bt.numel(), col.size) // col.size
-        if documents is not None:  # of the rank's part of all tokens, which may end in padding
+        if documents is not None:  # positions of the rank's part of all tokens, which may end in padding
             places = F.pad(documents.positions.flatten(), (0, m * col.size - tokens_bt.numel()))
             return F.embedding(places[col.index * m : (col.index + 1) * m], self.weight)
         at = torch.arange(col.index * m, (col.index + 1) * m, device=tokens_bt.device) % self.setting.seq_len
@@ -145,7 +145,7 @@ class GridNorm(nn.Module):
 
 
 class GridHeadNorm(PerHeadNorm):
-    """A norm over each head, with a weight for each, of the heads that a column has: no communication."""
+    """A norm over each head, with a separate weight per head, of this column's heads: no communication."""
 
     def __init__(self, setting: GridSettings, blocks: Blocks, serial: PerHeadNorm):
         super().__init__(blocks.size, serial.head_dim, serial.eps, centred=serial.centred)
@@ -159,9 +159,9 @@ class GridHeadNorm(PerHeadNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / deviation · w + b over the features of all columns, of which column p has `filled[p]`; the rest stays 0.
+    """(x - mean) / deviation · w + b over the features of all columns. Column p has `filled[p]` features; padding stays 0.
 
-    Not `centred` it is RMSNorm: no mean. `plus_one`: 1 + w in place of w. Kept for the backward: x, and the statistics of
+    Not `centred`: RMSNorm, without the mean. `plus_one`: 1 + w instead of w. Saved for the backward: x, and the statistics of
     every token.
     """
 
@@ -280,7 +280,7 @@ class _Gather(torch.autograd.Function):
 class GridCrossEntropy(nn.Module):
     """Sum of the tokens' cross entropies, from logits split over col; equal on every column. Computed in at least fp32.
 
-    `per_token`: the cross entropies themselves, [B, T].
+    `per_token`: return the cross entropies [B, T] instead.
     """
 
     per_token = False

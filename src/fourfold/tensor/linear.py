@@ -9,11 +9,11 @@ gradients are passed to a unit after a deferred reduction. There it can also kee
 gather per step) and the unreduced `gradients` (one reduction over row per step, at `flush`).
 
 [Note: adapters on the grid]
-An adapter (LoRA) is computed from the layer's input and added to its output, whatever the flow. A is on the input's side, B on
-the output's. A side with tokens has its factor in full on every column, and each column sees its own tokens: the gradient is
-summed over col as well. A side with features has a column's part. Between the two, u = x Aᵀ [.., rank] is moved: gathered from
-tokens to features, summed from features to tokens, and both if features are on either side. Received, forward and backward:
-(col - 1) m · parts · rank elements for each of these.
+An adapter (LoRA) is computed from the layer's input and added to its output, whatever the flow. A has the layout of the input and
+B that of the output. A factor on a side split by tokens is replicated over the columns, which hold different tokens: its gradient
+is also summed over col. A factor on a side split by features is split over the columns. In between, u = x Aᵀ [.., rank] is
+communicated: gathered from tokens to features, summed from features to tokens, both if both sides are split by features.
+Received, forward and backward: (col - 1) m · parts · rank elements for each of these.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class GridLinear(nn.Module):
             return side.blocks.total, single(side.blocks.total)
         return side.blocks.size, side.blocks.runs[self.setting.grid.col.index]
 
-    # ---- its weight, and the gradient of it ----
+    # ---- the weight and its gradient ----
 
     def serve(
         self,
@@ -231,7 +231,7 @@ class GridLinear(nn.Module):
         self._whole = None
 
     def defer(self, put_off: PutOff, token: Tensor, queue: int, place: int) -> None:
-        """From now on the backward calls put_off(x, kept, token, queue, place); `weight_grad` of the two does the rest."""
+        """From now on the backward calls put_off(x, kept, token, queue, place); `weight_grad(x, kept, …)` completes it later."""
         self._put_off, self._queue, self._place, self.token = put_off, queue, place, token
 
     @torch.no_grad()

@@ -1,8 +1,6 @@
-"""The matmuls of a model on the grid: their sizes on a rank and their flows, computed from config and plan.
+"""The matmuls of a model on the grid: their sizes on a rank and their flows, computed from config and plan. No torch.
 
-No torch.
-
-qkv, up, proj    out of the residual stream            out, down    back to it            dense    from it to it
+qkv, up, proj    read the residual stream        out, down    write to it        dense    both
 """
 
 from __future__ import annotations

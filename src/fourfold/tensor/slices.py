@@ -72,7 +72,7 @@ class GridCutter:
         return pieces_of(module, name, self.grid)
 
     def total(self, per_token: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """A function from a column's logsumexp, target logits and validity, each [n], to the loss, or to every token's."""
+        """A function from a column's logsumexp, target logits and validity, each [n], to the loss, summed or per token."""
         return lambda lse, picked, valid: _Total.apply(lse, picked, valid, self.grid.col, per_token)
 
 

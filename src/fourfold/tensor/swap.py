@@ -51,7 +51,7 @@ def _walk(name: str, module: nn.Module, setting: GridSettings, rules: Mapping[ty
     if own := [n for n, _ in module.named_parameters(recurse=False)]:
         kind = type(module).__name__
         raise PlanError(
-            f"'{name}' is a {kind} with parameters ({', '.join(own)}), and nothing says how it lies on a grid: give "
+            f"'{name}' is a {kind} with parameters ({', '.join(own)}), and there is no rule to put it on a grid: pass "
             f"parallelize(…, rules={{{kind}: rule}}), where rule(module, setting) replaces its children, or use a plan "
             f"without depth, row and col"
         )
@@ -68,7 +68,7 @@ def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Pie
             found |= {inner + n: p for n, p in child.pieces(f"{prefix}.{name}" if name else prefix).items()}
         else:
             for n, parameter in child.named_parameters(recurse=False):
-                if inner + n in found:  # an adapter's, which its linear knows
+                if inner + n in found:  # an adapter's: its linear has returned them
                     continue
                 copies = grid.copies("row", "col")
                 found[inner + n] = (whole(f"{prefix}.{inner}{n}", tuple(parameter.shape), copies),)
@@ -76,7 +76,7 @@ def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Pie
 
 
 def residual_side(setting: GridSettings, width: int) -> ActivationLayout:
-    """How the residual stream is held."""
+    """The layout of the residual stream."""
     return ActivationLayout(even(width, setting.grid.col.size), tokens=setting.residual == "sequence")
 
 
@@ -137,7 +137,7 @@ def _attention(a: nn.Module, s: GridSettings) -> None:
         if not isinstance(a.qkv, SharedKeys):
             assert a.k_norm is not None
             a.k_norm = _features_norm(a.k_norm, s, k)
-        elif a.k_norm is not None:  # it gathers all keys, and normalises them before each column takes its own
+        elif a.k_norm is not None:  # SharedKeys gathers all keys and normalises them before each column selects its own
             a.qkv.key_norm, a.norms_keys = (a.k_norm,), False
 
 
