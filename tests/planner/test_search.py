@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -417,3 +422,51 @@ def test_the_plan_says_how_much_optimizer_state_stays_on_the_device() -> None:
 def test_names_of_other_systems_are_understood() -> None:
     ours, theirs = parse_fixes(["col=8", "pipe=4", "data=2"]), parse_fixes(["tp=8", "pp=4", "dp=2"])
     assert ours == theirs
+
+
+LLAMA_8B = ModelConfig(
+    family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192
+)
+
+
+def test_last_digits_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and logarithms differ in their last digits between platforms; which of identical units is chosen must not."""
+    spec, constraints = ModelSpec.from_config(LLAMA_8B), parse_fixes(["data=8", "micro_batch_size=1"])
+
+    def answer() -> Plan:
+        s = PlanProblem(spec, Cluster.preset("h100-sxm"), 64, Precision(compute="bf16"))
+        return find_plan(s, constraints).best.plan
+
+    def with_noise(exact: Callable[..., float], seed: int) -> Callable[..., float]:
+        def call(self: Cluster, *args: Any, **options: Any) -> float:
+            noise = zlib.crc32(repr((seed, args)).encode()) / 2**32 - 0.5
+            return exact(self, *args, **options) * (1 + 1e-14 * noise)
+
+        return call
+
+    plan = answer()
+    assert len({r.mode for r in plan.unit}) > 1  # some of many identical units differ
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            for name in ("product", "collective", "attention", "memory_bound", "message"):
+                patch.setattr(Cluster, name, with_noise(getattr(Cluster, name), seed))
+            assert answer() == plan
+
+
+def test_hashes_do_not_decide() -> None:
+    """The same plan in processes whose strings have other hashes."""
+    code = (
+        "import fourfold as ff; from fourfold.config import ModelConfig; "
+        "m = ModelConfig(family='llama', layers=8, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, seq_len=2048); "
+        "c = ff.Cluster.preset('v100-16g').what_if({'memory': '10GB'}); "
+        "p = ff.make_plan(ff.ModelSpec.from_config(m), c, global_batch=32).to_dict(); "
+        "p['certificate'].pop('seconds'); print(p)"
+    )
+    plans = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("0", "1")
+    ]
+    assert plans[0].startswith(b"{")
+    assert len(set(plans)) == 1

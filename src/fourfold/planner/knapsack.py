@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from fourfold.planner.problem import rounded
+
 __all__ = ["Chosen", "Group", "choose"]
 
 
@@ -75,7 +77,7 @@ def choose(groups: Sequence[Group], budget: float) -> Chosen | None:
         for a, b in pairwise(hull):
             more, less = options[b][0] - options[a][0], options[a][1] - options[b][1]
             steps.append((-less / more, i, a, b, more, less))
-    steps.sort(key=lambda s: s[0])
+    steps.sort(key=lambda s: rounded(s[0]))  # [Note: ties]
     counts: list[dict[int, int]] = [{h[0]: g.count} for g, h in zip(groups, hulls, strict=True)]
     bound, price = None, 0.0
     for slope, i, a, b, more, less in steps:

@@ -172,8 +172,9 @@ class _Climb:
             for choice in self._alternatives(names[0]):
                 moves = [(n, choice) for n in names]
                 changed = self.evaluate(dict(moves[:1]))
-                seconds = changed.seconds_with_state_on_device - self.now.seconds_with_state_on_device
-                out.append(_UnitChange(moves, seconds, self.now.room - changed.room))
+                now, then = (e.seconds_with_state_on_device for e in (self.now, changed))
+                # [Note: ties]: a difference is known to a share of the whole, and to a byte
+                out.append(_UnitChange(moves, now * round(then / now - 1, 10), round(self.now.room - changed.room)))
         return out
 
     def _identical_units(self) -> list[list[str]]:

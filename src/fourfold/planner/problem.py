@@ -14,7 +14,18 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import AXES, SCHEDULES, Precision
 from fourfold.planner.engines import FOURFOLD, TrainingEngine, engine_of
 
-__all__ = ["Constraints", "PlanProblem", "parse_fixes"]
+__all__ = ["Constraints", "PlanProblem", "parse_fixes", "rounded"]
+
+
+def rounded(value: float) -> float:
+    """Nine significant digits of seconds that are compared.
+
+    [Note: ties]
+    Many choices take exactly as long as each other: which of identical units holds more, or which of two kinds is gathered more
+    often where the network binds. Last digits differ between platforms and versions of Python, so they must not decide: times
+    are compared as rounded here, and ties are decided by order.
+    """
+    return float(f"{value:.9g}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from fourfold.planner.infeasible import explain_no_fit, least_memory_plan
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
 from fourfold.planner.local_search import improve, price_of_memory
 from fourfold.planner.lower_bounds import compute_bound, memory_bound
-from fourfold.planner.problem import Constraints, PlanProblem
+from fourfold.planner.problem import Constraints, PlanProblem, rounded
 from fourfold.planner.search_config import SearchConfig
 from fourfold.planner.stage_partition import RankLoad, compute_only_seconds, in_flight, partition_layers, rank_loads
 from fourfold.planner.unit_cost import tied_elements
@@ -103,9 +103,9 @@ def _distinct(built: list[Candidate]) -> list[Candidate]:
     best: dict[ParallelLayout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
         key = _without_placement(c.layout)
-        if key not in best or c.prediction.seconds < best[key].prediction.seconds:
+        if key not in best or rounded(c.prediction.seconds) < rounded(best[key].prediction.seconds):
             best[key] = c
-    return sorted(best.values(), key=lambda c: c.prediction.seconds)
+    return sorted(best.values(), key=lambda c: (rounded(c.prediction.seconds), str(c.layout)))  # [Note: ties]
 
 
 _Step = Callable[[ParallelLayout, float], None]
@@ -169,7 +169,7 @@ class _Search:
 
     def _push(self, bound: float, layout: ParallelLayout, tighten: _Step) -> None:
         self._number += 1
-        heapq.heappush(self.queue, (bound, self._number, layout, tighten))
+        heapq.heappush(self.queue, (rounded((1 - 1e-9) * bound), self._number, layout, tighten))  # not above it
 
     @property
     def _many(self) -> bool:
@@ -253,7 +253,7 @@ class _Search:
                 worst, busiest = total, work
         seconds = worst + _bubble(layout, *busiest) + _message_waits(self.problem, layout, works)
         self._number += 1
-        heapq.heappush(self.estimates, _Estimate(seconds, self._number, layout, bound))
+        heapq.heappush(self.estimates, _Estimate(rounded(seconds), self._number, layout, bound))
 
     def _room(self, layout: ParallelLayout, load: RankLoad) -> float:
         """Bytes for a rank's units."""
@@ -325,7 +325,8 @@ class _Search:
         built = _distinct(self.built)
         near = (1 + config.improved_share) * built[0].prediction.seconds
         starts = [c for c in built if c.prediction.seconds <= near][: 1 if self._many else config.most_improved]
-        best = min((improve(problem, self.constraints, config, c) for c in starts), key=lambda c: c.prediction.seconds)
+        found = [improve(problem, self.constraints, config, c) for c in starts]
+        best = min(found, key=lambda c: rounded(c.prediction.seconds))
         prefetching = [c for c in built if c.layout.prefetch]
         if problem.on_cpu and not best.layout.prefetch and prefetching:
             # on CPUs, gathers and reductions pass each other on a link that they are predicted to share

@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 from fourfold.planner.evaluate import schedule_of
 from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.op_times import units_of_stages
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, rounded
 from fourfold.planner.unit_cost import unit_times_on_grid
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
@@ -60,14 +60,14 @@ def stage_counts(problem: PlanProblem, grid: GridShape, placement: tuple[int, ..
         ranks, ends = [0.0] * (max(placement) + 1), list(accumulate(counts))
         for rank, count, end in zip(placement, counts, ends, strict=True):
             ranks[rank] += sum(work[end - count : end])
-        return max(ranks)
+        return rounded(max(ranks))  # [Note: ties]
 
     return min(_equal_time(work, stages), _equal_count(len(work), stages), key=busiest)
 
 
 def _equal_time(work: Sequence[float], stages: int) -> tuple[int, ...]:
     """A boundary is where the sum passes a stage's share."""
-    total, counts, at, done = sum(work), [], 0, 0.0
+    total, counts, at, done = (1 + 1e-9) * sum(work), [], 0, 0.0  # [Note: ties]
     for stage in range(stages):
         left = stages - stage - 1
         end = at + 1

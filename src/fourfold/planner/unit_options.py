@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from fourfold.planner.knapsack import Chosen, Group, choose
 from fourfold.planner.layouts import ParallelLayout
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, rounded
 from fourfold.planner.stage_partition import RankLoad
 from fourfold.planner.unit_cost import UnitChoice, reduced_in_buckets, sharding_cost, unit_cost, unit_times
 from fourfold.shard.layout import JOIN
@@ -442,7 +442,7 @@ def _solve(rows: _Rows, budget: float) -> RankChoice | None:
             if chosen is None:
                 continue
             bound = chosen.bound if bound is None else min(bound, chosen.bound)
-            if best is None or chosen.seconds < best[0].seconds - _EPSILON:
+            if best is None or rounded(chosen.seconds) < rounded(best[0].seconds):
                 best = chosen, [options for options, _ in allowed]
                 needs = chosen.memory + sharding_limit + recompute_limit
     if best is None or bound is None:
