@@ -316,6 +316,7 @@ def watch_frozen(rank: int, ranks: int, config: Config, plan: dict[str, Any]) ->
         assert all(map(torch.equal, before, (base.shard for base in self.bases)))
         assert all(base.grad is None and base.shard_grad is None for base in self.bases)
         seen.append((sum(u.shard.numel() for u in self.units), sum(b.shard.numel() for b in self.bases)))
+        assert self.memory_parts()["parameters"] >= 4 * sum(seen[-1])
         return steps
 
     worker.Loop.run = watched  # type: ignore[method-assign]

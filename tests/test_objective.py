@@ -251,7 +251,7 @@ def test_an_own_model_is_plain_torch(plain: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*layers()).double().eval()
     samples, _, loss = open_run(config_for(plain), Rows(), Weighted(), own_model=True)
-    batch = samples.rows(range(8))  # type: ignore[attr-defined]
+    batch = samples.rows(range(8))[0]  # type: ignore[attr-defined]
     value: Any = batch["inputs"]
     for layer in model:
         value = layer(*value) if isinstance(value, tuple) else layer(value)
@@ -405,9 +405,11 @@ def test_dpo_is_plain_torch(dpo_alone: Path, pairs: Path) -> None:
         ratios, before_ratios = policy[0::2] - policy[1::2], before[0::2] - before[1::2]
         return -F.logsigmoid(0.3 * (ratios - before_ratios)).mean()
 
-    found = []
+    found, read = [], []
     for step in range(3):
-        here = value(samples.rows(range(8 * step, 8 * step + 8)))  # type: ignore[attr-defined]
+        batch = samples.rows(range(8 * step, 8 * step + 8))[0]  # type: ignore[attr-defined]
+        read.append(sum(int(row.nonzero().max()) + 1 for row in batch["targets"] >= 0))  # the last token is an answer's
+        here = value(batch)
         here.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -416,8 +418,9 @@ def test_dpo_is_plain_torch(dpo_alone: Path, pairs: Path) -> None:
     assert found[2] < 0.6
     assert losses_in(dpo_alone) == pytest.approx(found, rel=1e-9)
     lines = [json.loads(line) for line in (dpo_alone / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens"] for line in lines if "tokens" in line] == read  # without padding
     evaluated = next(line["eval_loss"] for line in lines if "eval_loss" in line)
-    batch = held.rows(range(8))  # type: ignore[attr-defined]
+    batch = held.rows(range(8))[0]  # type: ignore[attr-defined]
     assert evaluated == pytest.approx(value(batch).item(), rel=1e-9)
     gained = (log_probs(model, batch) - log_probs(reference, batch)).unflatten(0, (-1, 2))
     moved, line = gained[:, 0] - gained[:, 1], next(line for line in lines if "eval_loss" in line)
@@ -544,7 +547,7 @@ def test_a_loss_over_log_probabilities(tmp_path: Path) -> None:
     assert losses_in(tmp_path / "run") == pytest.approx(losses_in(tmp_path / "alone"), rel=1e-9)
     config = dpo_config(tmp_path / "alone", Path("stdlib"), dpo={"beta": 0.0}).resolve()
     samples, *_ = open_run(config, Rated(), rewarded)
-    batch = samples.rows(range(8))  # type: ignore[attr-defined]
+    batch = samples.rows(range(8))[0]  # type: ignore[attr-defined]
     logits = serial_model(config.model, 0, dtype=torch.float64)(batch["tokens"])
     logp = -F.cross_entropy(logits.transpose(1, 2), batch["targets"], reduction="none")
     assert losses_in(tmp_path / "alone")[0] == pytest.approx(rewarded(logp, batch).item() / 8, rel=1e-10)

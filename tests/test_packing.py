@@ -314,6 +314,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[
 def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for key in ("loss", "grad_norm", "eval_loss"):
         assert series(found, key) == pytest.approx(series(expected, key), rel=1e-9), key
+    assert series(found, "tokens") == series(expected, "tokens")
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -330,12 +331,13 @@ def test_a_run_is_its_examples_alone(tmp_path: Path, references: dict[str, list[
     train, _ = open_samples(config)
     model = serial_model(config.model, config.train.seed, dtype=torch.float64)
 
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total, count, real = torch.zeros((), dtype=torch.float64), 0, []
     for k in range(config.train.global_batch):
         (tokens, targets), starts = train[k], train.starts(k)
         for first in np.unique(starts):
             here = torch.from_numpy(starts == first)
             mine = torch.from_numpy(targets)[here]
+            real += [len(mine)] if bool((mine != IGNORE).any()) else []  # else padding
             total = total + model(torch.from_numpy(tokens)[None, here], mine[None])
             count += int((mine != IGNORE).sum())
     (total / count).backward()
@@ -343,6 +345,12 @@ def test_a_run_is_its_examples_alone(tmp_path: Path, references: dict[str, list[
     step = references[name][0]
     assert step["loss"] == pytest.approx(total.item() / count, rel=1e-9)
     assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-9)
+    assert step["tokens"] == sum(real)
+    now, later = train.lengths(range(12)), train.lengths(range(12, 24))
+    assert now.context == sum(n * n for n in real) / sum(real) != later.context
+    flops = [line["mfu"] / line["tokens_per_second"] for line in references[name][:2]]  # a token's, over the peak rate
+    expected = [flops_per_token(config.model, each.context) for each in (now, later)]
+    assert flops[0] / flops[1] == pytest.approx(expected[0] / expected[1], rel=1e-9)
 
 
 def test_stop_and_resume_have_the_same_bits(tmp_path: Path) -> None:

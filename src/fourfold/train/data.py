@@ -34,7 +34,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "Examples",
+    "Lengths",
     "Samples",
     "Tokenizer",
     "corpus_of",
@@ -474,6 +475,23 @@ def _hash(*values: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+class Lengths(NamedTuple):
+    """What samples hold without their padding: Σ L and Σ L² over their documents of L tokens."""
+
+    tokens: int
+    squares: int
+
+    @classmethod
+    def total(cls, parts: Iterable[Lengths]) -> Lengths:
+        found = list(parts)
+        return cls(sum(each.tokens for each in found), sum(each.squares for each in found))
+
+    @property
+    def context(self) -> float:
+        """Tokens of a document, as attention costs them."""
+        return self.squares / max(1, self.tokens)
+
+
 class Samples:
     """The samples of a run: sample k as (tokens, targets), each [T] int64; targets are IGNORE where nothing is predicted.
 
@@ -679,6 +697,20 @@ class Samples:
     def documents(self, ks: Iterable[int]) -> npt.NDArray[np.int64] | None:
         """`starts` of samples `ks`, [B, T]; None where a sample is not several documents."""
         return np.stack([self.starts(k) for k in ks]) if self.packing == "documents" else None
+
+    @functools.cached_property
+    def _window_lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of windows of whole documents: Σ L and Σ L² of each."""
+        places = (self.segments.lengths - 1)[self._order]
+        return np.add.reduceat(places, self._bounds[:-1]), np.add.reduceat(places**2, self._bounds[:-1])
+
+    def lengths(self, ks: Iterable[int]) -> Lengths:
+        """What samples `ks` hold; one that is cut from a longer text is one document of T tokens."""
+        numbers = list(ks)
+        if not self.whole:
+            return Lengths(len(numbers) * self.seq_len, len(numbers) * self.seq_len**2)
+        tokens, squares = (each[[self.window(k) for k in numbers]].sum() for each in self._window_lengths)
+        return Lengths(int(tokens), int(squares))
 
     def state(self, consumed: int) -> dict[str, Any]:
         """What a resumed run needs to go on after `consumed` samples."""

@@ -33,7 +33,7 @@ from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.checkpoint import Checkpointer, Holding
 from fourfold.train.clock import Clock
 from fourfold.train.compare_replicas import compare_replicas, flip_bit
-from fourfold.train.data import IGNORE, Samples
+from fourfold.train.data import IGNORE, Lengths, Samples
 from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
@@ -48,22 +48,23 @@ __all__ = ["Engine", "Loop", "RankContext", "RunServices"]
 
 
 NOT_TRACED = Waits(-1.0, -1.0)
-COLUMNS = 4 + len(KINDS) + 2
+COLUMNS = 4 + len(KINDS) + 4
 
 
 class MicroBatch(NamedTuple):
-    """Tokens and targets [B, T] of a micro-batch, and its documents, if several share a sequence."""
+    """Tokens and targets [B, T] of a micro-batch; its documents, if several share a sequence; its length without padding."""
 
     tokens: Tensor
     targets: Tensor
     documents: Documents | None
+    lengths: Lengths
 
 
 @dataclass
 class _Result:
     """What a step left: `values` are the count of tokens and, [ranks, COLUMNS], what every rank told all others: loss sum, square
-    sum, peak bytes, stop, the seconds that its ops of an earlier step took, by kind, and how long it waited in a traced step
-    (negative: none was traced since).
+    sum, peak bytes, stop, the seconds that its ops of an earlier step took, by kind, how long it waited in a traced step
+    (negative: none was traced since), and the lengths of the documents that it read.
 
     On their way to the host until the device has reached `ready`, the end of the step: reading them waits for that step and
     not for what was issued since.
@@ -132,11 +133,6 @@ class Loop:
         self.optimizer, self.bases = engine.optimizer, list(engine.bases)
         self.train_samples, self.eval_samples = services.train_samples, services.eval_samples
         self.objective = services.objective
-        own = services.train_samples if isinstance(services.train_samples, OwnSamples) else None
-        self.tokens_per_sample = own.positions if own is not None else info.config.model.seq_len
-        self.flops_per_token = 6.0 * info.parameters
-        if info.config.model.layers:
-            self.flops_per_token = flops_per_token(info.config.model, services.train_samples.context)
         self.checkpointer, self.guard, self.callbacks = services.checkpointer, services.guard, list(services.callbacks)
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
@@ -215,7 +211,8 @@ class Loop:
             for m in sorted(losses) if self.counts_loss else ():
                 loss_sum += losses[m]
             stop = self.guard.stop_requested()
-            known = peak_bytes(self.device), stop, *self._op_seconds, *self._waits
+            read = Lengths.total(batch.lengths for batch in batches if self.counts_targets)
+            known = peak_bytes(self.device), stop, *self._op_seconds, *self._waits, *read
             self._waits = NOT_TRACED
             gathered = self._gather(loss_sum, self._square_sum(), *known)
             norm = gathered[:, 1].sum().sqrt()
@@ -246,14 +243,15 @@ class Loop:
         for m in range(self.micro_batches):
             first = index * batch + (m * ways + way) * size
             if isinstance(samples, OwnSamples):
-                found = samples.rows(range(first, first + size))
+                found, lengths = samples.rows(range(first, first + size))
                 rows = {name: self._sent_tree(v, cast=name == "inputs") for name, v in found.items()}
-                yield OwnBatch(rows.get("tokens", rows.get("inputs")), rows.get("targets"), None, rows)
+                yield OwnBatch(rows.get("tokens", rows.get("inputs")), rows.get("targets"), None, lengths, rows)
                 continue
-            tokens, targets = samples.batch(range(first, first + size))
-            starts = samples.documents(range(first, first + size))
+            numbers = range(first, first + size)
+            tokens, targets = (self._sent(torch.from_numpy(array)) for array in samples.batch(numbers))
+            starts = samples.documents(numbers)
             documents = None if starts is None else Documents.of(torch.from_numpy(starts)).to(self._sent)
-            yield MicroBatch(self._sent(torch.from_numpy(tokens)), self._sent(torch.from_numpy(targets)), documents)
+            yield MicroBatch(tokens, targets, documents, samples.lengths(numbers))
 
     def _sent(self, array: Tensor) -> Tensor:
         """On the device, without waiting for it."""
@@ -340,9 +338,11 @@ class Loop:
         return everyone.view(self.info.ranks, len(values))
 
     def memory_parts(self) -> dict[str, int]:
-        """Bytes of this rank's parameters and gradients, gathered ones included, and of its optimizer's state."""
-        parameters = sum(u.full.untyped_storage().size() for u in self.units)
-        parameters += sum(u.shard.nbytes for u in self.units if u.sharing.shards > 1)
+        """Bytes of this rank's parameters (with LoRA's frozen ones) and gradients, gathered ones included, and of its optimizer's
+        state."""
+        held = [*self.units, *self.bases]
+        parameters = sum(u.full.untyped_storage().size() for u in held)
+        parameters += sum(u.shard.nbytes for u in held if u.sharing.shards > 1)
         grads = [g for u in self.units for g in (u.grad, u.shard_grad) if g is not None]
         parts = {"parameters": parameters, "gradients": sum({g.data_ptr(): g.nbytes for g in grads}.values())}
         if isinstance(self.optimizer, AdamW):
@@ -362,8 +362,8 @@ class Loop:
         if self.world is not None:
             self._op_seconds = op_seconds(result.spans, self.clock.seconds)
         seconds, self._since = self.clock.seconds(self._since, result.ready), result.ready
-        tokens = self.config.train.global_batch * self.tokens_per_sample
-        rate = tokens / seconds
+        read = Lengths(*map(int, gathered[:, -2:].sum(0)))
+        rate = read.tokens / seconds
         loss, norm = float(gathered[:, 0].sum()) / count, float(gathered[:, 1].sum().sqrt())
         self.guard.judge(result.step, loss, norm)
         metrics: dict[str, Any] = {
@@ -371,10 +371,10 @@ class Loop:
             "loss": loss,
             "grad_norm": norm,
             "lr": result.lr,
-            "tokens": tokens,
+            "tokens": read.tokens,
             "seconds": seconds,
             "tokens_per_second": rate,
-            "mfu": rate * self.flops_per_token / (self.peak_rate * self.info.ranks),
+            "mfu": self._flops(read) / seconds / (self.peak_rate * self.info.ranks),
             "peak_bytes": int(gathered[:, 2].max()),
             "skipped": self.guard.skipped,
         }
@@ -382,12 +382,18 @@ class Loop:
         if straggler := self.stragglers.add(gathered[:, 4:kinds].tolist()):
             metrics["straggler"] = straggler
         if self.world is not None and bool((gathered[:, kinds] >= 0).all()):
-            exposed, bubble = gathered[:, kinds:].mean(0).tolist()
+            exposed, bubble = gathered[:, kinds : kinds + 2].mean(0).tolist()
             metrics["exposed_seconds"] = exposed
             if self.plan.mesh.pipe > 1:
                 metrics["bubble"] = bubble
         self._call(lambda c: c.on_step(self.info, metrics))
         return bool(gathered[:, 3].any())
+
+    def _flops(self, read: Lengths) -> float:
+        """The model's FLOPs for documents of these lengths, forward and backward; padding needs none."""
+        if not self.config.model.layers:  # a model of the user's own
+            return 6.0 * self.info.parameters * read.tokens
+        return flops_per_token(self.config.model, read.context) * read.tokens
 
     def evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the evaluation split, the same at every call."""
@@ -484,6 +490,7 @@ class OwnBatch(NamedTuple):
     tokens: Any
     targets: Tensor | None
     documents: None
+    lengths: Lengths
     rows: dict[str, Any]
 
 

@@ -3,15 +3,14 @@
     step loss grad_norm lr tokens seconds tokens_per_second mfu peak_bytes skipped
 
 `loss` is the mean over the step's valid tokens; it and `grad_norm` (before clipping) are null when not finite, and `skipped`
-counts the steps that were skipped for that. `tokens` are the positions trained on in the step; `seconds` run from the end of
-the step before (or of an evaluation or save after it) to the end of this one, on a GPU in the device's time; evaluations have
-`eval_seconds` and saves `save_seconds` in lines of their own. `exposed_seconds` (time in which a rank waited for collectives) and
-`bubble` (share of the step in which it waited for other pipeline ranks; with a pipeline) are means over all ranks, of the last
-traced step, in the line of the first step that knows them. `peak_bytes` is the most memory any rank has used so far
-(CUDA: allocated; CPU: resident). `mfu` is the model's FLOPs
-(model/spec.py: no recomputation) per second over the ranks' peak rate: the vendor's figure for known GPUs at the plan's
-precision, and on CPUs, which have no such figure worth the name, the rate of a matrix product measured when the run
-starts, on all ranks at once.
+counts the steps that were skipped for that. `tokens` are those of the step's documents, without padding; `seconds` run from
+the end of the step before (or of an evaluation or save after it) to the end of this one, on a GPU in the device's time;
+evaluations have `eval_seconds` and saves `save_seconds` in lines of their own. `exposed_seconds` (time in which a rank waited
+for collectives) and `bubble` (share of the step in which it waited for other pipeline ranks; with a pipeline) are means over
+all ranks, of the last traced step, in the line of the first step that knows them. `peak_bytes` is the most memory any rank
+has used so far (CUDA: allocated; CPU: resident). `mfu` is the model's FLOPs for these tokens (model/spec.py: no
+recomputation) per second over the ranks' peak rate: the vendor's figure for known GPUs at the plan's precision, and on CPUs,
+which have no such figure worth the name, the rate of a matrix product measured when the run starts, on all ranks at once.
 """
 
 from __future__ import annotations

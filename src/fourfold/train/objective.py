@@ -44,7 +44,7 @@ from fourfold.config import Config
 from fourfold.errors import CheckpointError, ConfigError, DataError
 from fourfold.runtime.stage import Finish
 from fourfold.train.data import Samples, open_run_corpus, open_samples
-from fourfold.train.own_data import OwnSamples, PairRows, TokenRows
+from fourfold.train.own_data import LENGTH, OwnSamples, PairRows, TokenRows
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
@@ -221,7 +221,7 @@ class _CorpusRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, targets = self.samples[index]
-        return {"tokens": tokens, "targets": targets}
+        return {"tokens": tokens, "targets": targets, LENGTH: self.samples.lengths([index]).tokens}
 
 
 def open_run(

@@ -23,9 +23,12 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import ConfigError, DataError
-from fourfold.train.data import IGNORE, Corpus, Samples, own_document, permute
+from fourfold.train.data import IGNORE, Corpus, Lengths, Samples, own_document, permute
 
-__all__ = ["OwnSamples", "PairRows", "SampleRows", "TokenRows"]
+__all__ = ["LENGTH", "OwnSamples", "PairRows", "SampleRows", "TokenRows"]
+
+LENGTH = " length"
+"""Key by which our own datasets say how many tokens of a sample are no padding; no part of the sample."""
 
 
 class SampleRows(Protocol):
@@ -66,20 +69,16 @@ class OwnSamples(Samples):
                 digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         self._fingerprint = digest.hexdigest()
 
-    @property
-    def positions(self) -> int:
-        """What counts as the tokens of a sample: its inputs if they are integers, else 1."""
-        example = self.sample(0)
-        value = example.get("tokens", example.get("inputs"))
-        first = value[0] if isinstance(value, tuple) else value
-        return first.numel() if isinstance(first, Tensor) and not first.is_floating_point() else 1
-
     @functools.cached_property
     def context(self) -> float:
-        return float(self.positions)
+        return float(_tokens(self.sample(0)))
 
     def sample(self, index: int) -> dict[str, Any]:
         """Sample `index` of the dataset, as tensors by name."""
+        return self._read(index)[0]
+
+    def _read(self, index: int) -> tuple[dict[str, Any], int]:
+        """Sample `index`, and its number of tokens without padding."""
         item = self.data[index]
         if isinstance(item, tuple) and len(item) == 2:
             item = {"inputs": item[0], "targets": item[1]}
@@ -90,7 +89,9 @@ class OwnSamples(Samples):
         if "inputs" not in item and "tokens" not in item:
             there = ", ".join(f"'{key}'" for key in item)
             raise DataError(f"{self.name}, sample {index}: has no 'inputs' for the first layer; it has {there}")
-        return {str(key): _tensor(value, f"{self.name}, sample {index}: '{key}'") for key, value in item.items()}
+        where = f"{self.name}, sample {index}"
+        found = {str(k): _tensor(v, f"{where}: '{k}'") for k, v in item.items() if k != LENGTH}
+        return found, item[LENGTH] if LENGTH in item else _tokens(found)
 
     def number(self, k: int) -> int:
         """Which sample of the dataset sample k of the run is."""
@@ -99,15 +100,16 @@ class OwnSamples(Samples):
         key = hashlib.blake2b(f"{self.seed}:{epoch}:{self.split}".encode(), digest_size=8).digest()
         return (self.first + permute(at, self.groups, int.from_bytes(key, "little"))) * self.together + place
 
-    def rows(self, ks: Iterable[int]) -> dict[str, Any]:
-        """Samples `ks` stacked, with the further columns."""
+    def rows(self, ks: Iterable[int]) -> tuple[dict[str, Any], Lengths]:
+        """Samples `ks` stacked, with the further columns; and what they hold."""
         numbers = [self.number(k) for k in ks]
-        found = [self.sample(n) for n in numbers]
+        found, lengths = zip(*map(self._read, numbers), strict=True)
         for n, row in zip(numbers, found, strict=True):
             if row.keys() != found[0].keys():
                 raise DataError(f"{self.name}: sample {n} has {sorted(row)}, sample {numbers[0]} {sorted(found[0])}")
         batch = {name: self._stacked(name, [row[name] for row in found], numbers) for name in found[0]}
-        return batch | {name: torch.from_numpy(values[numbers]) for name, values in self.columns.items()}
+        batch |= {name: torch.from_numpy(values[numbers]) for name, values in self.columns.items()}
+        return batch, Lengths(sum(lengths), sum(n * n for n in lengths))
 
     def _stacked(self, name: str, values: list[Any], numbers: list[int]) -> Any:
         if isinstance(values[0], tuple):
@@ -142,6 +144,13 @@ class OwnSamples(Samples):
                 f"{state['fingerprint']}); give the old one, or start a new run"
             )
         return state["epoch"] * self.count + state["next"]
+
+
+def _tokens(sample: dict[str, Any]) -> int:
+    """What counts as the tokens of a sample: its inputs if they are integers, else 1."""
+    value = sample.get("tokens", sample.get("inputs"))
+    first = value[0] if isinstance(value, tuple) else value
+    return first.numel() if isinstance(first, Tensor) and not first.is_floating_point() else 1
 
 
 def _tensor(value: Any, where: str) -> Any:
@@ -180,7 +189,8 @@ class TokenRows:
         ids, mask = own_document(item, self.vocab, where)
         tokens, targets = padded(ids, mask, self.seq_len, 0)
         used = ("tokens", "input_ids", "targets", "labels", "loss_mask", "attention_mask")
-        return {"tokens": tokens, "targets": targets} | {k: v for k, v in item.items() if k not in used}
+        length = min(len(ids) - 1, self.seq_len)
+        return {"tokens": tokens, "targets": targets, LENGTH: length} | {k: v for k, v in item.items() if k not in used}
 
 
 class PairRows:
@@ -208,7 +218,7 @@ class PairRows:
         start, stop = (int(self.corpus.starts[document + i]) for i in (0, 1))
         mask = None if self.corpus.mask is None else np.asarray(self.corpus.mask[start:stop])
         tokens, targets = padded(np.asarray(self.corpus.tokens[start:stop]), mask, self.seq_len, self.corpus.end)
-        return {"tokens": tokens, "targets": targets}
+        return {"tokens": tokens, "targets": targets, LENGTH: stop - start - 1}
 
 
 def padded(
