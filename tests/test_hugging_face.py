@@ -25,7 +25,7 @@ from fourfold.model.families import FAMILIES, links
 from fourfold.model.hf import read_fields
 from fourfold.model.operators import ModelSpec
 from fourfold.model.spec import parameter_shapes
-from fourfold.model.to_hf import hf_config
+from fourfold.model.to_hf import check_written, hf_config
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
 from fourfold.testing.ranks import run_ranks
@@ -239,6 +239,18 @@ def test_models_from_scratch_open_in_transformers(family: str, tmp_path: Path) -
     with torch.no_grad():
         ours, want = opened(final, seq_len=16)(x), other.eval()(x).logits
     assert (ours - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_what_transformers_could_not_open_is_said_or_refused(folders: dict[str, Path]) -> None:
+    plain = ModelConfig(family="llama", layers=2, hidden=32, heads=2, vocab=64, seq_len=8)
+    assert check_written(plain.resolve()) == ""
+    odd = dataclasses.replace(plain, logit_softcap=3.0, residual_scale=0.5)  # Gemma's and Granite's
+    assert check_written(odd.resolve()) == "no family of transformers computes this model"
+    named = ModelConfig(hf=str(folders["qwen3"]), init="random", seq_len=8)
+    assert check_written(dataclasses.replace(named, layers=1, rope_theta=7.0).resolve()) == ""
+    message = "model.logit_softcap = 3.0 cannot be written to a config.json of 'qwen3'"
+    with pytest.raises(ConfigError, match=message):
+        check_written(dataclasses.replace(named, logit_softcap=3.0).resolve())
 
 
 def test_large_models_are_written_in_several_files(folders: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:

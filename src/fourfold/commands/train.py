@@ -159,12 +159,18 @@ def _supervise(args: TrainArgs, restarts: Restarts) -> int:
 
 def _say_end(console: Console, path: Path, config: Config) -> None:
     """The last line of a run that ended in order: finished, or stopped by request."""
+    from fourfold.model.to_hf import check_written
+
     if _saved_step(path) < config.train.steps:
         console.print(f"stopped as requested; {_how_to_continue(path, config)}", soft_wrap=True)
     else:
-        console.print(
-            f"[green]done[/]: {markup(path)}  (sample from it: fourfold sample {markup(path)})", soft_wrap=True
-        )
+        final = markup(path / "final")
+        made = f"{final} opens in transformers"
+        if config.model.lora is not None and not config.lora.merge:
+            made = f"{final} is an adapter that opens in PEFT; fourfold export {markup(path)} OUT --merge writes a whole model"
+        elif why := check_written(config.model):
+            made = f"{final} has the tensor names of fourfold, not of transformers: {why}"
+        console.print(f"[green]done[/]: {made}  (sample from it: fourfold sample {markup(path)})", soft_wrap=True)
 
 
 def _how_to_continue(path: Path, config: Config) -> str:
@@ -246,6 +252,10 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
     from fourfold.train.callbacks import extra_callbacks
 
     extra_callbacks(config)
+    if not args.resume:
+        from fourfold.model.to_hf import check_written
+
+        check_written(config.model)
     if config.model.init != "random" and not args.resume:
         from fourfold.train.weights import check_weights
 
@@ -368,7 +378,7 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan, dat
     other = _made_for(config, plan)
     facts(
         [
-            ("model", f"{m.family}, {m.layers} layers, hidden {m.hidden}, {count} parameters"),
+            ("model", f"{m.model_type or m.family}, {m.layers} layers, hidden {m.hidden}, {count} parameters"),
             *([("lora", _lora(config))] if m.lora is not None else []),
             ("data", f"{_sources(config)}, {batch} × {m.seq_len} tokens a step"),
             ("", data),

@@ -11,12 +11,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from fourfold import files
 from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, Family, Key, Rope
 from fourfold.model.hf import read_fields
 
-__all__ = ["family_of", "hf_config"]
+__all__ = ["as_written", "check_written", "family_of", "hf_config"]
 
 SCALING = {
     "factor": "factor",
@@ -63,14 +64,47 @@ def family_of(m: ModelConfig, base: dict[str, Any] | None = None) -> Family | No
     return None
 
 
+def as_written(m: ModelConfig) -> ModelConfig:
+    """The model as its files have it: theirs of a BERT always add a row of token types, one of zeros where there are none."""
+    return dataclasses.replace(m, token_types=1) if m.family == "bert" and not m.token_types else m
+
+
+def check_written(m: ModelConfig) -> str:
+    """Of a (resolved) model that is to be trained: "", or why its files will not open in transformers.
+
+    Raises ConfigError for a model that was named by a Hugging Face folder: its files must open there.
+    """
+    m = as_written(m)
+    path = Path(m.init) / "config.json"
+    base = files.read_json(path, ConfigError) if m.init != "random" and path.is_file() else None
+    if family_of(m, base) is not None:
+        return ""
+    if m.model_type not in FAMILIES:
+        return "no family of transformers computes this model"
+    where = f"a config.json of '{m.model_type}'"
+    if m.family == "bert" and not m.tie:
+        found = f"model.tie = False of a bert model cannot be written to {where}"
+    else:
+        again = _read_again(hf_config(FAMILIES[m.model_type], m, "float32", base), m)
+        names = [f.name for f in dataclasses.fields(m) if again and getattr(again, f.name) != getattr(m, f.name)]
+        values = ", ".join(f"model.{name} = {getattr(m, name)}" for name in names)
+        found = f"{values} cannot be written to {where}" if names else f"this model cannot be written to {where}"
+    raise ConfigError(f"{found}, so transformers could not open the result; use the folder's own value")
+
+
 def _says(c: dict[str, Any], m: ModelConfig) -> bool:
     """Whether a config.json gives this model."""
+    return _read_again(c, m) == m
+
+
+def _read_again(c: dict[str, Any], m: ModelConfig) -> ModelConfig | None:
+    """The model that a config.json written for `m` gives; None: it gives none."""
     try:
         read = read_fields(c, Path("config.json"), m.seq_len, m.dropout)
         again = ModelConfig(**read | {"seq_len": m.seq_len, "init_std": m.init_std}).resolve()
     except (ConfigError, KeyError):
-        return False
-    return dataclasses.replace(again, init=m.init, model_type=m.model_type, lora=m.lora) == m
+        return None
+    return dataclasses.replace(again, init=m.init, model_type=m.model_type, lora=m.lora)
 
 
 def hf_config(

@@ -297,8 +297,16 @@ class ChatTemplate:
         def strftime_now(form: str) -> str:
             return self.date.strftime(form)
 
-        def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
+        def tojson(
+            value: Any,
+            ensure_ascii: bool = False,
+            indent: int | None = None,
+            separators: tuple[str, str] | None = None,
+            sort_keys: bool = False,
+        ) -> str:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
@@ -314,12 +322,7 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path, **options: Any) -> ChatTemplate | None:
         """The template of a Hugging Face folder: `chat_template.jinja`, or in `tokenizer_config.json`; None without one."""
-        config: Any = {}
-        if (path := folder / "tokenizer_config.json").exists():
-            config = files.read_json(path, error=DataError)
-        if not isinstance(config, dict):
-            raise DataError(f"{path}: expected a table, found {_kind(config)}")
-        tokens = cls.special_tokens(config)
+        config, tokens = _table(folder / "tokenizer_config.json"), cls.tokens_in(folder)
         if (path := folder / "chat_template.jinja").exists():
             return cls(files.read_text(path, error=DataError), str(path), tokens, **options)
         found, name = config.get("chat_template"), f"{folder / 'tokenizer_config.json'}: chat_template"
@@ -333,6 +336,12 @@ class ChatTemplate:
         if not isinstance(found, str):
             raise DataError(f"{name} is {_kind(found)}; expected text")
         return cls(found, name, tokens, **options)
+
+    @classmethod
+    def tokens_in(cls, folder: Path) -> dict[str, str]:
+        """The special tokens of a Hugging Face folder by name; older ones have them in a file of their own."""
+        older = cls.special_tokens(_table(folder / "special_tokens_map.json"))
+        return older | cls.special_tokens(_table(folder / "tokenizer_config.json"))
 
     @staticmethod
     def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -442,6 +451,14 @@ def _unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
             rest.append(part)
             size += len(part)
     return "".join(rest), spans if start is None else []
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a table; empty without the file."""
+    found = files.read_json(path, error=DataError) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected a table, found {_kind(found)}")
+    return found
 
 
 def _token(value: Any) -> str:

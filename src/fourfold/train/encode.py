@@ -389,11 +389,10 @@ def load_template(encoding: Encoding) -> ChatTemplate | None:
     if encoding.template == "plain":
         return ChatTemplate(PLAIN, "the template 'plain'", date=on)
     folder = Path(encoding.tokenizer).parent if encoding.tokenizer not in ("bytes", "") else None
-    own = ChatTemplate.load(folder, date=on) if folder is not None else None
     if encoding.template == "auto":
-        return own
+        return ChatTemplate.load(folder, date=on) if folder is not None else None
     text = files.read_text(encoding.template, DataError)
-    return ChatTemplate(text, encoding.template, own.tokens if own else {}, on)
+    return ChatTemplate(text, encoding.template, ChatTemplate.tokens_in(folder) if folder is not None else {}, on)
 
 
 class Encoder:
@@ -477,11 +476,11 @@ class Encoder:
                 start, after = tokens(first, last)
                 mask[start:after] = 1
                 if end_of_turn and start < after:
-                    special = [
-                        k for k in range(after, min(after + AFTER, len(ids))) if int(ids[k]) in self.codec.special
-                    ]
-                    if special:
-                        mask[after : special[0] + 1] = 1
+                    near = range(after, min(after + AFTER, len(ids)))
+                    ends = [k for k in near if ids[k] == self.codec.end]  # some write another special token before it
+                    ends += [k for k in near if int(ids[k]) in self.codec.special]
+                    if ends:
+                        mask[after : ends[0] + 1] = 1
         ids = ids.astype(self.dtype, copy=False)
         if chat:  # its template writes all special tokens
             return ids, mask
@@ -741,7 +740,8 @@ def _key(sources: Sequence[str], encoding: Encoding) -> str:
     digest = hashlib.blake2b(digest_size=16)
     there = [[(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in source_files(s)] for s in sources]
     folder = Path(encoding.tokenizer).parent
-    beside = [Path(encoding.tokenizer), folder / "tokenizer_config.json", folder / "chat_template.jinja"]
+    names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    beside = [Path(encoding.tokenizer), *(folder / name for name in names)]
     if encoding.template not in ("auto", "plain"):
         beside.append(Path(encoding.template))
     read = [hashlib.blake2b(p.read_bytes()).hexdigest() if p.is_file() else "" for p in beside]

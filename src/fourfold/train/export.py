@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.families import Link, Run, links
 from fourfold.model.lora import adapter_links
 from fourfold.model.spec import parameter_shapes
-from fourfold.model.to_hf import family_of, hf_config
+from fourfold.model.to_hf import as_written, family_of, hf_config
 from fourfold.model.transformer import Transformer
 from fourfold.train import checkpoint
 from fourfold.train.adapters import ADAPTER, WEIGHTS, adapter_config, check_base, fill_model, merged
@@ -46,7 +47,7 @@ from fourfold.train.remote import fetch_newest, is_url, local_run
 from fourfold.train.rundir import RunDir
 from fourfold.train.weights import check_weights, family_of_source, fill
 
-__all__ = ["Exported", "check_out", "export", "find_checkpoint", "load_model", "write_final"]
+__all__ = ["Exported", "check_out", "export", "find_checkpoint", "load_model", "write_final", "write_own_final"]
 
 SHARD_BYTES = 4 << 30
 """Bytes of a file; a tensor is never split over two."""
@@ -71,6 +72,17 @@ def write_final(run: RunDir, config: Config) -> None:
     export(run, config, directory, run.final, merge=config.lora.merge)
 
 
+def write_own_final(checkpoints: Path, out: Path) -> None:
+    """final/ of a user's own model: the newest checkpoint's weights under the names of the model's state dict."""
+    directory = checkpoint.newest(checkpoints)
+    assert directory is not None
+    stored = read_index(directory)
+    shapes = {name: at.shape for name, at in stored.items() if not name.startswith("optim.")}
+    tensors = [_Tensor(link, DTYPES[_trained_type(stored)]) for link in _as_they_are(shapes)]
+    out.mkdir(parents=True, exist_ok=True)
+    _write_safetensors(tensors, _Parameters(directory, stored, shapes), out)
+
+
 def export(
     run: RunDir,
     config: Config,
@@ -85,22 +97,20 @@ def export(
 
     Of a LoRA run a PEFT adapter is written, or with `merge` the whole model with the adapters in its weights.
     """
-    m, kept = config.model, run.path / "hf"
+    m, kept = as_written(config.model), run.path / "hf"
     if m.lora is not None:
         check_base(kept, m, first=False)
     if m.lora is not None and not merge:
         return _export_adapter(config, directory, kept, out, dtype)
-    if m.family == "bert" and not m.token_types:  # theirs always adds a row of token types: one of zeros
-        m = dataclasses.replace(m, token_types=1)
     base = files.read_json(kept / "config.json", CheckpointError) if (kept / "config.json").is_file() else None
     family = family_of(m, base)
     came, others = ("", {}) if dtype else read_types(kept)
     stored = read_index(directory)
     trained = _trained_type(stored)
     common = dtype or came or trained
-    found = links(family, m) if family else _as_they_are(m)
+    found = links(family, m) if family else _as_they_are(parameter_shapes(m))
     tensors = [_Tensor(link, DTYPES[others.get(link.theirs, common)]) for link in found]
-    source = (_Parameters if m.lora is None else _Merged)(directory, stored, m)
+    source = _Parameters(directory, stored, parameter_shapes(m)) if m.lora is None else _Merged(directory, stored, m)
     out.mkdir(parents=True, exist_ok=True)
     if form == "dcp":
         _write_dcp(tensors, source, out)
@@ -119,7 +129,7 @@ def _export_adapter(config: Config, directory: Path, kept: Path, out: Path, dtyp
     kind = dtype or _trained_type(stored)
     tensors = [_Tensor(link, DTYPES[kind]) for link in adapter_links(family, m)]
     out.mkdir(parents=True, exist_ok=True)
-    _write_file(out / WEIGHTS, tensors, _Parameters(directory, stored, m))
+    _write_file(out / WEIGHTS, tensors, _Parameters(directory, stored, parameter_shapes(m)))
     copy(kept, out, TOKENIZER)
     files.write_json(out / ADAPTER, adapter_config(m, family), CheckpointError)
     step = checkpoint.read_state(directory)["step"]
@@ -131,8 +141,8 @@ def _trained_type(stored: Index) -> str:
     return {"float64": "F64"}.get(next(iter(stored.values())).dtype, "F32")
 
 
-def _as_they_are(m: ModelConfig) -> list[Link]:
-    return [Link(name, s, name, s, False, (Run(0, 0, s[0]),)) for name, s in parameter_shapes(m).items()]
+def _as_they_are(shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
+    return [Link(n, s, n, s, False, (Run(0, 0, s[0]),) if s else ()) for n, s in shapes.items()]
 
 
 def _write_other_files(config: Config, family: Any, base: Any, kept: Path, out: Path, dtype: str) -> None:
@@ -171,8 +181,8 @@ class _Tensor:
 class _Parameters:
     """Serial parameters of a checkpoint; the last one is kept, since its neighbours in a file come from it as well."""
 
-    def __init__(self, directory: Path, index: Index, m: ModelConfig):
-        self.directory, self.index, self.m, self.shapes = directory, index, m, parameter_shapes(m)
+    def __init__(self, directory: Path, index: Index, shapes: Mapping[str, tuple[int, ...]]):
+        self.directory, self.index, self.shapes = directory, index, shapes
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -190,7 +200,7 @@ class _Parameters:
     def stored(self, tensor: _Tensor) -> Tensor:
         """A tensor as it is written; casts round to nearest even."""
         link, whole = tensor.link, self.read(tensor.link.ours)
-        if link.runs == (Run(0, 0, whole.shape[0]),):
+        if not link.runs or link.runs == (Run(0, 0, whole.shape[0]),):
             rows = whole
         elif len(link.runs) == 1 and link.runs[0].step == 1:
             rows = whole.narrow(0, link.runs[0].ours, link.runs[0].length)
@@ -207,7 +217,8 @@ class _Merged(_Parameters):
     """Serial parameters of a LoRA run: the frozen weights from their files, with the adapters of a checkpoint added."""
 
     def __init__(self, directory: Path, index: Index, m: ModelConfig):
-        super().__init__(directory, index, m)
+        super().__init__(directory, index, parameter_shapes(m))
+        self.m = m
         self.weights = check_weights(m, again=True)
         self.dtype = torch.float64 if _trained_type(index) == "F64" else torch.float32
 

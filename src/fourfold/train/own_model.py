@@ -15,13 +15,12 @@ import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fourfold.errors import CheckpointError, ConfigError
+from fourfold.errors import ConfigError
 from fourfold.model.spec import OwnLayers
 from fourfold.piece import whole
 from fourfold.plan import Plan
@@ -30,12 +29,10 @@ from fourfold.shard.joined import join
 from fourfold.shard.sharing import Reductions
 from fourfold.shard.split import Slice
 from fourfold.shard.unit import Unit
-from fourfold.train import checkpoint
-from fourfold.train.checkpoint_index import read_index
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import RankUnits, make_sharing
 
-__all__ = ["OwnModel", "make_own_units", "write_own_final"]
+__all__ = ["OwnModel", "make_own_units"]
 
 
 @dataclass(frozen=True)
@@ -194,19 +191,3 @@ def _aliases(layer: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {id(p): n for n, p in layer.named_parameters()}
     every = layer.named_parameters(remove_duplicate=False)
     return {n: first[id(p)] for n, p in every if first[id(p)] != n}
-
-
-def write_own_final(checkpoints: Path, out: Path) -> None:
-    """final/model.safetensors: the newest checkpoint's weights under the names of the model's state dict."""
-    from safetensors.torch import save_file
-
-    directory = checkpoint.newest(checkpoints)
-    assert directory is not None
-    index = read_index(directory)
-    names = [name for name in index if not name.startswith("optim.")]
-    tensors = {n: checkpoint.read_box(directory, index, n, tuple((0, s) for s in index[n].shape)) for n in names}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    except OSError as e:
-        raise CheckpointError(f"{out}: cannot be written: {e}") from None

@@ -30,6 +30,7 @@ from fourfold.launch.local import end_rank
 from fourfold.launch.place import Place, check_joined, choose_device, current_place, join, leave
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.spec import parameter_count
+from fourfold.model.to_hf import check_written
 from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor
@@ -48,7 +49,7 @@ from fourfold.train.loop import Engine, Loop, RankContext, RunServices
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops, used_bytes
 from fourfold.train.objective import Loss, Objective, add_reference, open_run, samples_together
-from fourfold.train.own_model import OwnModel, make_own_units, write_own_final
+from fourfold.train.own_model import OwnModel, make_own_units
 from fourfold.train.parts import (
     make_grid,
     make_handles,
@@ -129,6 +130,8 @@ def fit(
         plan.check_together(config.train.global_batch, samples_together(loss))
     if config.checkpoint.dir:
         check_url(config.checkpoint.dir, place.ranks)
+    if own is None and not resume:
+        check_written(config.model)
     if own is None and config.model.init != "random" and not resume:
         check_weights(config.model)
     user = UserParts(own, open_run(config, data, loss, own_model=own is not None))
@@ -254,7 +257,7 @@ def work(
         with loop.guard.on_watch():
             steps = loop.run(done)
             if place.rank == 0 and steps == config.train.steps:
-                from fourfold.train.export import write_final
+                from fourfold.train.export import write_final, write_own_final
 
                 del loop  # what the rank holds goes before weights are read whole
                 gc.collect()
