@@ -58,13 +58,13 @@ TEXTS: dict[str, tuple[str, str]] = {
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 11.69 MiB is free. "
         "Process 2104 has 137.20 GiB memory in use. Including non-PyTorch memory, this process has 2.58 GiB memory in use. Of "
         "the allocated memory 1.90 GiB is allocated by PyTorch",
-        "GPU 0 is out of memory: 20.00 MiB were asked for, 11.69 MiB of 139.80 GiB are free, and other processes use it: "
+        "GPU 0 is out of memory: 20.00 MiB were requested, 11.69 MiB of 139.80 GiB are free, and other processes use it: "
         "process 2104 holds 137.20 GiB; end them or choose another GPU",
     ),
     "full by ourselves": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.15 GiB of which 1.12 GiB is free. "
         "Including non-PyTorch memory, this process has 78.02 GiB memory in use.",
-        "GPU 3 is out of memory: 2.00 GiB were asked for, 1.12 GiB of 79.15 GiB are free; a plan that fits",
+        "GPU 3 is out of memory: 2.00 GiB were requested, 1.12 GiB of 79.15 GiB are free; a plan that fits",
     ),
     "full at the start": ("CUDA error: out of memory\nCUDA kernel errors might be", "not even for a start"),
     "full, says NCCL": (

@@ -234,7 +234,7 @@ def test_plain_formats() -> None:
     ("item", "message"),
     [
         ([1], "expected a JSON object, found a list"),
-        ({"txt": "a"}, "no example: has 'txt'; expected 'messages'"),
+        ({"txt": "a"}, "not an example: has 'txt'; expected 'messages'"),
         ({"text": "a", "messages": []}, "has both 'messages' and 'text'"),
         ({"messages": []}, "expected a list of messages, found an empty list"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn to train on"),

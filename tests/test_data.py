@@ -158,7 +158,7 @@ def test_bad_sources(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not UTF-8"):
         open_corpus(str(tmp_path / "binary.txt"))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
-    with pytest.raises(DataError, match=r"bad.jsonl:2: no example: has 'txt'; expected"):
+    with pytest.raises(DataError, match=r"bad.jsonl:2: not an example: has 'txt'; expected"):
         open_corpus(str(tmp_path / "bad.jsonl"))
     with pytest.raises(DataError, match="fewer than one sample"):
         samples(text_file(tmp_path / "short.txt", 9))
@@ -211,10 +211,10 @@ def test_own_examples_of_text_and_bad_ones() -> None:
     bad: list[tuple[object, str]] = [
         ({"tokens": [1, 200]}, r"example 1: has the id 200, but model.vocab = 100"),
         ({"tokens": [1, 2], "loss_mask": [1]}, "2 tokens, but 1 values of 'loss_mask'"),
-        ({"tokens": [1, 2], "targets": [5, 6]}, "wants token 5 at place 1, where the example has 2"),
+        ({"tokens": [1, 2], "targets": [5, 6]}, "has token 5 at position 1, but the example has 2"),
         ({"tokens": [1.5]}, "'tokens' must be a list of integers"),
         ([1, 2], "expected a mapping with 'tokens', found list"),
-        ({"ids": [1]}, "no example: has 'ids'"),
+        ({"ids": [1]}, "not an example: has 'ids'"),
     ]
     for item, message in bad:
         with pytest.raises(DataError, match=message):

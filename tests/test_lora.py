@@ -411,7 +411,7 @@ def test_resume_under_another_plan_and_with_other_weights(folders: dict[str, Pat
 
     longer = dataclasses.replace(parts, train=dataclasses.replace(parts.train, steps=5))
     other = dataclasses.replace(longer, lora=dataclasses.replace(longer.lora, alpha=9.0))
-    with pytest.raises(Exception, match=r"this run began with .*'scale': 2\.66"):
+    with pytest.raises(Exception, match=r"this run was started with .*'scale': 2\.66"):
         run_ranks(quiet_fit, 1, other, {"precision": {"compute": "fp64"}}, resume=True)
     file = weights / "model.safetensors"
     changed = bytearray(file.read_bytes())

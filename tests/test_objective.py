@@ -496,7 +496,7 @@ def test_dpo_refuses_what_is_no_pair(pairs: Path, tmp_path: Path) -> None:
     for line, message in (
         ('{"prompt": "a", "chosen": "b"}', "pairs.jsonl:2: has 'chosen' without 'rejected'"),
         ('{"prompt": "a", "chosen": "b", "rejected": ""}', "pairs.jsonl:2: 'rejected' is empty"),
-        ('{"chosen": "b", "rejected": "c"}', "'chosen' is text, and 'prompt' is nothing"),
+        ('{"chosen": "b", "rejected": "c"}', "'chosen' is text, but 'prompt' is nothing"),
         ('{"prompt": "a", "completion": "b"}', "preference pairs and other examples in one source"),
     ):
         bad = tmp_path / "pairs.jsonl"

@@ -202,7 +202,7 @@ def test_a_raising_rank_ends_the_others_at_once(
     assert main(["train", config_file(tmp_path / "run.json"), "--plan", plan]) == 1
     error = capfd.readouterr().err
     assert "rank 1 failed first" in error
-    assert "a fault on purpose, at step 2" in error
+    assert "an injected fault, at step 2" in error
     assert "in instruction 1B1" in error
 
 

@@ -116,7 +116,7 @@ def test_rows_without_the_column_are_named(tmp_path: Path) -> None:
     import pyarrow
 
     parquet.write_table(pyarrow.Table.from_pylist([{"question": "a"}]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet, row 1: no example: has 'question'; expected 'messages'"):
+    with pytest.raises(DataError, match=r"a.parquet, row 1: not an example: has 'question'; expected 'messages'"):
         open_corpus(str(tmp_path / "a.parquet"))
 
 

@@ -34,7 +34,7 @@ def _full(found: Match) -> str:
     others = re.findall(r"Process (\d+) has ([\d.]+ \w+) memory in use", found.string)
     who = "; ".join(f"process {pid} holds {size}" for pid, size in others)
     taken = f", and other processes use it: {who}" if who else ""
-    return f"GPU {found[2]} is out of memory: {found[1]} were asked for, {found[4]} of {found[3]} are free{taken}; " + (
+    return f"GPU {found[2]} is out of memory: {found[1]} were requested, {found[4]} of {found[3]} are free{taken}; " + (
         "end them or choose another GPU (CUDA_VISIBLE_DEVICES)" if who else "a plan that fits: fourfold plan"
     )
 

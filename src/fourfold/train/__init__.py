@@ -1,1 +1,1 @@
-"""Where the parts meet: data, loop, optimizer, checkpoints, metrics, and the worker that assembles them."""
+"""Training: data, loop, optimizer, checkpoints, metrics, and the worker that assembles a rank."""

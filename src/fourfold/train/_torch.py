@@ -23,7 +23,7 @@ def make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def communicator(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """The address of a group's communicator: 0 where it has not been made, None where NCCL does not serve the group."""
+    """The address of a group's communicator; 0: not made yet; None: the group does not use NCCL."""
     try:
         backend: Any = group._get_backend(device)
     except RuntimeError:  # no backend for this device
@@ -44,5 +44,5 @@ def fake_store() -> Any:
 
 
 def default_store() -> dist.Store:
-    """The store in which the ranks of the default process group met."""
+    """The rendezvous store of the default process group."""
     return dist.distributed_c10d._get_default_store()

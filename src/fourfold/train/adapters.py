@@ -1,14 +1,14 @@
-"""LoRA and files: the weights that a run adapts, and adapters as PEFT has them.
+"""LoRA files: the frozen weights that a run adapts, and adapters in PEFT's format.
 
-A checkpoint of a LoRA run has its adapters and their optimizer state, and not the frozen weights. `hf/base.json` in the run
-directory says which files those came from, with sizes and SHA-256, and what is adapted how; a run resumes, and is sampled or
-merged, with these alone.
+A checkpoint of a LoRA run has its adapters and their optimizer state, but not the frozen weights. `hf/base.json` in the run
+directory lists the files of the frozen weights, with sizes and SHA-256, and the LoRA settings. Resuming, sampling and merging
+require exactly these files.
 
 A PEFT adapter is a folder:
 
     adapter_config.json          rank, alpha, names of the adapted layers, path of the weights; written last
     adapter_model.safetensors    base_model.model.<layer>.lora_A.weight [rank, inputs], ….lora_B.weight [outputs, rank]
-    tokenizer and chat template  as they came with the weights
+    tokenizer and chat template  copied from the folder of the weights
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ CHANGES = (
     *("layers_to_transform", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora"),
     *("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "ensure_weight_tying"),
 )
-"""Keys of adapter_config.json that change what an adapter computes, and that are not supported."""
+"""Keys of adapter_config.json that change what an adapter computes and are not supported."""
 
 
 def check_lora(config: Config) -> None:
-    """Refuse to adapt weights that are not there."""
+    """Refuse LoRA without trained weights to adapt."""
     if config.model.lora is not None and config.model.init == "random":
         raise ConfigError(
-            "[lora] adapts trained weights, and model.init = 'random' has none: name a folder with weights, model.hf = "
+            "[lora] adapts trained weights, but model.init = 'random' has none: name a folder with weights, model.hf = "
             '"FOLDER", or train all weights with lora.rank = 0'
         )
 
@@ -67,8 +67,8 @@ def check_lora(config: Config) -> None:
 
 
 def check_base(folder: Path, m: ModelConfig, *, first: bool) -> None:
-    """Record which files the frozen weights are in (`first`), or refuse others than those. `folder`: hf/ of the run."""
-    with ThreadPoolExecutor(THREADS) as pool:  # hashing does not hold Python's lock
+    """Record the files of the frozen weights (`first`), or check that they are the recorded ones. `folder`: hf/ of the run."""
+    with ThreadPoolExecutor(THREADS) as pool:  # hashing releases the GIL
         paths = weight_files(Path(m.init))
         found = {path.name: each for path, each in zip(paths, pool.map(describe, paths), strict=True)}
     assert m.lora is not None
@@ -80,9 +80,9 @@ def check_base(folder: Path, m: ModelConfig, *, first: bool) -> None:
         return
     known = files.read_json(folder / BASE, RunDirError, follow=False)
     if not isinstance(known, dict) or not isinstance(known.get("files"), dict):
-        raise RunDirError(f"{folder / BASE}: damaged; it says which weights the adapters of this run belong to")
+        raise RunDirError(f"{folder / BASE}: damaged; it records the weights that this run's adapters belong to")
     if known.get("lora") != lora:
-        raise ConfigError(f"[lora] is {lora}, and this run began with {known.get('lora')}; it cannot change")
+        raise ConfigError(f"[lora] is {lora}, but this run was started with {known.get('lora')}; it cannot change")
     if known["files"] != found:
         other = sorted(n for n in {*known["files"], *found} if known["files"].get(n) != found.get(n))
         raise ConfigError(
@@ -115,7 +115,7 @@ def _of_adapter(holding: Holding) -> bool:
 
 @torch.no_grad()
 def merged(weight: Tensor, name: str, m: ModelConfig, read: Any) -> Tensor:
-    """A serial parameter with its adapter multiplied out and added; `read(name)` gives the adapter's parameters."""
+    """A serial parameter with its adapter merged: W + scale · B A. `read(name)` returns the adapter's parameters."""
     assert m.lora is not None
     unit, _, rest = name.rpartition(".")[0].rpartition(".")
     parts = adapters(m, unit).get(rest, ()) if name.endswith(".weight") else ()
@@ -181,7 +181,7 @@ def open_adapter(path: Path) -> tuple[ModelConfig, Path]:
 
 
 def _without_layer(target: str) -> str:
-    """A layer's name in full, as a pattern for all of them."""
+    """A layer's full name without its index, which matches all layers."""
     return ".".join("{i}" if part.isdigit() else part for part in target.split("."))
 
 
@@ -191,5 +191,5 @@ def fill_from_adapter(model: Transformer, path: Path, m: ModelConfig, family: Fa
     for link in expected:
         if link.theirs not in source.tensors or source.tensors[link.theirs][0] != link.shape:
             found = source.tensors.get(link.theirs, ("missing",))[0]
-            raise ConfigError(f"{path / WEIGHTS}: {link.theirs} is {found}, and {list(link.shape)} in the model")
+            raise ConfigError(f"{path / WEIGHTS}: {link.theirs} is {found}, but {list(link.shape)} in the model")
     fill_by(source, expected, [h for h in _holdings(model) if _of_adapter(h)])

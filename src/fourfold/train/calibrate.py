@@ -4,9 +4,9 @@ All ranks work at the same time, since they share the machine. Measured: matmuls
 overhead per operator (on a CPU: in a step of a small model), attention; all-gathers, reduce-scatters and all-reduces of several
 sizes over all ranks of a level and over pairs; messages between neighbours; the host link; and how much of a gather overlaps
 with a matmul. Bandwidth and latency are fitted to the two largest all-gathers; all other collectives are stored relative to an
-ideal ring with them. If the larger all-gather took hardly longer than the smaller one (no link is faster than memory), other
-load disturbed the measurement: it is repeated, and a remaining doubt is reported. With several nodes, the network inside a node
-and the network between nodes are two levels.
+ideal ring with these values. If the larger all-gather took hardly longer than the smaller one (no link is faster than memory),
+other load disturbed the measurement: it is repeated, and if that does not help, the figure is reported as doubtful. With several
+nodes, the network inside a node and the network between nodes are two levels.
 
 Every figure is the median of a few tries, and the mean over ranks.
 """
@@ -123,7 +123,9 @@ class _Calibration:
             made = replace(made, device=replace(made.device, eager=self._eager_share(made)))
         if self.place.ranks > 1:
             made = replace(made, overlap=self._overlap(), queue=self._queue(), call=self._call())
-            made = replace(made, small=0.0 if self.device.type == "cuda" else float(SMALLEST))  # gloo, beside rings
+            made = replace(
+                made, small=0.0 if self.device.type == "cuda" else float(SMALLEST)
+            )  # gloo in addition to rings
         return made
 
     # ---- one device ----
@@ -307,7 +309,7 @@ class _Calibration:
         return bandwidth, max(1e-7, times[0] / (n - 1))
 
     def _collectives(self, start: Start, groups: list[list[int]]) -> list[float]:
-        """Seconds of a collective for every buffer size, with all groups active."""
+        """Seconds of a collective for each buffer size, with all groups active."""
         made = [(members, dist.new_group(members, group_desc="calibration")) for members in groups]
         mine = next(((m, g) for m, g in made if self.place.rank in m), None)
         out = []
@@ -322,7 +324,7 @@ class _Calibration:
         return out
 
     def _messages(self, groups: list[list[int]]) -> list[float]:
-        """Seconds of a message of every size to the next rank of a group: half of a round trip.
+        """Seconds of a message of each size to the next rank of a group: half of a round trip.
 
         Timed on the rank that gets its own message back; the other one is done when its reply is sent.
         """

@@ -6,7 +6,7 @@
 
     ff.fit(config, plan, callbacks=[Best()])
 
-Every rank calls its callbacks; look at `run.rank` to act on one of them. A callback that raises stops the run.
+Every rank calls its callbacks; check `run.rank` to act on one rank only. A callback that raises stops the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Callback:
         """Before the first step; `step` is the number of steps already done (0 for a new run)."""
 
     def on_step(self, run: RunInfo, metrics: Metrics) -> None:
-        """After every step, with the line that went to metrics.jsonl."""
+        """After every step, with the line written to metrics.jsonl."""
 
     def on_eval(self, run: RunInfo, metrics: Metrics) -> None:
         """After an evaluation: `step`, `eval_loss`, `eval_tokens`, `eval_seconds`."""

@@ -1,26 +1,26 @@
-"""Examples for fine-tuning: the formats people have, chat templates, and which tokens of a chat are trained. No torch.
+"""Examples for fine-tuning: common formats, chat templates, and which tokens of a chat are trained. No torch.
 
 Formats of an example (a JSON object), by its keys:
 
     messages         [{"role", "content", ...}]          OpenAI; `conversations` and from/value (ShareGPT) are read as well
     prompt           with `completion` or `answer`: both text, or both lists of messages
-    instruction      with `output`, and `input` or `system` if wanted (Alpaca)
+    instruction      with `output`, and optionally `input` or `system` (Alpaca)
     chosen           with `rejected`, and `prompt` unless both are chats: a preference pair, for DPO
     text             plain text, trained as a whole
 
-A chat is turned into text by the model's own template (jinja2), which is a stranger's program: it runs in jinja's immutable
-sandbox, with plain JSON values, a limit on its time and on the size of what it writes.
+A chat is rendered to text by the model's chat template (jinja2), which is untrusted code: it runs in jinja's immutable
+sandbox, with plain JSON values and limits on its time and output size.
 
 [Note: which characters are trained]
-By default the loss counts the assistant's turns alone. Where they are in the rendered text is found in three ways, in order:
+By default only the assistant's turns contribute to the loss. Three methods locate them in the rendered text, tried in this order:
 
 1. The template marks them itself (`{% generation %}`).
-2. Two private-use characters are put around the content of each turn before rendering, and taken out of the result. This is
-   accepted only if the rest equals the plain rendering.
-3. The chat is rendered again with the content of one turn replaced: where the two texts differ is the turn. Two replacements
-   without common characters at their ends are used, and the union is taken.
+2. Two private-use characters are put around the content of each turn before rendering, and removed from the result. This is
+   accepted only if the remaining text equals the plain rendering.
+3. The chat is rendered again with the content of one turn replaced; the range where the two texts differ is the turn. Two
+   replacements without common characters at their ends are used, and the union is taken.
 
-If none of them finds every turn, the example is refused. In the last two ways the token that ends the turn is trained, too: the
+If none of them finds every turn, the example is refused. With methods 2 and 3 the token that ends the turn is also trained: the
 first special token among the three tokens that follow.
 """
 
@@ -49,9 +49,9 @@ START, END = "\ue000", "\ue001"
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 """ShareGPT's names of roles."""
 LONGEST = 1 << 26
-"""Characters that a template may write for one chat."""
+"""Maximum number of characters that a template may write for one chat."""
 SECONDS = 10.0
-"""Time that a template may take for one chat."""
+"""Maximum seconds that a template may take for one chat."""
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}{% endgeneration %}"
     "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
@@ -61,7 +61,7 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class PlainExample:
-    """Text to train on, after a prompt that is only read."""
+    """Text to train on, after a prompt that is not trained."""
 
     text: str
     prompt: str = ""
@@ -81,7 +81,7 @@ class Chat:
 
     @property
     def empty(self) -> bool:
-        """Whether some trained turn says nothing."""
+        """Whether a trained turn is empty."""
         return any(not self.messages[i].get("content") and not self.messages[i].get("tool_calls") for i in self.trained)
 
 
@@ -102,14 +102,14 @@ def parse_examples(item: Any, where: str) -> list[PlainExample | Chat]:
 
 
 def _answered(item: Mapping[str, Any], side: str, where: str) -> PlainExample | Chat:
-    """One side of a preference pair; of a chat, the turns after those that both sides share are trained."""
+    """One side of a preference pair; in a chat, the turns after the common prefix of both sides are trained."""
     prompt, answer = item.get("prompt"), item[side]
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer:
             raise DataError(f"{where}: '{side}' is empty")
         return PlainExample(answer, prompt, side)
     if isinstance(answer, str):
-        raise DataError(f"{where}: '{side}' is text, and 'prompt' is {_kind(prompt)}; use text or messages for both")
+        raise DataError(f"{where}: '{side}' is text, but 'prompt' is {_kind(prompt)}; use text or messages for both")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if prompt is None:
@@ -123,7 +123,7 @@ def _answered(item: Mapping[str, Any], side: str, where: str) -> PlainExample | 
     found = _chat([*before, *_messages(answer, f"{where}: {side}")], where, item.get("tools"))
     trained = tuple(i for i in found.trained if i >= len(before))
     if not trained:
-        raise DataError(f"{where}: '{side}' has no assistant turn of its own")
+        raise DataError(f"{where}: '{side}' has no assistant turn that the other side lacks")
     chat = Chat(found.messages, trained, found.tools, side)
     if chat.empty:
         raise DataError(f"{where}: '{side}' has an empty assistant turn")
@@ -153,7 +153,7 @@ def parse_example(item: Any, where: str) -> PlainExample | Chat:
             return PlainExample(_text(item, "text", where))
     found = ", ".join(f"'{_shown(key)}'" for key in list(item)[:6]) or "nothing"
     raise DataError(
-        f"{where}: no example: has {found}; expected 'messages', 'conversations', 'prompt' with 'completion' or 'answer', "
+        f"{where}: not an example: has {found}; expected 'messages', 'conversations', 'prompt' with 'completion' or 'answer', "
         "'instruction' with 'output', or 'text'"
     )
 
@@ -227,7 +227,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _joined(content: Any, where: str) -> str:
-    """Content as text: a string, or parts of which all are text."""
+    """Content as text: a string, or a list of text parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -272,7 +272,7 @@ class ChatTemplate:
     name: str
     tokens: Mapping[str, str] = field(default_factory=dict)
     date: datetime.date = datetime.date(2024, 7, 26)
-    """What `strftime_now` takes for today, so that data does not depend on the day on which it is encoded."""
+    """The date that `strftime_now` returns, so that data does not depend on the day it is encoded."""
 
     def __post_init__(self) -> None:
         import jinja2
@@ -281,7 +281,7 @@ class ChatTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}`: its body between START and END, where these are given."""
+            """`{% generation %}`: its body, between START and END if these are given."""
 
             tags = {"generation"}  # noqa: RUF012  # as jinja declares it
 
@@ -356,7 +356,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **more: Any,
     ) -> str:
-        """The text of a chat; raises DataError with the template's own words where it refuses."""
+        """The text of a chat; raises DataError with the template's own message if it raises one."""
         import jinja2
 
         given = {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
@@ -374,7 +374,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def render_trained(self, chat: Chat) -> tuple[str, list[tuple[int, int]], bool]:
-        """The text, the ranges of characters that are trained, and whether the token that ends a turn is still to be added."""
+        """The text, the trained ranges of characters, and whether the token that ends a turn must still be added."""
         text = self.render(chat.messages, tools=chat.tools)
         if START in text or END in text:
             raise DataError("the text holds the private-use characters U+E000 or U+E001")
@@ -402,7 +402,7 @@ class ChatTemplate:
         return [span for i, span in zip(turns, spans, strict=True) if i in chat.trained and span[0] < span[1]]
 
     def _marked_content(self, chat: Chat, text: str, *, trim: bool) -> list[tuple[int, int]] | None:
-        """[Note: which characters are trained], 2; with `trim`, inside the white space that many templates cut off."""
+        """[Note: which characters are trained], 2; with `trim`, without surrounding white space, which many templates strip."""
         messages = list(chat.messages)
         for i in chat.trained:
             content = messages[i]["content"]
@@ -432,12 +432,12 @@ class ChatTemplate:
                 last = next((k for k in range(most) if text[-1 - k] != changed[-1 - k]), most)
                 found.append((first, len(text) - last))
             spans.append((min(a for a, _ in found), max(b for _, b in found)))
-        apart = all(a[1] <= b[0] for a, b in pairwise(spans))
-        return spans if apart and all(a < b for a, b in spans) else None
+        disjoint = all(a[1] <= b[0] for a, b in pairwise(spans))
+        return spans if disjoint and all(a < b for a, b in spans) else None
 
 
 def _unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Text without START and END, and the ranges that were between them; no ranges where the marks do not alternate."""
+    """Text without START and END, and the ranges that were between them; no ranges if the marks do not alternate."""
     rest, spans, start, size = [], [], None, 0
     for part in re.split(f"([{START}{END}])", text):
         if part == START and start is None:
@@ -475,14 +475,14 @@ def _short(e: BaseException) -> str:
 
 
 class _Timeout(BaseException):
-    """Raised in a thread that takes too long; not an Exception, so that nothing on the way catches it."""
+    """Raised in a thread that takes too long; not an Exception, so that no `except Exception` catches it."""
 
 
 @contextmanager
 def time_limit(what: str, seconds: float = SECONDS) -> Iterator[list[float]]:
-    """Raise DataError when more than `seconds` pass after the time in the yielded list, which the caller renews.
+    """Raise DataError when more than `seconds` pass after the time in the yielded list, which the caller updates.
 
-    A template may loop; Python code can be interrupted from another thread alone.
+    A template may loop; Python code can only be interrupted from another thread.
     """
     since, thread, over = [time.monotonic()], threading.get_ident(), threading.Event()
 

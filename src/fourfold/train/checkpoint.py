@@ -1,8 +1,8 @@
 """Checkpoints: a set of pieces, so that one saved under any plan opens under any other.
 
-A rank's state is, for every serial tensor it holds a part of, a list of (place in it, view of local memory). torch's
-distributed checkpoint (DCP) writes these, one file per rank, and refuses gaps and overlaps, which proves every save complete.
-Of a piece's copies one is written; replicas share the work. A rank reads the boxes that its own layout asks for.
+A rank's state maps each serial tensor that it holds a part of to a list of (box in the tensor, view of local memory). torch's
+distributed checkpoint (DCP) writes these, one file per rank, and refuses gaps and overlaps, so every save is complete.
+One of a piece's copies is written; replicas share the work. A rank reads the boxes that its own layout needs.
 
     checkpoints/step-000040/
         __0_0.distcp …      tensors: <name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>
@@ -11,17 +11,17 @@ Of a piece's copies one is written; replicas share the work. A rank reads the bo
         state.json          step, updates, data state
         complete.json       written last: every file with its size and SHA-256
 
-A directory without `complete.json` is a save that did not finish; it is never opened, and is removed by a later save. One that
-does not verify is renamed to `damaged-step-000040` when a run resumes, and the checkpoint before it is used.
+A directory without `complete.json` is an incomplete save; it is never opened, and a later save removes it. When a run resumes, a
+checkpoint that does not verify is renamed to `damaged-step-000040`, and the previous one is used.
 
 [Note: no code, no path from a file]
-Nothing is unpickled but tensors, by torch's `weights_only=True`, out of archives whose sizes were checked first. File names
-in a checkpoint have one component and name regular files, never links. Deleting starts from the names `step-<number>` that are
-found in the checkpoints folder, not from anything that a file says.
+Only tensors are unpickled, by torch's `weights_only=True`, from archives whose sizes were checked first. File names in a
+checkpoint have one component and name regular files, never links. Only directories named `step-<number>` in the checkpoints
+folder are deleted, whatever a file contains.
 
-[Note: saving while training goes on]
-With `mode = "async"` a save first copies the rank's own pieces to host memory, then a thread writes them, talking over its
-own process group. One save is in flight at a time; the next one, or the end of the run, waits for it and raises its error.
+[Note: saving while training continues]
+With `mode = "async"` a save first copies the rank's pieces to host memory, then a thread writes them, communicating over a
+separate process group. One save is in flight at a time; the next one, or the end of the run, waits for it and raises its error.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 
 class ChunkPlanner(DefaultSavePlanner):
-    """Lets DCP save Chunks by name; of equal ones of several ranks it writes one."""
+    """Lets DCP save Chunks by name; a chunk that several ranks hold is written once."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -138,8 +138,8 @@ def _dtype(name: str) -> torch.dtype:
 def open_newest(checkpoints: Path, group: dist.ProcessGroup | None = None) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and a line about each newer one that does not; ranks of `group` call it together.
 
-    One that does not verify is set aside: renamed to `damaged-<its name>`, never deleted. When none verifies, nothing is renamed
-    and CheckpointError is raised: starting again from nothing is for a person to decide.
+    One that does not verify is renamed to `damaged-<its name>`, never deleted. If none verifies, nothing is renamed and
+    CheckpointError is raised: starting from the beginning is the user's decision.
     """
     rank, ranks = _place(group)
     found = _together(lambda: complete(checkpoints), group)
@@ -169,7 +169,7 @@ def load(
 ) -> dict[str, Any]:
     """Fill the holdings from a complete checkpoint and return its state; ranks of `group` call it together.
 
-    With `check`, the ranks first compare every file with its checksum, each a share of the files.
+    With `check`, the ranks first verify the checksum of every file; each rank checks some of them.
     """
     rank, ranks = _place(group)
     if check:
@@ -196,9 +196,9 @@ def load(
 def download_newest(
     remote: RemoteFolder, checkpoints: Path, group: dist.ProcessGroup | None, share: int = 0, shares: int = 1
 ) -> list[str]:
-    """Bring the newest remote checkpoint that verifies here; ranks of `group` call it together. Lines about those that do not.
+    """Download the newest remote checkpoint that verifies; ranks of `group` call it together. Returns a line per damaged one.
 
-    The `shares` ranks of a host download a share of the files each; files that are here already are only compared.
+    The `shares` ranks of a host each download some of the files; existing local files are only compared.
     """
     lines: list[str] = []
     names = [name for _, name in _together(remote.complete, group)]
@@ -212,10 +212,10 @@ def download_newest(
         if not problems:
             if share == 0:
                 publish(remote, name, checkpoints)
-            _exchange(None, group)  # no rank looks before all hosts have it
+            _exchange(None, group)  # wait until all hosts have it
             return lines
         if not any("is damaged" in p or "is missing" in p or ": damaged" in p for p in problems):
-            raise CheckpointError(problems[0])  # the store does not answer, or the disk is full
+            raise CheckpointError(problems[0])  # the store is unreachable, or the disk is full
         _together(lambda name=name: remote.set_aside(name), group)  # type: ignore[misc]
         lines.append(f"{problems[0]}; set aside")
     if names:
@@ -232,9 +232,9 @@ def resume(
     console: IO[str] | None = None,
     downloaded: Sequence[str] = (),
 ) -> int:
-    """Fill the loop's state from the newest checkpoint that verifies, if there is one; returns the steps done.
+    """Fill the loop's state from the newest checkpoint that verifies, if there is one; returns the number of steps done.
 
-    `downloaded`: what there is to say about remote checkpoints.
+    `downloaded`: lines about remote checkpoints, from `download_newest`.
     """
     directory, lines = open_newest(checkpoints, group)
     lines = [*downloaded, *lines]
@@ -268,7 +268,7 @@ def read_box(directory: Path, index: Index, name: str, box: Box) -> Tensor:
 
 
 def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
-    """Copy what the views need from the files, each file opened once and read in order."""
+    """Fill the views from the files; each file is opened once and read in order."""
     reads: dict[str, list[tuple[StoredChunk, StoredTensor, list[tuple[Box, Box, Tensor]]]]] = {}
     for name, chunks in wanted.items():
         stored = index.get(name)
@@ -311,7 +311,7 @@ def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Rank 0 acts; all ranks have its result, or raise its error."""
+    """Rank 0 calls `action`; all ranks return its result, or raise its error."""
     result, problem = None, None
     if _place(group)[0] == 0:
         try:
@@ -330,10 +330,10 @@ def _together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 class Checkpointer:
-    """Saves a rank's holdings; ranks of `group` (a gloo group of its own) call every method together.
+    """Saves a rank's holdings; ranks of `group` (a separate gloo group) call every method together.
 
-    Of the holders of a piece one writes it (`Holding.writes`). After each save the newest `keep` complete checkpoints and
-    those of every `keep_every`-th step are kept, the others removed.
+    One holder of each piece writes it (`Holding.writes`). After each save the newest `keep` complete checkpoints and those of
+    every `keep_every`-th step are kept; the others are removed.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class Checkpointer:
         self._finished: list[Path] = []
 
     def save(self, step: int, holdings: Sequence[Holding], state: Mapping[str, Any], *, last: bool = False) -> None:
-        """Save as step-<step>; `finished` tells when it is complete. The `last` one is written at once, without a copy."""
+        """Save as step-<step>; `finished` returns it once complete. The `last` save is synchronous and makes no copy."""
         self.wait()
         path = self.directory / f"step-{step:06d}"
         owned = chunks_of(holdings, written=True)
@@ -386,11 +386,11 @@ class Checkpointer:
     def _guarded(self, path: Path, owned: dict[str, Chunks], state: Mapping[str, Any]) -> None:
         try:
             self._write(path, owned, state)
-        except BaseException as e:  # handed to the caller of wait()
+        except BaseException as e:  # raised by wait()
             self._error = e
 
     def _write(self, path: Path, owned: dict[str, Chunks], state: Mapping[str, Any]) -> None:
-        """Tensors, index, state, then the marker; rank 0 leads. Leaves nothing new behind when it fails."""
+        """Write tensors, index, state, then the marker; rank 0 coordinates. A failed save leaves no new files."""
         size = sum(view.nbytes for chunks in owned.values() for view in chunks.views.values())
         try:
             _together(lambda: self._clear(path), self.group)
@@ -415,7 +415,7 @@ class Checkpointer:
         self._finished.append(path)
 
     def _upload(self, path: Path, remote: RemoteFolder) -> None:
-        """Every rank its own files, then rank 0 the marker; after that older local copies go."""
+        """Every rank uploads its own files, then rank 0 the marker; then older local copies are removed."""
         name, problem = path.name, None
         try:
             _together(lambda: remote.clear(name), self.group)
@@ -454,7 +454,7 @@ class Checkpointer:
         return {name: info for each, _ in found for name, info in each.items()}
 
     def _clear(self, path: Path) -> None:
-        """An empty folder; a save of this step that did not finish, or a link, is removed first."""
+        """Make an empty folder; an incomplete save of this step, or a link, is removed first."""
         self.directory.mkdir(parents=True, exist_ok=True)
         files.check_not_link(self.directory, CheckpointError)
         if os.path.lexists(path):
@@ -477,7 +477,7 @@ class Checkpointer:
 
 
 def _index_of(metadata: Metadata) -> Index:
-    """Our index, from what DCP says of a save."""
+    """Our index, from DCP's metadata of a save."""
     out: Index = {}
     for name, stored in metadata.state_dict_metadata.items():
         chunks = []

@@ -1,7 +1,7 @@
-"""The checkpoints folder: which checkpoints there are, whether they are whole, which are kept. No torch.
+"""The checkpoints folder: listing, verifying and pruning checkpoints. No torch.
 
-A checkpoint is a folder `step-<number>` with a `complete.json`; the order is that of the numbers. What is deleted or renamed
-follows from these names alone, never from what a file says, and links are left alone.
+A checkpoint is a folder `step-<number>` with a `complete.json`, ordered by number. Only these names determine what is deleted or
+renamed, never the content of a file; links are ignored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ STEP = re.compile(r"step-(\d{6,18})")
 
 
 def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
-    """The step and path of everything that is called like a checkpoint and is a folder, in the order of the steps.
+    """The step and path of every folder that is named like a checkpoint, ordered by step.
 
-    By number, not by name: step-1000000 comes after step-999999. Links are left out.
+    By number, not by name: step-1000000 comes after step-999999. Links are excluded.
     """
     files.check_not_link(checkpoints, CheckpointError)
     found = []
@@ -59,7 +59,7 @@ def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def complete(checkpoints: Path) -> list[tuple[int, Path]]:
-    """The step and path of every complete checkpoint, in the order of the steps."""
+    """The step and path of every complete checkpoint, ordered by step."""
     return [(step, path) for step, path in steps_in(checkpoints) if is_file(path / MARKER)]
 
 
@@ -70,13 +70,13 @@ def newest(checkpoints: Path) -> Path | None:
 
 
 def doomed(checkpoints: Path, keep: int, keep_every: int = 0) -> list[Path]:
-    """The complete checkpoints that retention drops: all but the newest `keep` and those of every `keep_every`-th step."""
+    """The complete checkpoints that retention removes: all but the newest `keep` and those of every `keep_every`-th step."""
     old = complete(checkpoints)[: -keep or None]
     return [path for step, path in old if not (keep_every and step % keep_every == 0)]
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for whole: the marker goes first. Links are not followed."""
+    """Delete a checkpoint, the marker first, so that a partly deleted one never looks complete. Links are not followed."""
     if checkpoint.is_symlink():
         checkpoint.unlink()
         return
@@ -85,15 +85,15 @@ def remove(checkpoint: Path) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a regular file and no link."""
+    """Whether it is a regular file, not a link."""
     return path.is_file() and not path.is_symlink()
 
 
-# ---- whole or not ----
+# ---- verification ----
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The state that is not tensors."""
+    """The state other than tensors."""
     read_marker(directory)
     state = schema.read(directory / STATE, CheckpointError, follow=False)
     if not schema.whole(state.get("step")):
@@ -107,7 +107,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any], directory: Path) -> None:
-    """Raise CheckpointError unless a state has all that a training run resumes from."""
+    """Raise CheckpointError unless a state has everything that a run needs to resume."""
     data = state.get("data")
     table = data if isinstance(data, dict) else {}
     counts = [state.get("updates"), state.get("skipped"), table.get("epoch"), table.get("next")]
@@ -116,7 +116,7 @@ def check_state(state: Mapping[str, Any], directory: Path) -> None:
 
 
 def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """Damaged files among every `shares`-th one, each with what is wrong with it; and a damaged index or state."""
+    """Describe the damaged files among every `shares`-th file from `share`, and a damaged index or state."""
     problems = []
     try:
         listed = read_marker(directory)
@@ -151,7 +151,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def set_aside(path: Path, problems: Sequence[str]) -> str:
-    """Rename a damaged checkpoint to `damaged-<its name>`; returns a sentence that says so."""
+    """Rename a damaged checkpoint to `damaged-<its name>`; returns a message."""
     to = path.with_name(f"damaged-{path.name}")
     for number in range(2, 1000):
         if not os.path.lexists(to):

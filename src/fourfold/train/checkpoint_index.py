@@ -1,17 +1,17 @@
-"""What a checkpoint holds and where: the index of its tensors and the list of its files. No torch, no pickle.
+"""The contents of a checkpoint: the index of its tensors and the list of its files. No torch, no pickle.
 
     index.json      {"version": 1, "tensors": {"head.norm.weight": {"dtype": "float32", "shape": [64], "chunks": [
                         {"offset": [0], "shape": [64], "file": "__0_0.distcp", "at": 0, "bytes": 1716}]}}}
     complete.json   {"version": 2, "files": {"__0_0.distcp": {"bytes": 90211, "sha256": "…"}, "index.json": …}}
 
 Everything in them is checked when it is read: file names have one component and are listed with their size, chunks lie inside
-their tensor and inside their file, and a chunk's bytes can hold its elements. So no size or path that follows from an index
-exceeds what is on the disk.
+their tensor and inside their file, and a chunk's bytes can hold its elements. So an index cannot refer to a file outside the
+folder, nor to more bytes than are on the disk.
 
 [Note: old checkpoints]
 Checkpoints of version 1 have no index.json. Their index is torch's `.metadata`, a pickle. It is not unpickled: `_Machine`
-interprets the two dozen opcodes that such a file consists of. It calls nothing and imports nothing; a class is its name, an
-object is the name of its class, its arguments and its state, and a dict is a list of pairs, so that nothing is hashed either.
+interprets the two dozen opcodes that such a file consists of. It calls nothing and imports nothing. A class becomes its name, an
+object becomes its class name, arguments and state, and a dict becomes a list of pairs, so that nothing is hashed either.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MARKER, INDEX, OLD_INDEX = "complete.json", "index.json", ".metadata"
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""By torch's name of a dtype, bytes of an element."""
+"""Bytes per element, by torch's name of the dtype."""
 MOST_DIMS = 16
 INDEX_BYTES = 256 * files.MIB
 
@@ -103,7 +103,7 @@ def dump_index(index: Index) -> dict[str, Any]:
 
 
 def read_marker(directory: Path) -> dict[str, FileInfo]:
-    """The files of a complete checkpoint, by name; raises CheckpointError when it is not complete, or the list is damaged."""
+    """The files of a complete checkpoint, by name; raises CheckpointError if it is incomplete or the list is damaged."""
     path = directory / MARKER
     if not path.is_file() and not path.is_symlink():
         raise CheckpointError(f"{directory}: not a complete checkpoint: there is no {MARKER} in it")
@@ -111,7 +111,7 @@ def read_marker(directory: Path) -> dict[str, FileInfo]:
 
 
 def parse_marker(data: Any, path: str) -> dict[str, FileInfo]:
-    """The files that a `complete.json` lists; `path` opens the errors' texts."""
+    """The files that a `complete.json` lists; errors start with `path`."""
     try:
         found = {}
         for name, info in data["files"].items():
@@ -128,7 +128,7 @@ def parse_marker(data: Any, path: str) -> dict[str, FileInfo]:
 
 
 def read_index(directory: Path) -> Index:
-    """The tensors of a complete checkpoint, each with the files its parts lie in."""
+    """The tensors of a complete checkpoint, each with the files that hold its parts."""
     listed = read_marker(directory)
     name = INDEX if INDEX in listed else OLD_INDEX
     path = directory / name
@@ -163,13 +163,13 @@ def _from_json(data: bytes, path: Path) -> Index:
 
 
 def check_index(index: Index, listed: Mapping[str, FileInfo]) -> None:
-    """Raise ValueError unless every tensor is whole, and its parts lie inside the files that are listed."""
+    """Raise ValueError unless every tensor is complete and its parts lie inside the listed files."""
     for name, tensor in index.items():
         _check_tensor(name, tensor, listed)
 
 
 def _check_tensor(name: str, tensor: StoredTensor, listed: Mapping[str, FileInfo]) -> None:
-    """Raise ValueError unless the chunks lie inside the tensor, side by side and whole, and inside files that are listed."""
+    """Raise ValueError unless the chunks cover the tensor, lie inside it, and lie inside listed files."""
     if not isinstance(name, str) or not name.isprintable() or len(name) > 1000:
         raise ValueError(f"a tensor is called {_brief(name)}")
     if not isinstance(tensor.dtype, str) or tensor.dtype not in ITEM_BYTES:
@@ -211,7 +211,7 @@ def _digest(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """A value in a message; never all of a structure, which may be endless."""
+    """A value for an error message; structures, which may be huge, are only named by type."""
     return repr(value)[:100] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
@@ -232,7 +232,7 @@ class _Class:
 
 @dataclass(eq=False)
 class _Object:
-    """What a pickle says of an object: its class, arguments and state."""
+    """An object in a pickle: its class, arguments and state."""
 
     cls: Any
     args: Any
@@ -241,7 +241,7 @@ class _Object:
 
 @dataclass(eq=False)
 class _Pairs:
-    """What a pickle says of a dict."""
+    """A dict in a pickle, as pairs."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -300,7 +300,7 @@ class _Machine:
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE" | "BINFLOAT":
                 self.stack.append(argument)
             case "SHORT_BINBYTES" | "BINBYTES":
-                self.stack.append(None)  # no field that is read has bytes
+                self.stack.append(None)  # none of the fields that are read are bytes
             case "EMPTY_SET":
                 self.stack.append([])
             case "MEMOIZE":
@@ -380,9 +380,9 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 def parse_dcp_index(data: bytes, *, tensors_alone: bool = False) -> Index:
-    """The tensors of torch's `.metadata`: [Note: old checkpoints]. Raises ValueError and the like for a damaged one.
+    """The tensors of torch's `.metadata`: [Note: old checkpoints]. Raises ValueError, KeyError or similar if it is damaged.
 
-    `tensors_alone`: objects that are not tensors, and tensors of types that are not in ITEM_BYTES, are left out.
+    `tensors_alone`: skip objects that are not tensors, and tensors of types that are not in ITEM_BYTES.
     """
     metadata = _object(_Machine().run(data), "Metadata")
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}

@@ -1,7 +1,7 @@
-"""Clocks that mark moments of a rank's work: on the CPU the host's clock, on a GPU events in its stream.
+"""Clocks that record times in a rank's work: the host's clock on a CPU, events in the stream on a GPU.
 
-A GPU runs behind the host: the time of an event can be read only after the device has reached it. So a mark is taken where
-the work is issued, waited for once per step (`wait`), and read after that. `ahead` is how many steps the host may issue
+A GPU runs behind the host: the time of an event can be read only after the device has reached it. So a mark is recorded when
+the work is issued, waited for once per step (`wait`), and read after that. `ahead` is the number of steps that the host may issue
 before it reads the results of an earlier one.
 """
 
@@ -23,10 +23,10 @@ class Clock(Protocol):
         """Steps that may be issued before the results of an earlier one are read."""
 
     def mark(self) -> Any:
-        """Mark this moment of the work that is being issued."""
+        """Record a mark after the work issued so far."""
 
     def wait(self, mark: Any) -> None:
-        """Return when the device has reached a mark; marks taken before it are then readable, too."""
+        """Block until the device has reached a mark; earlier marks are then readable, too."""
 
     def seconds(self, first: Any, second: Any) -> float:
         """Time from one mark to another; both must have been reached."""
@@ -35,14 +35,14 @@ class Clock(Protocol):
         """Whether the device has reached a mark."""
 
     def time_of_day(self, mark: Any) -> float:
-        """Unix time at which a mark was reached that was taken before the last one that was waited for."""
+        """Unix time at which a mark was reached; a later mark must have been waited for."""
 
     def lead(self, mark: Any, issued: float) -> float | None:
-        """How long after `issued` (Unix time) the device reached a mark; None where the host is the device."""
+        """Seconds from `issued` (Unix time) until the device reached a mark; None on a CPU."""
 
 
 class HostClock:
-    """The clock of a CPU rank: its work is done when the call that issues it returns."""
+    """The clock of a CPU rank, whose work is done when the call that issues it returns."""
 
     ahead = 0
 
@@ -87,11 +87,11 @@ class DeviceClock:
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Also keeps the time of day of this mark, for `time_of_day`: the host's clock and the device's drift apart.
+        """Also records the time of day of this mark, for `time_of_day`, since the clocks of host and device drift.
 
-        A host that did wait wakes up when the device reaches the mark: its clock shows the time. Otherwise the device was
-        first, and the time follows from the mark before. CUDA measures in fp32 milliseconds: over short distances that keeps
-        the microseconds.
+        If the host had to wait, it wakes when the device reaches the mark, and reads its own clock. Otherwise the device was
+        earlier, and the time is computed from the previous mark. CUDA reports fp32 milliseconds, which resolve microseconds
+        over short intervals.
         """
         first = not mark.query()
         mark.synchronize()

@@ -1,26 +1,27 @@
-"""Are replicas equal? A hash of every copy of the weights and of the optimizer state, compared between the ranks that hold one.
+"""Replica check: ranks that hold copies of the same weights and optimizer state compare hashes of them.
 
-A bit that memory, a processor or a network changed stays: replicas train on different weights from then on, and a checkpoint has
+If memory, a processor or the network changes a bit, replicas train on different weights from then on, and a checkpoint mixes
 parts of both. Before every save, and every `train.check_replicas` steps, the ranks compare hashes; a difference ends the run
 before anything is written.
 
 [Note: the hash]
 Let b_i be the bits of the element at position i of its serial tensor, as an integer. The hash is Σ b_i and Σ b_i · w_i, modulo
-2^64, with weights w_i that depend on i. One changed bit always changes the first, a swap the second. Sums do not depend on their
-order, so the hash of a tensor is the sum of the hashes of its parts: copies that are sharded differently (norms beside matrices
-of unequal size on a tensor grid) compare, too. Integer arithmetic on the device; two numbers per part go to the host, once.
+2^64, with weights w_i that depend on i. One changed bit always changes the first sum, a swap changes the second. Integer sums do
+not depend on their order, so the hash of a tensor is the sum of the hashes of its parts, and copies that are sharded differently
+(norms next to matrices of unequal size on a tensor grid) can be compared. The device computes in integers; two numbers per part
+are copied to the host, once.
 
-[Note: who compares with whom]
-Pieces that are copied over the same mesh axes form a *class*; the ranks at one place on these axes hold one copy of the class
-together (several ranks where it is sharded). Every rank sends, per class, which copy it holds a part of and the hash of that
-part: 40 bytes a class to every rank, a few classes. When copies differ, the ranks exchange the hashes of all their tensors, to
-name them.
+[Note: which ranks compare]
+Pieces that are copied over the same mesh axes form a *class*. The ranks at one position on these axes together hold one copy of
+the class (several ranks if it is sharded). For each class, every rank sends which copy it holds a part of and the hash of that
+part: 40 bytes per class to every rank, a few classes. If copies differ, the ranks exchange the hashes of all their tensors, to
+name the ones that differ.
 
-On a tensor grid, copies at different places of the grid get their gradients by different communicators over data and depth. With
-three ranks or more in these the sum depends on its order, which NCCL chooses for each communicator by itself (our rings over
-gloo: that of the ranks). There, copies are compared within data and depth alone.
+On a tensor grid, copies at different grid positions get their gradients from different communicators over data and depth. With
+three or more ranks, the result of a sum depends on its order, which NCCL chooses per communicator (our rings over gloo use rank
+order). In that case, copies are compared only within data and depth.
 
-The two ends of a tied weight (shard/tied.py) are a class of two copies. Cost: a few passes over weights and state, about the time
+The two copies of a tied weight (shard/tied.py) are a class. Cost: a few passes over weights and state, about the time
 of an optimizer step.
 """
 
@@ -49,7 +50,7 @@ __all__ = ["Hashed", "compare_replicas", "differing", "flip_bit", "hash_box"]
 WEIGHT = -7046029254386353131
 """An odd number with half of its 64 bits set."""
 CHUNK = 1 << 23
-"""Elements that are summed at a time; of a flat tensor, they take five times 8 bytes each."""
+"""Elements that are summed at a time; each needs 40 bytes of workspace in a flat tensor."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Hash = tuple[int, int]
 
@@ -59,10 +60,10 @@ class Hashed:
     """The hash of a part of one copy."""
 
     copied: str
-    """The class: what is copied, over which axes, and where on the other axes."""
+    """The class: number of copies, the axes of the copies, and the position on the other axes."""
     copies: int
     copy: int
-    """Which of the copies it is a part of."""
+    """Index of the copy that this is a part of."""
     name: str
     box: Box
     value: Hash
@@ -71,9 +72,9 @@ class Hashed:
 def hash_box(view: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
     """[2] int64: the hash of a box of a serial tensor of this shape: [Note: the hash].
 
-    The weight of an element is a sum over dims of a number that depends on its index there, so sums along the other dims
-    come first, and no tensor of weights is made. Rows are taken a few at a time: as int64 all would be 4 times the memory of
-    bf16, on a GPU that may have none left.
+    The weight of an element is a sum over dims of a number that depends on its index in the dim, so sums along the other dims
+    are computed first, and no tensor of weights is allocated. Rows are processed in blocks: as int64, a whole bf16 tensor would
+    need 4 times its memory, which a GPU may not have free.
     """
     if not shape:
         view, box = view.reshape(1), ((0, 1),)
@@ -105,9 +106,9 @@ def compare_replicas(
     mesh: RankMesh,
     world: dist.ProcessGroup | None,
 ) -> int:
-    """Compare all copies of what the ranks hold after `step` steps; all ranks call it. Returns how many bytes this rank compared.
+    """Compare all copies that the ranks hold after `step` steps; all ranks call it. Returns the bytes that this rank compared.
 
-    Raises ReplicaError, on all ranks, where copies differ.
+    Raises ReplicaError, on all ranks, if copies differ.
     """
     if world is None:
         return 0
@@ -138,7 +139,7 @@ def _hashed(
     mesh: RankMesh,
     device: torch.device,
 ) -> tuple[list[Hashed], int]:
-    """The hashes of all parts of copies on this rank, and how many bytes they are of."""
+    """The hashes of all parts of copies on this rank, and the number of bytes hashed."""
     found: list[tuple[Hashed, Tensor]] = []
     compared = 0
     stored = {h.flat.data_ptr() for h in holdings}
@@ -161,7 +162,7 @@ def _hashed(
         found.append((hashed, hash_box(shard, box, tuple(shard.shape))))
         compared += shard.nbytes
     values: dict[int, list[int]] = {}
-    for kind in {value.device for _, value in found}:  # one copy to the host for each device
+    for kind in {value.device for _, value in found}:  # one copy to the host per device
         at = [i for i, (_, value) in enumerate(found) if value.device == kind]
         values |= dict(zip(at, torch.stack([found[i][1] for i in at]).tolist(), strict=True))
     hashes = [
@@ -172,7 +173,7 @@ def _hashed(
 
 
 def _compute_weights(unit: Unit, mesh: RankMesh) -> Holding:
-    """The weights that are computed with, where these are not the optimizer's master."""
+    """The compute weights, if they differ from the optimizer's master weights."""
     place = unit.sharing.place(mesh.coordinates, mesh.degrees)
     return Holding("compute.", unit.shard.detach(), unit.shard_range[0], unit.layout, unit.pieces, place)
 
@@ -180,7 +181,7 @@ def _compute_weights(unit: Unit, mesh: RankMesh) -> Holding:
 def _class_of(
     piece: Piece, here: Mapping[str, int], degrees: Mapping[str, int], *, across_grid: bool = True
 ) -> tuple[str, int, int] | None:
-    """Name of a piece's class, how many copies it has, and which one is here; None where there is one copy only."""
+    """Name of a piece's class, its number of copies, and the index of this rank's copy; None if there is only one copy."""
     copy, copies = 0, 1
     axes = [axis for axis in piece.copies_over if across_grid or axis in ("data", "depth")]
     for axis in axes:
@@ -196,12 +197,12 @@ def _number(copied: str) -> int:
 
 
 def _wrapped(value: int) -> int:
-    """As a signed number of 64 bits."""
+    """As a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _table(mine: Sequence[Hashed]) -> list[tuple[int, int, int, int, int]]:
-    """Per class: its number, copies, this rank's copy, and the sum of the hashes of its parts, each times that of its name."""
+    """Per class: its number, copies, this rank's copy, and the sum of the parts' hashes, each times the hash of its name."""
     sums: dict[tuple[str, int, int], Hash] = defaultdict(lambda: (0, 0))
     for h in mine:
         weight = _number(h.name) | 1
@@ -231,9 +232,9 @@ def explain(details: Sequence[Sequence[Hashed]]) -> str:
         for h in parts:
             by_part[h.copied, h.name, h.box][h.value].append(rank)
     bad = [(name, groups) for (_, name, _), groups in by_part.items() if len(groups) > 1]
-    if not bad:  # copies in unequal parts: only whole copies can be told apart
+    if not bad:  # copies are cut differently: only whole copies can be compared
         names = sorted({h.name for parts in details for h in parts})
-        return f"copies of {names[0]} or of {len(names) - 1} other tensors differ; they are cut at unequal places"
+        return f"copies of {names[0]} or of {len(names) - 1} other tensors differ; their parts are cut differently"
     name, groups = min(bad, key=lambda item: (item[0].startswith(("optim.", "compute.")), item[0]))
     ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
     if len(ordered) == 2 and len(ordered[0]) > len(ordered[1]):
@@ -251,13 +252,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
-# ---- on purpose ----
+# ---- fault injection ----
 
 
 def flip_bit(holdings: Sequence[Holding], name: str = "") -> str:
     """Change one bit of a copied weight of this rank, in a tensor whose name contains `name`; returns the tensor's name.
 
-    For the fault `flip` (faults.py); empty where the rank holds no such copy.
+    For the fault `flip` (faults.py); empty if the rank holds no such copy.
     """
     for piece, _, view in _copied_weights(holdings):
         if name in piece.name and view.numel():

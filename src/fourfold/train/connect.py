@@ -1,19 +1,18 @@
-"""Make every communicator, and every connection in it, before the first step.
+"""Create every communicator, and every connection in it, before the first step.
 
-NCCL makes a communicator at the first collective or message of a group, connects two ranks at the first use of an algorithm
-between them, and blocks the host until the other side comes. Inside a step that is a deadlock: a rank that sends the gradient
-of a tied weight would wait for a rank that waits for a message which the first one has yet to send. So, on all ranks in one
-order (that of the groups):
+NCCL creates a communicator at the first collective or message of a group, connects two ranks at the first use of an algorithm
+between them, and blocks the host until the peer takes part. Inside a step that can deadlock: a rank that sends the gradient
+of a tied weight would wait for a rank that waits for a later message of the first one. So all ranks do this in one order (that
+of the groups):
 
 1. the communicator of each group (`eager_connect_single_device`; `device_id` in `init_process_group` would split the world's
    instead, which needs all ranks, and groups are made by their members alone);
 2. every kind of collective that runs on the group, short and long (NCCL chooses different algorithms); on an edge one message,
    on the pair of a tied weight one in each direction;
-3. the device is waited for, then all ranks for each other.
+3. synchronize with the device, then a barrier of all ranks.
 
-Groups of a plan are asked for in an order in which each meeting waits for earlier ones alone, so this cannot lock up. On gloo
-connections are made with the group, or by its own threads, without the peer's call: `connect` does nothing there, but
-`warm_up` runs on it as well, for tests.
+The groups of a plan are ordered so that each step waits only for earlier ones, so this cannot deadlock. gloo connects when the
+group is made, or in its own threads, without a call of the peer: `connect` does nothing there, but tests run `warm_up` on it.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ USES: dict[str, tuple[str, ...]] = {
     "parameters": ("all_gather",),
     "grid": tuple(COLLECTIVES),
 }
-"""The collectives of each use; every other use has messages alone."""
+"""The collectives of each use; all other uses have only messages."""
 
 
 def connect(groups: Sequence[tuple[GroupSpec, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
-    """Make the communicators of this rank's groups and connect them; nothing where NCCL does not serve the device."""
+    """Create and connect the communicators of this rank's groups; does nothing without NCCL."""
     if device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
         return
     groups = [(spec, group) for spec, group in groups if not spec.gloo and not spec.placeholder]
@@ -84,7 +83,7 @@ def warm_up(groups: Sequence[tuple[GroupSpec, dist.ProcessGroup]], rank: int, de
 
 
 def _messages(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
-    """One message from the first member to the second; of a tied weight's pair also one back."""
+    """One message from the first member to the second; for the pair of a tied weight, also one back."""
     mine = spec.members.index(rank)
     peer = dist.get_group_rank(group, spec.members[1 - mine])
     for sender in (0, 1) if spec.use == "tied" else (0,):

@@ -1,23 +1,23 @@
-"""Corpora, and which samples a step sees. numpy only.
+"""Corpora, and the samples of each step. numpy only.
 
 A corpus is one long array of token ids (uint8, uint16 or uint32; in memory or memory-mapped), and optionally a mask of the
-tokens worth predicting. It is cut into windows of T tokens (plus the one after, for next-token targets); window i starts at
+tokens to predict. It is cut into windows of T tokens (plus the next one, for next-token targets); window i starts at
 token i · T. Sample k of a run, counted over all steps and epochs, is window permute(seed, epoch, k mod windows): a function
-of (seed, k) alone, so of (seed, step), never of the number of ranks. What a resumed run needs is two integers, the epoch
-and the next sample in it, and the corpus's fingerprint to know it is the same.
+of (seed, k) alone, so of (seed, step), never of the number of ranks. To resume, a run needs two integers, the epoch and the next
+sample in it, and the corpus's fingerprint, to check that the corpus is the same.
 
 Plain text is cut into windows (`packing = "concat"`): documents follow one another with an end-of-text token between them.
 Examples of fine-tuning (chats, prompts with answers) stay whole. With `packing = "documents"` a window holds several of them,
-by best fit (packing.py), and none sees another: a sample comes with the place at which each token's document begins. With
-`packing = "none"` sample k is one example. What is left of a window is padded with the end token, a document of its own that is
-never predicted. Encoding is in encode.py, formats and chat templates in chats.py.
+by best fit (packing.py), and tokens attend only within their document: a sample includes the position at which each token's
+document begins. With `packing = "none"` sample k is one example. The rest of a window is padded with the end token, as a separate
+document that is never predicted. Encoding is in encode.py, formats and chat templates in chats.py.
 
 [Note: token file]
     bytes 0..7    magic  b"4FOLDTOK"
     bytes 8..11   length of the header in bytes, little-endian uint32 (the header is padded with spaces so that the tokens
                   start on a multiple of 64 bytes)
     header        JSON: version 2, dtype ("uint8" | "uint16" | "uint32"), tokens (count), masked (bool), documents (count),
-                  parts (documents of each source, one after another), prompted (whether examples are prompts with
+                  parts (documents of each source, in order), prompted (whether examples are prompts with
                   answers), left_out (count), vocab, end, mask_token, tokenizer (name), fingerprint (hex)
     tokens        count little-endian values
     mask          if masked: count bytes, 1 where the token is to be predicted
@@ -62,17 +62,17 @@ __all__ = [
 
 MAGIC = b"4FOLDTOK"
 HEADER_BYTES = 1 << 20
-"""Bound on the header of a token file."""
+"""Maximum size of a token file's header, in bytes."""
 CHECKED_BYTES = 256 << 20
-"""Token files of up to this size are compared with their fingerprint when opened; of larger ones, the ids that are read."""
-IGNORE = -100  # target of a token that is not predicted, as torch's cross entropy has it
+"""Token files up to this size are checked against their fingerprint when opened; larger ones, id by id as they are read."""
+IGNORE = -100  # target of a token that is not predicted, as in torch's cross entropy
 
 
 Locate = Callable[[int, int], tuple[int, int]]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. `end` separates documents, `mask` hides a token from a bidirectional model."""
+    """Text to token ids and back. `end` separates documents, `mask` replaces masked tokens of a bidirectional model."""
 
     @property
     def name(self) -> str: ...
@@ -84,21 +84,21 @@ class Tokenizer(Protocol):
     def mask(self) -> int | None: ...
     @property
     def begin(self) -> int | None:
-        """The token that a text begins with, where the tokenizer has one."""
+        """The token that a text begins with, if the tokenizer has one."""
 
     @property
     def special(self) -> frozenset[int]:
         """Control tokens, such as the one that ends a turn of a chat."""
 
     def encode_all(self, texts: Sequence[str], *, locate: bool) -> Iterator[tuple[npt.NDArray[Any], Locate]]:
-        """For every text its ids and, if `locate`, a function from a range of characters to the range of their tokens."""
+        """For each text its ids and, with `locate`, a function from a range of characters to the range of their tokens."""
 
     def encode(self, text: str) -> npt.NDArray[Any]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes. Two control bytes that text does not hold serve as end of text (0) and mask (1)."""
+    """UTF-8 bytes. Two control bytes that do not occur in text serve as end of text (0) and mask (1)."""
 
     name, vocab, end, mask, begin = "bytes", 256, 0, 1, None
     special: frozenset[int] = frozenset()
@@ -108,7 +108,7 @@ class ByteTokenizer:
             ids = self.encode(text)
             characters = (
                 np.cumsum((ids & 0xC0) != 0x80) - 1 if locate else ids
-            )  # one begins with a byte that continues none
+            )  # a character begins with a byte that is not a continuation byte
 
             def tokens(first: int, last: int, of: npt.NDArray[Any] = characters) -> tuple[int, int]:
                 return int(np.searchsorted(of, first)), int(np.searchsorted(of, last))
@@ -127,7 +127,7 @@ TOKENIZER_BYTES = 512 << 20
 
 @contextlib.contextmanager
 def _library_errors(path: Path, what: str) -> Iterator[None]:
-    """The `tokenizers` library raises bare Exception, and a panic of its Rust code is not even that."""
+    """Convert errors of the `tokenizers` library: it raises bare Exception, and its Rust panics are BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -194,10 +194,10 @@ class HuggingFaceTokenizer:
 
 
 def _tokens_of(found: Any, first: int, last: int) -> tuple[int, int]:
-    """The range of tokens that have one of the characters [first, last).
+    """The range of tokens that contain one of the characters [first, last).
 
-    A few questions to the library, whose list of all tokens' places takes a tenth of the time of encoding. Some characters, for
-    instance spaces that a normaliser drops, are in no token.
+    Queries the library for a few characters: its list of all tokens' offsets would take a tenth of the encoding time. Some
+    characters, such as spaces that a normaliser drops, belong to no token.
     """
     start = next((t for c in range(first, last) if (t := found.char_to_token(c)) is not None), None)
     if start is None:
@@ -214,7 +214,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids, what is to be predicted (None: all), and what the ids mean."""
+    """Token ids, the mask of predicted tokens (None: all), and the tokenizer's properties."""
 
     name: str
     tokens: npt.NDArray[Any]
@@ -225,27 +225,27 @@ class Corpus:
     tokenizer: str
     fingerprint: str
     starts: npt.NDArray[Any] | None = None
-    """Where each document begins, and where the last one ends."""
+    """Offsets of the documents, and the end of the last one."""
     prompted: bool = False
     """Whether the documents are examples of fine-tuning: prompts with answers, or chats."""
     left_out: int = 0
-    """Examples that were not encoded, since their answer says nothing."""
+    """Number of examples that were not encoded, since their answer is empty."""
     parts: tuple[int, ...] = ()
-    """Documents of each source, where there are several."""
+    """Number of documents of each source, if there are several."""
     paired: bool = False
     """Whether documents are preference pairs: chosen, rejected, chosen, …"""
 
 
 class Examples(Protocol):
-    """A dataset of your own: examples by number, always the same ones.
+    """A user-defined dataset: examples by index, the same in every pass.
 
-    An example is a mapping. `tokens` are its ids, and optionally one of these, as long as `tokens`, says what is predicted:
+    An example is a mapping. `tokens` are its ids. Optionally, one of these, as long as `tokens`, defines what is predicted:
 
-        loss_mask   1 where the token itself is predicted from those before it, 0 where it is only read
-        targets     the token that follows each place, or IGNORE (-100)
-        labels      the token at each place itself, or IGNORE, as Hugging Face has them (`input_ids` is understood, too)
+        loss_mask   1 where the token is predicted from the tokens before it, 0 elsewhere
+        targets     the token that follows each position, or IGNORE (-100)
+        labels      the token at each position, or IGNORE, as in Hugging Face (`input_ids` is also understood)
 
-    Without any of them every token is predicted. An example without tokens is text: any form that a JSONL file may have
+    Without any of them every token is predicted. An example without tokens is text: any format of a JSONL file
     (`messages`, `prompt` with `completion`, `text` …), encoded by the tokenizer and the template of the config.
     """
 
@@ -259,7 +259,7 @@ def corpus_of(data: Examples, vocab: int, encoding: Encoding | None = None) -> C
     codec = load_tokenizer(encoding.tokenizer)
     encoder, name = Encoder(codec, encoding), f"data = {type(data).__name__}"
     documents: list[tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]] = []
-    texts: list[tuple[str, PlainExample | Chat]] = []  # are encoded many at a time
+    texts: list[tuple[str, PlainExample | Chat]] = []  # encoded in batches
     for i in range(len(data)):
         item, where = data[i], f"{name}, example {i}"
         if not isinstance(item, Mapping):
@@ -281,7 +281,7 @@ def corpus_of(data: Examples, vocab: int, encoding: Encoding | None = None) -> C
 def own_document(
     item: Mapping[str, Any], vocab: int, where: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]:
-    """Ids of an example that is tokens already, and which of them are predicted."""
+    """The ids of an example that has `tokens`, and the mask of those that are predicted."""
 
     def ids_of(key: str) -> npt.NDArray[np.int64]:
         found = np.asarray(item[key])
@@ -304,7 +304,7 @@ def own_document(
         raise DataError(f"{where}: {len(ids)} tokens, but {len(said)} values of '{given[0]}'")
     if given[0] == "loss_mask":
         return ids.astype(_dtype_for(vocab)), (said != 0).astype(np.uint8)
-    if given[0] == "targets":  # of the place before
+    if given[0] == "targets":  # shift: the target of position i is token i + 1
         if len(said) and said[-1] != IGNORE:
             ids = np.append(ids, said[-1])
             said = np.append(IGNORE, said)
@@ -314,7 +314,7 @@ def own_document(
     if len(wrong):
         at = int(wrong[0])
         raise DataError(
-            f"{where}: '{given[0]}' wants token {said[at]} at place {at}, where the example has {ids[at]}; a target is the "
+            f"{where}: '{given[0]}' has token {said[at]} at position {at}, but the example has {ids[at]}; a target is the "
             f"example's own next token, or {IGNORE}"
         )
     return ids.astype(_dtype_for(vocab)), (said != IGNORE).astype(np.uint8)
@@ -329,7 +329,7 @@ def _corpus(
     prompted: bool,
     left_out: int,
 ) -> Corpus:
-    """A corpus in memory from its documents: ids of each, and which are predicted (None: all)."""
+    """A corpus in memory from its documents: the ids of each, and the mask of predicted ones (None: all)."""
     tokens, mask = np.concatenate([ids for ids, _ in found]), None
     if any(marks is not None for _, marks in found):
         mask = np.concatenate([np.ones(len(ids), np.uint8) if marks is None else marks for ids, marks in found])
@@ -339,7 +339,7 @@ def _corpus(
 
 
 def open_corpus(source: str | Sequence[str], tokenizer: str = "bytes", encoding: Encoding | None = None) -> Corpus:
-    """Open a corpus by name or path, or several as one; raises DataError when one is missing, empty or damaged."""
+    """Open a corpus by name or path, or several as one; raises DataError if one is missing, empty or damaged."""
     sources = (source,) if isinstance(source, str) else tuple(source)
     for name in sources:
         if "\0" in name:
@@ -445,7 +445,7 @@ def _open_tokens(path: Path) -> Corpus:
 
 
 def _check_ids(tokens: npt.NDArray[Any], vocab: int, name: str) -> None:
-    """Raise DataError for an id that the vocabulary does not have: an embedding has no row for it."""
+    """Raise DataError for an id outside the vocabulary, for which the embedding has no row."""
     if len(tokens) and (largest := int(tokens.max())) >= vocab:
         raise DataError(f"{name}: damaged: it has the id {largest}, but its vocabulary {vocab} ids")
 
@@ -454,10 +454,10 @@ def _check_ids(tokens: npt.NDArray[Any], vocab: int, name: str) -> None:
 
 
 def permute(index: int, count: int, key: int) -> int:
-    """Place of `index` in a random permutation of range(count), chosen by `key`; needs no memory.
+    """Position of `index` in a pseudo-random permutation of range(count), selected by `key`; needs no memory.
 
-    Four Feistel rounds on the smallest even number of bits that holds `count`; results outside are walked on until one
-    falls inside (at most four tries on average), which keeps it a permutation.
+    Four Feistel rounds on the smallest even number of bits that holds `count`; they are repeated until the result is below
+    `count` (at most four times on average), which keeps it a permutation (cycle walking).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -495,11 +495,11 @@ class Lengths(NamedTuple):
 class Samples:
     """The samples of a run: sample k as (tokens, targets), each [T] int64; targets are IGNORE where nothing is predicted.
 
-    `split` is "train" (all but the last share of the corpus) or "eval" (that share). A bidirectional model's samples
-    are T tokens with some hidden, chosen by (seed, k); others are windows of T + 1 tokens, shifted by one, or whole documents
-    (`packing`). `overlong` says what becomes of documents of more than T + 1 tokens. `masks`: whether the model can keep the
-    documents of a window apart, so that `auto` may pack them. `weights`: how many times an epoch has the examples (or
-    windows) of each of the corpus's sources; of a fraction, which of them depends on the seed.
+    `split` is "train" (all but the last part of the corpus) or "eval" (that part). A bidirectional model's samples
+    are T tokens, some of them masked, chosen by (seed, k); others are windows of T + 1 tokens, shifted by one, or whole documents
+    (`packing`). `overlong`: how documents of more than T + 1 tokens are treated. `masks`: whether the model's attention can
+    separate the documents of a window, so that `auto` may pack them. `weights`: for each source of the corpus, how many times an
+    epoch contains its examples (or windows); a fraction selects examples at random, by the seed.
     """
 
     def __init__(
@@ -550,7 +550,7 @@ class Samples:
         self._pack(eval_fraction)
 
     def _pack(self, eval_fraction: float) -> None:
-        """Choose the segments of this split, and which of them are in each window."""
+        """Choose the segments of this split, and pack them into windows."""
         corpus = self.corpus
         if self.bidirectional:
             raise DataError(
@@ -558,7 +558,7 @@ class Samples:
             )
         if corpus.starts is None:
             raise DataError(
-                f"{corpus.name}: a token file of version 1 does not say where documents begin, which data.packing = "
+                f"{corpus.name}: a token file of version 1 does not record where documents begin, which data.packing = "
                 f"'{self.packing}' needs; write it again with 'fourfold tokenize', or use 'concat'"
             )
         found = segments_of(corpus.name, corpus.starts, corpus.mask, self.seq_len, self.overlong)
@@ -578,7 +578,7 @@ class Samples:
         self.first, self.count = 0, len(self._bounds) - 1
 
     def _repeated(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Numbers of the things that begin at these tokens, each as often as the weight of its source says."""
+        """Indices of the items that begin at these tokens, each repeated according to the weight of its source."""
         assert self.corpus.starts is not None
         ends = np.asarray(self.corpus.starts)[np.cumsum(self.corpus.parts)]
         weight = np.asarray(self.weights)[np.searchsorted(ends, tokens, side="right")]
@@ -593,12 +593,12 @@ class Samples:
 
     @property
     def all_valid(self) -> bool:
-        """Whether every token of every sample is predicted, so that the number of them is known beforehand."""
+        """Whether every token of every sample is predicted, so that their number is known in advance."""
         return self.corpus.mask is None and not self.bidirectional and not self.whole
 
     @functools.cached_property
     def context(self) -> float:
-        """Tokens of a document, as attention costs them: Σ L² / Σ L over the documents L of all windows, padding included."""
+        """Effective document length for the cost of attention: Σ L² / Σ L over the documents of all windows, with padding."""
         if self.packing != "documents" or not self.count:
             return float(self.seq_len)
         places = self.segments.lengths - 1
@@ -606,7 +606,7 @@ class Samples:
         return float(((places**2).sum() + (tails**2).sum()) / (self.count * self.seq_len))
 
     def describe(self, global_batch: int, steps: int) -> str:
-        """What a run sees of its data, in a line."""
+        """One line about the data of a run."""
         tokens, epochs = len(self.corpus.tokens), global_batch * steps / max(1, self.count)
         runs = f"{steps} steps are {epochs:.3g} epochs"
         if self.count < global_batch:
@@ -630,7 +630,7 @@ class Samples:
         return "; ".join(said)
 
     def window(self, k: int) -> int:
-        """Which window sample k is."""
+        """The window of sample k."""
         epoch, place = divmod(k, self.count)
         if self.weights and not self.whole:
             return int(self._windows[permute(place, self.count, _hash(self.seed, epoch, self.split == "eval"))])
@@ -641,11 +641,11 @@ class Samples:
             return self._packed(self.window(k))
         start = self.window(k) * self.seq_len
         if self.bidirectional:
-            return self._hide(k, start)
+            return self._masked(k, start)
         return self._shifted(start, self.seq_len + 1)
 
     def _shifted(self, start: int, length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Inputs and targets of a run of tokens, each one shorter than it."""
+        """Inputs and targets of a run of `length` tokens; each has length - 1."""
         found = np.asarray(self.corpus.tokens[start : start + length], dtype=np.int64)
         _check_ids(found, self.corpus.vocab, self.corpus.name)
         tokens, targets = found[:-1], found[1:].copy()
@@ -654,7 +654,7 @@ class Samples:
         return tokens, targets
 
     def _documents(self, window: int) -> Iterator[tuple[int, int, int]]:
-        """The documents of a window: where each begins in it, and its first token and length in the corpus."""
+        """The documents of a window: for each, its offset in the window, and its first token and length in the corpus."""
         at = 0
         for i in self._order[self._bounds[window] : self._bounds[window + 1]]:
             length = int(self.segments.lengths[i])
@@ -668,7 +668,7 @@ class Samples:
         return tokens, targets
 
     def starts(self, k: int) -> npt.NDArray[np.int64]:
-        """[T]: where the document of each token of sample k begins in it; padding is a document of its own."""
+        """[T]: for each token of sample k, the position where its document begins; padding is a separate document."""
         out, end = np.zeros(self.seq_len, np.int64), 0
         for at, _, length in self._documents(self.window(k)):
             end = at + length - 1
@@ -676,13 +676,13 @@ class Samples:
         out[end:] = end
         return out
 
-    def _hide(self, k: int, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """BERT's recipe: of the chosen tokens 80 % are masked, 10 % replaced by a random one, 10 % left."""
+    def _masked(self, k: int, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """BERT's masking: of the chosen tokens 80 % are masked, 10 % replaced by a random token, 10 % unchanged."""
         original = np.asarray(self.corpus.tokens[start : start + self.seq_len], dtype=np.int64)
         _check_ids(original, self.corpus.vocab, self.corpus.name)
         rng = np.random.Generator(np.random.Philox(key=_hash(self.seed, k, 2 + (self.split == "eval"))))
         chosen, kind = rng.random(self.seq_len) < self.mask_rate, rng.random(self.seq_len)
-        chosen[int(rng.integers(self.seq_len))] = True  # never a sample without a target
+        chosen[int(rng.integers(self.seq_len))] = True  # every sample has a target
         random = rng.integers(0, self.corpus.vocab, self.seq_len)
         assert self.corpus.mask_token is not None
         tokens = np.where(chosen & (kind < 0.8), self.corpus.mask_token, original)
@@ -695,7 +695,7 @@ class Samples:
         return np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows])
 
     def documents(self, ks: Iterable[int]) -> npt.NDArray[np.int64] | None:
-        """`starts` of samples `ks`, [B, T]; None where a sample is not several documents."""
+        """`starts` of samples `ks`, [B, T]; None if each sample is one document."""
         return np.stack([self.starts(k) for k in ks]) if self.packing == "documents" else None
 
     @functools.cached_property
@@ -713,13 +713,13 @@ class Samples:
         return Lengths(int(tokens), int(squares))
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """What a resumed run needs to go on after `consumed` samples."""
+        """The state from which a run resumes after `consumed` samples."""
         epoch, following = divmod(consumed, self.count)
         return {"epoch": epoch, "next": following, "fingerprint": self.fingerprint}
 
     @property
     def fingerprint(self) -> str:
-        """Names the corpus and how it is cut into samples."""
+        """Identifies the corpus and how it is cut into samples."""
         cut = {"none": "-whole", "documents": f"-documents-{self.seq_len}-{self.overlong}"}
         mixed = f"-{','.join(f'{w:g}' for w in self.weights)}" if self.weights else ""
         return self.corpus.fingerprint + cut.get(self.packing, "") + mixed
@@ -735,7 +735,7 @@ class Samples:
 
 
 def open_run_corpus(config: Config, examples: Examples | None = None) -> Corpus:
-    """The corpus of a run; `examples`: a dataset of the user's own, in place of `data.source`."""
+    """The corpus of a run; `examples`: a user-defined dataset that replaces `data.source`."""
     encoding = encoding_of(config)
     if examples is None:
         return open_corpus(config.data.mixture()[0], config.data.tokenizer, encoding)
@@ -749,9 +749,9 @@ def encoding_of(config: Config) -> Encoding:
 
 
 def open_samples(config: Config, examples: Examples | None = None) -> tuple[Samples, Samples | None]:
-    """The training samples, and those for evaluation when it is asked for; raises DataError for bad data.
+    """The training samples, and the evaluation samples if evaluation is enabled; raises DataError for bad data.
 
-    `examples`: a dataset of the user's own, in place of `data.source`.
+    `examples`: a user-defined dataset that replaces `data.source`.
     """
     data, corpus = config.data, open_run_corpus(config, examples)
     if corpus.paired:
@@ -774,15 +774,15 @@ def open_samples(config: Config, examples: Examples | None = None) -> tuple[Samp
             f"data.packing = 'documents' with model.dropout = {config.model.dropout}: attention within documents has no "
             "dropout; use dropout = 0, or packing = 'none'"
         )
-    apart = data.eval_fraction if not data.eval_source else 0.0
-    train = Samples(corpus, split="train", eval_fraction=apart, weights=weights, **kinds)
+    held_out = data.eval_fraction if not data.eval_source else 0.0
+    train = Samples(corpus, split="train", eval_fraction=held_out, weights=weights, **kinds)
     if not config.train.eval_every:
         return train, None
     if data.eval_source:
         return train, Samples(
             open_corpus(data.eval_source, data.tokenizer, encoding_of(config)), split="eval", eval_fraction=1.0, **kinds
         )
-    held = Samples(corpus, split="eval", eval_fraction=apart, weights=weights, **kinds)
+    held = Samples(corpus, split="eval", eval_fraction=held_out, weights=weights, **kinds)
     if held.count < 1:
         raise ConfigError(
             f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "

@@ -1,8 +1,8 @@
-"""Tensors in distributed checkpoints of torch (DCP) that others wrote: shapes and types by name, boxes on demand.
+"""Reads tensors from torch distributed checkpoints (DCP) written by other tools: shapes and types by name, boxes on demand.
 
 A DCP folder has files of tensors, `__<rank>_<n>.distcp`, and an index, `.metadata`, which is a pickle. It is not unpickled but
 interpreted into inert values (checkpoint_index.py, [Note: old checkpoints]), and file names in it have one component. Tensors
-are read with `weights_only=True`. No process group is needed; a rank reads the chunks that its boxes touch.
+are read with `weights_only=True`. No process group is needed; a rank reads the chunks that overlap its boxes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Dcp:
 
 
 def read_tensor(f: IO[bytes], chunk: StoredChunk, dtype: torch.dtype, path: Path, error: type[FourfoldError]) -> Tensor:
-    """A chunk as `torch.save` wrote it: a zip archive of uncompressed records, so it takes no more memory than disk."""
+    """A chunk as `torch.save` wrote it: a zip archive of uncompressed records, so it needs no more memory than disk."""
     try:
         f.seek(chunk.at)
         data = io.BytesIO(f.read(chunk.bytes))
@@ -87,7 +87,7 @@ def read_tensor(f: IO[bytes], chunk: StoredChunk, dtype: torch.dtype, path: Path
 
 
 def open_dcp(path: Path) -> Source:
-    """The floating-point tensors of a DCP folder; raises ConfigError for an index that is damaged or not to be trusted."""
+    """The floating-point tensors of a DCP folder; raises ConfigError for a damaged or untrustworthy index."""
     file = path / ".metadata"
     data = files.read_bytes(file, ConfigError, most=LONGEST_INDEX)
     try:

@@ -1,7 +1,7 @@
 """Rates of one GPU as reached in training: matmuls, attention forward and backward, memory bandwidth.
 
 A GPU that was idle, or that multiplies ones, draws little power and runs faster than in training. So operands are random, and
-every figure is taken after the device was busy for a while.
+every measurement follows a warm-up.
 """
 
 from __future__ import annotations

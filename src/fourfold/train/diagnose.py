@@ -1,10 +1,10 @@
-"""What happened to a run, and what to do: `fourfold doctor RUN`. No torch.
+"""Diagnosis of a run and advice: `fourfold doctor RUN`. No torch.
 
-The answer follows from files of the run directory: its history and the flight record (flight.py), metrics, checkpoints, and
-whether a process holds its lock. The rank at fault is the one that the launcher named; under torchrun and srun, where ranks only
-see each other, it is the first that failed of something else than another rank, or one that ended without a reason.
+It reads the files of the run directory: its history and the flight record (flight.py), metrics, checkpoints, and
+whether a process holds its lock. The rank at fault is the one that the launcher named. Under torchrun and srun, which do not name
+one, it is the first rank that failed for a reason other than another rank's failure, or one that ended without a reason.
 
-Out of memory: the planner is asked again, for the same ranks with less memory: as much less as the rank used more than predicted.
+After an out-of-memory error it plans again for the same ranks, with the memory budget reduced by the excess over the prediction.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SHORTAGE = (
 )
 INPUT = ("ConfigError", "PlanError", "ClusterError", "ScheduleError", "DataError", "RunDirError")
 FULL_HOST = 0.8
-"""Of a host's memory: above it, a rank that was killed was most likely killed for memory."""
+"""Fraction of a host's memory in use above which a killed rank was most likely killed for lack of memory."""
 MARGIN = 0.95
-"""Of the memory that was predicted where it did not suffice: what a new plan may take at most."""
+"""Memory budget of a new plan after running out of memory, as a fraction of the predicted memory."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class RankState:
     state: str
     at: str
     last: str
-    """What it waited for, or did last."""
+    """What it was waiting for, or its last operation."""
     bytes: int
-    """Peak of its tensors on a GPU, else the memory of its process; 0: not known."""
+    """Peak bytes of its tensors on a GPU, or on a CPU the memory of its process; 0: unknown."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Diagnosis:
     state: str
     """running, finished, stopped, failed, gone (ended without a reason) or new."""
     cause: str
-    """Of a failure: killed, hang, memory, disk, not finite, replicas, checkpoint, input, device, raised."""
+    """Cause of a failure: killed, hang, memory, disk, not finite, replicas, checkpoint, input, device, raised."""
     happened: str
     advice: str
     step: int = 0
     steps: int = 0
     checkpoint: int = 0
-    """Step of the newest complete checkpoint; 0: there is none."""
+    """Step of the newest complete checkpoint; 0: none."""
     restarts: int = 0
     ranks: list[RankState] = field(default_factory=list)
     plan: Plan | None = None
@@ -79,7 +79,7 @@ class Diagnosis:
 
 
 def diagnose(run: RunDir, *, replan: bool = True) -> Diagnosis:
-    """Look at a run directory; with `replan`, ask the planner where memory did not suffice."""
+    """Diagnose a run directory; with `replan`, search for a plan that fits after an out-of-memory failure."""
     config, plan = run.read()
     history = read_history(run)
     metrics = [m for m in read_metrics(run) if "loss" in m]
@@ -182,7 +182,7 @@ def _failed(
             )
             how += _at(flight, " at ")
             advice = (
-                f"Look for who ended it: the kernel for want of memory (dmesg on {_host(flight, env)}), a scheduler, a "
+                f"Find out what killed it: the kernel, for lack of memory (dmesg on {_host(flight, env)}), a scheduler, or a "
                 f"container's limit. {again}, or start with --max-restarts"
             )
         case "hang":
@@ -231,7 +231,7 @@ def _failed(
 
 
 def _culprit(last: Mapping[str, Any], flights: Mapping[int, Flight]) -> tuple[str, int, str]:
-    """Name of the error, rank and text of the failure that was the cause of the others."""
+    """Name of the error, rank and text of the failure that caused the others."""
     kind, rank, message = (last.get(name) for name in ("kind", "rank", "message"))
     kind, message = (x if isinstance(x, str) else "" for x in (kind, message))
     rank = rank if isinstance(rank, int) else -1
@@ -282,14 +282,14 @@ def _environment(run: RunDir) -> dict[str, Any]:
 
 
 def _hang(message: str, again: str, run: RunDir) -> tuple[str, str]:
-    """A hang as two sentences: who, and what to do."""
+    """Two sentences about a hang: which ranks, and what to do."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     first, rest = (lines[0] if lines else "no rank made progress"), lines[1:]
     blamed = [
         x for x in rest if re.search("not answered|never reported|hangs|disagree|is stopped|none has finished", x)
     ]
     waiting = [x for x in rest if "waits" in x and x not in blamed]
-    stopped = [x.split(" is stopped")[0] for x in blamed if "is stopped" in x]  # known better than that it is silent
+    stopped = [x.split(" is stopped")[0] for x in blamed if "is stopped" in x]  # more precise than "has not answered"
     blamed = [x for x in blamed if "not answered" not in x or x.split(" has not")[0] not in stopped]
     how = "; ".join([first, *(blamed or ["the ranks wait for each other"]), *waiting[:2]])
     if len(waiting) > 2:
@@ -308,7 +308,7 @@ def _hang(message: str, again: str, run: RunDir) -> tuple[str, str]:
             "The network or the communication library hangs: try `fourfold verify`, over NCCL with NCCL_DEBUG=INFO."
         )
     else:
-        advice = f"Ranks took different paths, in code of your own or in ours: please report it with {run.flight}."
+        advice = f"Ranks took different paths, in your code or in ours: please report it with {run.flight}."
     return how, f"{advice} {again}"
 
 
@@ -321,7 +321,7 @@ def _host_was_full(flights: Mapping[int, Flight], env: Mapping[str, Any]) -> boo
     local = env.get("local_ranks")
     if not isinstance(total, int) or not isinstance(local, int):
         return False
-    return len(flights) <= local and held > FULL_HOST * total > 0  # of several hosts nobody knows who was on which
+    return len(flights) <= local and held > FULL_HOST * total > 0  # with several hosts, the ranks of each are unknown
 
 
 def _memory(
@@ -335,8 +335,8 @@ def _memory(
     message: str,
     replan: bool,
 ) -> tuple[str, str, Plan | None]:
-    """Rank, op, predicted against found; and a plan that fits, where the planner has one."""
-    asked = re.search(r"([\d.]+) ([KMGT]iB) were asked for|Tried to allocate ([\d.]+) ([KMGT]iB)", message)
+    """Rank, op, predicted and measured memory, advice, and a plan that fits if there is one."""
+    asked = re.search(r"([\d.]+) ([KMGT]iB) were requested|Tried to allocate ([\d.]+) ([KMGT]iB)", message)
     more = 0
     if asked:
         number, unit = (asked[1], asked[2]) if asked[1] else (asked[3], asked[4])
@@ -347,7 +347,7 @@ def _memory(
     parts = [f"rank {rank} ran out of memory{_at(flight, ' at ')}"]
     if held:
         what = "its tensors held" if on_gpu else "its process held"
-        wanted = f" and it asked for {schema.format_bytes(more)} more" if more else ""
+        wanted = f" and it requested {schema.format_bytes(more)} more" if more else ""
         parts.append(f"{what} {schema.format_bytes(held)}{wanted}")
     if predicted:
         parts.append(f"the plan predicted {schema.format_bytes(predicted)} of tensors for this rank")
@@ -355,7 +355,7 @@ def _memory(
     command = f"fourfold train --resume {run.path} --plan PLAN"
     cluster = _cluster(plan, env)
     usual = (
-        f"Use a plan that takes less: fourfold plan {run.path}/config.json --cluster NAME --what-if memory=x0.8; then "
+        f"Use a plan that needs less: fourfold plan {run.path}/config.json --cluster NAME --what-if memory=x0.8; then "
         f"{command}"
     )
     if cluster is None or not replan:
@@ -363,7 +363,7 @@ def _memory(
     try:
         made, room = _smaller(config, plan, cluster, predicted, held + more if on_gpu else 0)
     except PlanError as e:
-        return how, f"The planner finds none that takes less on {cluster.ranks} ranks ({e}); use more ranks", None
+        return how, f"The planner finds no plan that needs less on {cluster.ranks} ranks ({e}); use more ranks", None
     changed = _changes(plan, made)
     time_ratio = ""
     old, new = (p.predicted["seconds"] if p.predicted else 0 for p in (plan, made))
@@ -377,7 +377,7 @@ def _memory(
 
 
 def _predicted(plan: Plan, rank: int) -> int:
-    """Bytes of tensors that the plan predicted for a rank; 0: it predicted none."""
+    """Bytes of tensors that the plan predicted for a rank; 0: no prediction."""
     found = (plan.predicted or {}).get("memory")
     stage = coordinates_of(plan.mesh.degrees, rank)["pipe"] if 0 <= rank < plan.mesh.ranks else 0
     for entry in found if isinstance(found, list) else ():
@@ -388,7 +388,7 @@ def _predicted(plan: Plan, rank: int) -> int:
 
 
 def _cluster(plan: Plan, env: Mapping[str, Any]) -> Cluster | None:
-    """The cluster that the plan was made for, as far as its name says; None where that is not known here."""
+    """The cluster that the plan was made for, by its name; None if the name is not known here."""
     name, ranks, local = (plan.predicted or {}).get("cluster"), plan.mesh.ranks, env.get("local_ranks")
     if name == "local":
         return Cluster.local(ranks)
@@ -399,7 +399,7 @@ def _cluster(plan: Plan, env: Mapping[str, Any]) -> Cluster | None:
 
 
 def _smaller(config: Config, plan: Plan, cluster: Cluster, predicted: int, found: int) -> tuple[Plan, int]:
-    """A plan for the same ranks in less memory, and that memory: by as much less as was found above the prediction."""
+    """A plan for the same ranks with less memory, and its budget: reduced by the excess over the prediction."""
     from fourfold.planner.api import judge, plan_run, problem_of_run
 
     if not predicted:
@@ -415,12 +415,12 @@ def _smaller(config: Config, plan: Plan, cluster: Cluster, predicted: int, found
 
 
 def _changes(old: Plan, new: Plan) -> str:
-    """What a new plan does differently, field by field."""
+    """The fields in which a new plan differs."""
     before, after = (_flat(p.to_dict()) for p in (old, new))
     lines = [f"{k} = {after[k]} (was {before.get(k)})" for k in after if k in before and after[k] != before[k]]
     if before.get("unit") != after.get("unit"):
         lines = [line for line in lines if not line.startswith("unit")] + ["other modes per unit"]
-    return ", ".join(lines[:6]) + (f" and {len(lines) - 6} more" if len(lines) > 6 else "") or "as it is"
+    return ", ".join(lines[:6]) + (f" and {len(lines) - 6} more" if len(lines) > 6 else "") or "no change"
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From files to token ids: finds the files of a source, reads their examples, encodes them, and keeps the result. No torch.
+"""From files to token ids: finds the files of a source, reads their examples, encodes them, and caches the result. No torch.
 
 A source is `stdlib`, a file, a folder or a glob; several may be encoded together. Files are text, JSONL (`.jsonl`, `.json` with a
 list), parquet, or Arrow as Hugging Face's `datasets` saves it; all but the last two also as `.gz` or `.zst`.
@@ -9,9 +9,10 @@ Workers are processes that get chunks through their standard input and return id
 the number of workers, so neither does the result. Memory holds a few chunks for each worker, whatever the size of the source.
 
 [Note: encoded once]
-Encoding with a real tokenizer takes minutes for a gigabyte, so it is done once, in a process of its own, and kept in a cache
-(`FOURFOLD_CACHE`, default ~/.cache/fourfold) under a name that depends on the files (path, size, time of change), the tokenizer,
-the template and the options. All ranks of a host map the same file. A lock lets one process encode and the others wait.
+Encoding a gigabyte with a subword tokenizer takes minutes, so it is done once, in a separate process, and cached
+(`FOURFOLD_CACHE`, default ~/.cache/fourfold) under a name that depends on the files (path, size, modification time), the
+tokenizer, the template and the options. All ranks of a host map the same file. Under a lock, one process encodes and the others
+wait.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ __all__ = [
 ]
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".arrow")
-"""Files that are read of a folder, compressed or not."""
+"""Suffixes of the files that are read from a folder, compressed or not."""
 COMPRESSED = (".gz", ".zst")
 OTHERS = (
     ".csv",
@@ -79,7 +80,7 @@ OTHERS = (
     ".pt",
     ".safetensors",
 )
-"""Files that are not text to train on as they are."""
+"""Suffixes of files that are not plain text."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 """Folders of the standard library that are not training text."""
 LINE = 64 * files.MIB
@@ -90,17 +91,17 @@ CHUNK = 4 * files.MIB
 """Bytes of a source that one worker encodes at a time."""
 MOST_WORKERS = 64
 SMALL = 64 * files.MIB
-"""Bytes: smaller sources are encoded as bytes each time, which takes less than a second."""
+"""Bytes: smaller sources are encoded anew each time with the byte tokenizer, which takes less than a second."""
 VERSION = 1
-"""Of what is encoded: a change of it makes every cached file stale."""
+"""Version of the encoding; changing it invalidates every cached file."""
 MIXED = "preference pairs and other examples in one source; keep one kind"
 AFTER = 3
-"""Tokens after a turn among which its end token is looked for."""
+"""Number of tokens after a turn that are searched for its end token."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What decides, beside the files, which ids come out."""
+    """The settings that, together with the files, determine the token ids."""
 
     tokenizer: str = "bytes"
     template: str = "auto"
@@ -112,7 +113,7 @@ class Encoding:
 
 
 def source_files(source: str) -> list[Path]:
-    """The files of a source, in a fixed order; raises DataError when there are none."""
+    """The files of a source, in a fixed order; raises DataError if there are none."""
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
@@ -134,7 +135,7 @@ def source_files(source: str) -> list[Path]:
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
-    """The files of a dataset that Hugging Face's `save_to_disk` wrote; of several splits, of `train`. Empty: it is none."""
+    """The files of a dataset written by Hugging Face's `save_to_disk` (its `train` split); empty if it is not one."""
     if (folder / "dataset_dict.json").is_file():
         found = files.read_json(folder / "dataset_dict.json", DataError)
         splits = found.get("splits") if isinstance(found, dict) else None
@@ -155,7 +156,7 @@ def _saved_dataset(folder: Path) -> list[Path]:
 
 
 def _plain_name(path: Path) -> str:
-    """The file's name without the ending of its compression."""
+    """The file's name without the suffix of its compression."""
     name = path.name
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
@@ -163,7 +164,7 @@ def _plain_name(path: Path) -> str:
 
 
 class SourceChunk(NamedTuple):
-    """A part of a file, as its reader hands it to a worker."""
+    """A part of a file, passed from the reader to a worker."""
 
     kind: Literal["lines", "items", "rows", "text"]
     path: str
@@ -172,7 +173,7 @@ class SourceChunk(NamedTuple):
     data: Any
     """Bytes of whole lines, a list of JSON values, a table in Arrow's stream format, or text."""
     size: int = 0
-    """Bytes of the file that it stands for."""
+    """Number of bytes of the file that it covers, for progress."""
 
 
 def chunks_of(source: str) -> Iterator[SourceChunk]:
@@ -190,7 +191,7 @@ def chunks_of(source: str) -> Iterator[SourceChunk]:
 
 
 def examples(chunks: Iterable[SourceChunk]) -> Iterator[tuple[str, PlainExample | Chat]]:
-    """The examples of chunks, each with its place (file and line) for messages."""
+    """The examples of chunks, each with its location (file and line) for messages."""
     for chunk in chunks:
         match chunk.kind:
             case "lines":
@@ -227,7 +228,7 @@ def _items(chunk: SourceChunk) -> list[Any]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """A file for reading, uncompressed, and a function that returns how many of its bytes were read."""
+    """Open a file, decompressing it; also returns a function for the number of (compressed) bytes read so far."""
     with files.open_for_reading(path, DataError) as f:
         try:
             if path.name.endswith(".zst"):
@@ -247,11 +248,11 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 
 
 class _Frames(io.RawIOBase):
-    """Frames of zstd one after another, uncompressed. (The library's own reader takes a file that was cut for a whole one.)"""
+    """Decompresses a sequence of zstd frames. (The library's own reader does not detect a truncated file.)"""
 
     def __init__(self, f: IO[bytes], make: Callable[[], Any]):
         self.f, self.make, self.frame, self.left = f, make, make(), memoryview(b"")
-        self.fresh = True  # nothing of the frame was read
+        self.fresh = True  # at the start of a frame
 
     def readable(self) -> bool:
         return True
@@ -316,7 +317,7 @@ def _tables(path: Path) -> Iterator[SourceChunk]:
                 batches, rows = table.iter_batches(4 * BATCH), table.metadata.num_rows
             else:
                 mapped = stack.enter_context(pyarrow.memory_map(str(path)))
-                whole = pyarrow.ipc.open_stream(mapped).read_all()  # maps the file, reads nothing yet
+                whole = pyarrow.ipc.open_stream(mapped).read_all()  # maps the file without reading it
                 batches, rows = iter(whole.to_batches(4 * BATCH)), whole.num_rows
             for batch in batches:
                 sink = pyarrow.BufferOutputStream()
@@ -332,7 +333,7 @@ def _tables(path: Path) -> Iterator[SourceChunk]:
 
 
 def _text(path: Path, *, keep_going: bool) -> Iterator[SourceChunk]:
-    """A file of text, which is one document; `keep_going`: files of other encodings are left out."""
+    """A text file, which is one document; `keep_going`: skip files of other encodings."""
     if path.name.endswith(OTHERS):
         raise DataError(
             f"{path}: a {path.suffix} file is not text to train on; convert it to JSONL (one object with 'text', 'messages' "
@@ -345,7 +346,7 @@ def _text(path: Path, *, keep_going: bool) -> Iterator[SourceChunk]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as e:
-        if keep_going:  # a few files of the standard library test other encodings
+        if keep_going:  # a few files of the standard library have other encodings
             return
         line = data.count(b"\n", 0, e.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 text (byte {e.start} of the file)") from None
@@ -356,7 +357,7 @@ def _text(path: Path, *, keep_going: bool) -> Iterator[SourceChunk]:
 
 
 def _json_inside(text: str) -> str:
-    """What kind of JSON a text is, where it is a list or lines of objects; empty: none."""
+    """The kind of JSON that a text contains, a list or lines of objects; empty: none."""
     start = text[:4096].lstrip()
     try:
         if start.startswith("{"):
@@ -384,7 +385,7 @@ def _utf8(data: bytes, where: str) -> str:
 
 
 def load_template(encoding: Encoding) -> ChatTemplate | None:
-    """The template that a run's chats are rendered with; None where the tokenizer's folder has none."""
+    """The chat template of a run; None if the tokenizer's folder has none."""
     on = date.fromisoformat(encoding.template_date)
     if encoding.template == "plain":
         return ChatTemplate(PLAIN, "the template 'plain'", date=on)
@@ -396,21 +397,23 @@ def load_template(encoding: Encoding) -> ChatTemplate | None:
 
 
 class Encoder:
-    """Examples to token ids and a mask of the trained ones; counts what it leaves out."""
+    """Examples to token ids and a mask of the trained ones; counts the examples it skips."""
 
     def __init__(self, codec: Any, encoding: Encoding):
         self.codec, self.encoding = codec, encoding
         self.dtype = np.uint8 if codec.vocab <= 2**8 else np.uint16 if codec.vocab <= 2**16 else np.uint32
-        self.empty = 0  # chats whose answer says nothing
-        self.prompted = False  # whether some example is a prompt and its answer
-        self.paired: bool | None = None  # whether examples are preference pairs, each two in a row; None: none was seen
+        self.empty = 0  # number of chats whose answer is empty
+        self.prompted = False  # whether any example is a prompt with an answer
+        self.paired: bool | None = (
+            None  # whether examples are preference pairs, adjacent to each other; None: no example yet
+        )
         self._template: ChatTemplate | None = None
         self._looked = False
 
     def __call__(
         self, found: Iterable[tuple[str, PlainExample | Chat]]
     ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]]:
-        """Ids of every example, and which of them are trained (None: all of them)."""
+        """The ids of each example, and the mask of the trained ones (None: all)."""
         with time_limit("a chat") as since:
             for batch in _batched(found, BATCH):
                 texts, trained = [], []
@@ -428,7 +431,7 @@ class Encoder:
     def _rendered(
         self, where: str, example: PlainExample | Chat
     ) -> tuple[str, list[tuple[int, int]] | None, bool, bool] | None:
-        """Text, trained ranges of characters (None: all), whether a turn's end token is to be added, whether it is a chat."""
+        """Text, trained ranges of characters (None: all), whether to add a turn's end token, whether it is a chat."""
         everything = self.encoding.loss_on == "all"
         if self.paired is None:
             self.paired = bool(example.side)
@@ -456,7 +459,7 @@ class Encoder:
             self._template, self._looked = load_template(self.encoding), True
         if self._template is None:
             raise DataError(
-                f"{where}: a chat, but the tokenizer '{self.encoding.tokenizer}' has no chat template beside it; give "
+                f"{where}: a chat, but the tokenizer '{self.encoding.tokenizer}' has no chat template in its folder; set "
                 "data.template = the path of a jinja file, or 'plain'"
             )
         return self._template
@@ -501,16 +504,16 @@ def _batched(items: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
 
 
 class Encoded(NamedTuple):
-    """An encoded chunk: ids of all its documents, which are predicted (None: all), and the documents' lengths."""
+    """An encoded chunk: the ids of all its documents, the mask of predicted ones (None: all), and the documents' lengths."""
 
     ids: npt.NDArray[Any]
     mask: npt.NDArray[np.uint8] | None
     lengths: list[int]
     size: int
     empty: int
-    """Examples left out, since their answer says nothing."""
+    """Number of examples skipped because their answer is empty."""
     prompted: bool
-    """Whether some example is a prompt with its answer."""
+    """Whether any example is a prompt with an answer."""
     paired: bool | None
     """Whether its examples are preference pairs; None: it has none."""
 
@@ -526,7 +529,7 @@ def encode_chunk(encoder: Encoder, chunk: SourceChunk) -> Encoded:
 
 
 _PROCESS = "import sys; from fourfold.train import encode; sys.exit(getattr(encode, sys.argv[1])(sys.argv[2]))"
-"""Runs a function of this module; as its main program, the module's classes would have other names."""
+"""Runs a function of this module; run with -m, the module's classes would belong to `__main__`."""
 
 
 class EncodingWorkers:
@@ -534,7 +537,7 @@ class EncodingWorkers:
 
     def __init__(self, count: int, encoding: Encoding):
         asked = json.dumps(asdict(encoding))
-        # a worker has one core: the tokenizer's own threads would be in each other's way
+        # a worker has one core: the tokenizer's threads would compete for it
         environment = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self.processes = [
             subprocess.Popen(
@@ -594,7 +597,7 @@ class EncodingWorkers:
 
 
 def work(asked: str) -> int:
-    """Be a worker: chunks come on standard input, results (or what is wrong, as text) go to standard output."""
+    """Run as a worker: read chunks from standard input, write results (or an error text) to standard output."""
     from fourfold.train.data import load_tokenizer
 
     source, out = sys.stdin.buffer, sys.stdout.buffer
@@ -615,7 +618,7 @@ def work(asked: str) -> int:
 
 
 def worker_count(size: int) -> int:
-    """Processes that encode a source of so many bytes: one per core, and none for what a process does in a moment."""
+    """Number of worker processes for a source of `size` bytes: one per core; 0 for a small source."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cores, size // (2 * CHUNK))
 
@@ -630,9 +633,9 @@ def encode_to_file(
     progress: Callable[[int, int], None] | None = None,
     workers: int | None = None,
 ) -> None:
-    """Encode sources into a token file (data.py says its format), which appears whole or not at all.
+    """Encode sources into a token file (format: data.py), which is written atomically.
 
-    `progress` is called with the bytes that were read and all there are.
+    `progress` is called with the number of bytes read and the total.
     """
     from fourfold.train.data import MAGIC, load_tokenizer
 
@@ -641,7 +644,7 @@ def encode_to_file(
     pool = EncodingWorkers(workers, encoding) if workers > 1 else None
     digest, lengths, parts, masked, seen = hashlib.blake2b(digest_size=16), array("q"), [], False, 0
     empty, prompted, paired = 0, False, None
-    room = 4096  # of the header, which is written last
+    room = 4096  # reserved for the header, which is written last
     try:
         codec = load_tokenizer(encoding.tokenizer)
         encoder = Encoder(codec, encoding)
@@ -705,7 +708,7 @@ def encode_to_file(
 
 
 def needs_cache(sources: Sequence[str], tokenizer: str) -> bool:
-    """Whether encoding takes long enough to be kept."""
+    """Whether encoding takes long enough to be cached."""
     if tuple(sources) == ("stdlib",) and tokenizer == "bytes":
         return False
     return tokenizer != "bytes" or sum(p.stat().st_size for s in sources for p in source_files(s)) > SMALL
@@ -718,7 +721,7 @@ def cache_folder() -> Path:
 
 
 def cached_tokens(sources: Sequence[str], encoding: Encoding) -> Path:
-    """The token file of sources, encoded now if it was not before; other processes of this host wait for it."""
+    """The cached token file of sources, encoded first if needed; other processes of this host wait for it."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -731,7 +734,7 @@ def cached_tokens(sources: Sequence[str], encoding: Encoding) -> Path:
                 _encode_in_a_process(sources, encoding, path)
     except OSError as e:
         raise DataError(
-            f"{folder}: encoded data cannot be kept there: {files.why(e)}; set FOURFOLD_CACHE to a folder that can be written"
+            f"{folder}: encoded data cannot be cached there: {files.why(e)}; set FOURFOLD_CACHE to a writable folder"
         ) from None
     return path
 
@@ -743,14 +746,14 @@ def _key(sources: Sequence[str], encoding: Encoding) -> str:
     names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
     beside = [Path(encoding.tokenizer), *(folder / name for name in names)]
     if encoding.template not in ("auto", "plain"):
-        beside.append(Path(encoding.template))
-    read = [hashlib.blake2b(p.read_bytes()).hexdigest() if p.is_file() else "" for p in beside]
+        inputs.append(Path(encoding.template))
+    read = [hashlib.blake2b(p.read_bytes()).hexdigest() if p.is_file() else "" for p in inputs]
     digest.update(json.dumps([VERSION, there, read, asdict(encoding)]).encode())
     return digest.hexdigest()
 
 
 def _encode_in_a_process(sources: Sequence[str], encoding: Encoding, out: Path) -> None:
-    """A process of its own: the tokenizer's threads must not be there when ranks are forked."""
+    """Encode in a separate process: the tokenizer's threads must not exist when ranks are forked."""
     asked = json.dumps({"sources": list(sources), "out": str(out), **asdict(encoding)})
     done = subprocess.run([sys.executable, "-c", _PROCESS, "main", asked], stdout=subprocess.PIPE, check=False)
     if done.returncode:
@@ -761,7 +764,7 @@ def _encode_in_a_process(sources: Sequence[str], encoding: Encoding, out: Path) 
 
 
 class EncodingBar:
-    """How far encoding is, on stderr: a bar on a terminal, else a line for every tenth."""
+    """Progress of encoding on stderr: a bar on a terminal, otherwise a line per 10 %."""
 
     def __init__(self, name: str):
         self.name, self.begin, self.shown, self.terminal = name, time.monotonic(), -1, sys.stderr.isatty()
@@ -789,7 +792,7 @@ class EncodingBar:
 
 
 def main(asked: str) -> int:
-    """Encode in this process and its workers; the last line of stdout says what went wrong."""
+    """Encode in this process and its workers; the last line of stdout is the error, if any."""
     fields = json.loads(asked)
     sources, out = fields.pop("sources"), Path(fields.pop("out"))
     bar = EncodingBar(", ".join(sources))

@@ -1,10 +1,10 @@
-"""From a checkpoint to a folder that others open: Hugging Face safetensors, or a distributed checkpoint (DCP) under their names.
+"""Exports a checkpoint for other tools: Hugging Face safetensors, or a distributed checkpoint (DCP) with Hugging Face names.
 
-Runs in one process, without a process group, also while the run continues. Tensors are read, cast and written one after the
-other, so that memory holds one parameter at a time.
+Runs in one process, without a process group, also while the run continues. Tensors are read, cast and written one at a time, so
+that memory holds one parameter.
 
     OUT/model.safetensors, or model-00001-of-00004.safetensors … and model.safetensors.index.json
-    OUT/config.json (written last), generation_config.json, tokenizer and chat template as they came
+    OUT/config.json (written last), generation_config.json, the original tokenizer and chat template
 
 A LoRA run is written as a PEFT adapter, or merged with its frozen weights (train/adapters.py).
 
@@ -50,13 +50,13 @@ from fourfold.train.weights import check_weights, family_of_source, fill
 __all__ = ["Exported", "check_out", "export", "find_checkpoint", "load_model", "write_final", "write_own_final"]
 
 SHARD_BYTES = 4 << 30
-"""Bytes of a file; a tensor is never split over two."""
+"""Maximum bytes of a file; a tensor is never split over two files."""
 NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the step, the family's model_type ("" under our own names), tensors, bytes, the commonest type."""
+    """What was written: the step, the family's model_type ("" for our own names), tensors, bytes, the most frequent dtype."""
 
     step: int
     model_type: str
@@ -93,9 +93,9 @@ def export(
     form: str = "hf",
     merge: bool = False,
 ) -> Exported:
-    """Write a checkpoint of a run to the folder `out`; `dtype`: as safetensors spells it, default as the weights came.
+    """Write a checkpoint of a run to the folder `out`. `dtype`: in safetensors' spelling; default: that of the original weights.
 
-    Of a LoRA run a PEFT adapter is written, or with `merge` the whole model with the adapters in its weights.
+    For a LoRA run this writes a PEFT adapter, or with `merge` the whole model with merged adapters.
     """
     m, kept = as_written(config.model), run.path / "hf"
     if m.lora is not None:
@@ -163,12 +163,12 @@ def _tokenizer(config: Config, kept: Path) -> str:
     return str(kept / "tokenizer.json") if (kept / "tokenizer.json").is_file() else config.data.tokenizer
 
 
-# ---- tensors, one after the other ----
+# ---- tensors, one at a time ----
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to write: which rows of which parameter, and of which type."""
+    """A tensor to write: the rows of a parameter, and the dtype."""
 
     link: Link
     dtype: torch.dtype
@@ -179,7 +179,7 @@ class _Tensor:
 
 
 class _Parameters:
-    """Serial parameters of a checkpoint; the last one is kept, since its neighbours in a file come from it as well."""
+    """Serial parameters of a checkpoint; the last one is cached, since adjacent tensors of a file come from it."""
 
     def __init__(self, directory: Path, index: Index, shapes: Mapping[str, tuple[int, ...]]):
         self.directory, self.index, self.shapes = directory, index, shapes
@@ -187,7 +187,7 @@ class _Parameters:
 
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next one is read
+            self._last = None  # free it before reading the next one
             self._last = name, self._read(name)
         return self._last[1]
 
@@ -229,7 +229,7 @@ class _Merged(_Parameters):
 
 
 def _write_safetensors(tensors: list[_Tensor], source: _Parameters, out: Path) -> None:
-    """Files of at most about 4 GiB, and an index where they are several."""
+    """Write files of at most about 4 GiB, and an index if there are several."""
     shards: list[list[_Tensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.bytes for t in shards[-1]) + tensor.bytes > SHARD_BYTES:
@@ -265,7 +265,7 @@ def _write_file(path: Path, tensors: list[_Tensor], source: _Parameters) -> None
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """A plan of whole tensors that are made when they are written."""
+    """A save plan of whole tensors, each computed when it is written."""
 
     def __init__(self, tensors: list[_Tensor], source: _Parameters):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -299,7 +299,7 @@ def _write_dcp(tensors: list[_Tensor], source: _Parameters, out: Path) -> None:
 def load_model(
     run: RunDir, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Transformer, int]:
-    """The model of a run's newest checkpoint, whole, on one device; and its step."""
+    """The whole model of a run's newest checkpoint, on one device, and its step."""
     config, _ = run.read()
     directory = checkpoint.newest(run.checkpoints)
     if directory is None:
@@ -326,7 +326,7 @@ def find_checkpoint(path: str | Path) -> tuple[RunDir, Path]:
         if newest is None:
             raise CheckpointError(f"{run.path}: has no complete checkpoint yet")
         directory = newest
-    checkpoint.read_state(directory)  # raises where it is not complete
+    checkpoint.read_state(directory)  # raises if it is incomplete
     return run, directory
 
 

@@ -1,8 +1,8 @@
 """Writes the flight record (flight.py) of one rank when the rank fails, or the watchdog ends it.
 
-Ranks that this machine's launcher started have it write the run's history and the files of ranks that cannot write their own.
-Under torchrun and srun the first rank that fails does both, from the last beats of all ranks, a moment later: those that can
-write their own have done so by then.
+For ranks started by our launcher, the launcher writes the run's history and the files of ranks that cannot write their own.
+Under torchrun and srun the first rank that fails does both, from the last heartbeats of all ranks, after a short delay in which
+the other ranks write their own files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fourfold.train.watch import Board, resident_bytes
 __all__ = ["FailureRecorder"]
 
 PATIENCE = 1.0
-"""Seconds in which the other ranks write their own files."""
+"""Delay in seconds in which the other ranks write their own files."""
 LONGEST = 10.0
-"""Seconds that the job's store has to answer: the process that hosts it may be stopped."""
+"""Timeout in seconds for the job's store: the process that hosts it may be stopped."""
 
 
 class FailureRecorder:
@@ -57,8 +57,8 @@ class FailureRecorder:
         self.record(HangError(verdict), "")
 
     def record(self, error: BaseException, text: str) -> None:
-        """Write this rank's file; as the first of all ranks, and without a launcher of ours, also what is known of the others."""
-        with contextlib.suppress(Exception), _undisturbed():  # whatever goes wrong here, the error itself is raised
+        """Write this rank's file; the first rank to fail, without our launcher, also writes what is known about the others."""
+        with contextlib.suppress(Exception), _undisturbed():  # an error here must not replace the original one
             blocked = RECORD.blocked_on()
             failure = {
                 "state": "raised",
@@ -80,8 +80,8 @@ class FailureRecorder:
     def _memory(self) -> dict[str, Any]:
         found: dict[str, Any] = {"rss": resident_bytes(), "device": self.device.type}
         if self.device.type == "cuda" and threading.current_thread() is not threading.main_thread():
-            return found  # a main thread that hangs may hold the allocator's lock, which the question would wait for
-        with contextlib.suppress(RuntimeError):  # a broken CUDA context answers nothing
+            return found  # a hanging main thread may hold the allocator's lock
+        with contextlib.suppress(RuntimeError):  # the CUDA context may be broken
             found["peak_bytes"] = peak_bytes(self.device)
             if self.device.type == "cuda":
                 found["device_bytes"] = torch.cuda.get_device_properties(self.device).total_memory
@@ -103,7 +103,7 @@ class FailureRecorder:
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Do it, or go on without it when it takes longer or fails."""
+    """Run `work` in a thread; return when it is done, has failed, or `seconds` have passed."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -116,8 +116,10 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore SIGTERM for a moment: torchrun sends it to all ranks as soon as it sees that one has failed."""
-    if threading.current_thread() is not threading.main_thread():  # the watchdog's: the guard has SIGTERM
+    """Ignore SIGTERM in this context: torchrun sends it to all ranks as soon as one has failed."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # in the watchdog's thread, where the guard handles SIGTERM
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,19 +1,19 @@
-"""Faults on purpose: kill, stop, raise or delay a rank at a step or at an instruction, to see that a run survives it.
+"""Fault injection: kill, stop, raise in or delay a rank at a step or at an instruction, to test that a run survives it.
 
     FOURFOLD_FAULTS="kill rank=1 step=5; delay rank=0 step=3 seconds=0.5" fourfold train CONFIG --nproc 4 --max-restarts 1
 
 | fault | what happens to the rank |
 |---|---|
-| `kill`  | SIGKILL: as when the kernel runs out of memory, or a machine dies; `after=0.05` seconds later |
-| `stop`  | SIGSTOP: it is alive and does nothing, as in a hang |
+| `kill`  | SIGKILL, as from the kernel's OOM killer or a lost machine; `after=0.05` seconds later |
+| `stop`  | SIGSTOP: the process is alive but does nothing, as in a hang |
 | `raise` | a RuntimeError |
 | `delay` | it sleeps for `seconds` |
-| `memory` | a GPU's error of memory that does not suffice |
-| `flip`  | a bit of one of its copies of the weights changes; `name=` is part of the name of the weight |
+| `memory` | a CUDA out-of-memory error |
+| `flip`  | a bit flip in one of its copies of the weights; `name=` is part of the weight's name |
 
 `step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step, `op=save` for its save,
 `op=evaluation` for its evaluation; `step=0 op=start` is the start of the rank. Each fault
-happens once in a run, also over restarts: what has happened is noted in run_dir/faults/.
+happens once in a run, even across restarts: run_dir/faults/ records those that have happened.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FIELDS = ("rank", "step", "op", "seconds", "name", "after")
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One injected fault."""
 
     kind: str
     rank: int
@@ -87,12 +87,12 @@ class Faults:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], rank: int, notes: Path) -> Faults | None:
-        """What FOURFOLD_FAULTS asks for, or None."""
+        """The faults of FOURFOLD_FAULTS, or None."""
         text = env.get("FOURFOLD_FAULTS", "")
         return cls(parse(text), rank, notes) if text else None
 
     def at(self, step: int, op: str = "") -> None:
-        """The rank is about to do `op` of `step` ("": to begin the step)."""
+        """Called when the rank is about to run `op` of `step` ("": to begin the step)."""
         for number, fault in self._faults:
             if fault.step == step and fault.op == op and self._first_time(number):
                 if fault.kind == "flip" and self.flip is not None:
@@ -118,7 +118,7 @@ def _happen(fault: Fault) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "raise":
-            raise RuntimeError(f"a fault on purpose, at step {fault.step}")
+            raise RuntimeError(f"an injected fault, at step {fault.step}")
         case "delay":
             time.sleep(fault.seconds)
         case "memory":

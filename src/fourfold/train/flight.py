@@ -1,14 +1,14 @@
-"""The flight record: what became of a run, and what every rank did last when it failed. Read by `fourfold doctor RUN`. No torch.
+"""The flight record: a run's history, and the last events of every rank when it failed. Read by `fourfold doctor RUN`. No torch.
 
-    history.jsonl         a line for every start, failure, restart, replan and end of the run
+    history.jsonl         one line per start, failure, restart, replan and end of the run
     flight/rank3.jsonl    rank 3, when the run failed: one `failure` line, its threads' stacks, its last events, oldest first
-    flight-previous/      the same of the failure before, once the run was started again
+    flight-previous/      the same for the previous failure, after the run was restarted
 
-A rank writes its own file when an exception ends it or the watchdog does. For a rank that cannot (killed, stopped, or blocked
-where no Python runs) others write what is known: the launcher, where it started the ranks on this machine; else the first rank
-that fails, from the last beats of all (watch.py). A file has at most `record.EVENTS` events and is about 50 kB at most.
+A rank writes its own file when an exception or the watchdog ends it. For a rank that cannot (killed, stopped, or blocked outside
+Python) others write what is known: our launcher, if it started the ranks; otherwise the first rank that fails, from the last
+heartbeats of all ranks (watch.py). A file has at most `record.EVENTS` events, about 50 kB.
 
-Writing it must not hide the failure itself: a disk that is full or read-only leaves it out.
+A failure to write it (full or read-only disk) is ignored, so that the original failure is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FILE = re.compile(r"rank(\d{1,7})\.jsonl")
 
 
 def begin_attempt(run: RunDir) -> None:
-    """Ranks are about to be started: the record of the last failure makes room for another. One process calls it."""
+    """Called by one process before ranks are started: moves the record of the last failure to flight-previous/."""
     if not run.flight.is_dir() or run.flight.is_symlink():
         return
     previous = run.flight.with_name("flight-previous")
@@ -59,7 +59,7 @@ def write_flight(
     *,
     own: bool = False,
 ) -> None:
-    """Write a rank's file; what another process knows of the rank does not replace what it wrote itself (`own`)."""
+    """Write a rank's file; a file that the rank wrote itself (`own`) is not replaced by another process."""
     path = run.flight / f"rank{rank}.jsonl"
     if not own and os.path.lexists(path):
         return
@@ -85,7 +85,7 @@ def stacks() -> list[dict[str, Any]]:
 
 
 def note(run: RunDir, event: str, **fields: Any) -> None:
-    """Add a line to the run's history; left out where the disk refuses it."""
+    """Add a line to the run's history; ignores disk errors."""
     cut = {k: v[:MOST_TEXT] if isinstance(v, str) else v for k, v in fields.items()}
     line = {"time": time.time(), "event": event, "host": socket.gethostname()} | cut
     with contextlib.suppress(FourfoldError, OSError), files.append_to(run.history_file, RunDirError) as f:
@@ -97,7 +97,7 @@ def note(run: RunDir, event: str, **fields: Any) -> None:
 
 @dataclass(frozen=True)
 class Flight:
-    """What is known of one rank after a failure."""
+    """What is known about one rank after a failure."""
 
     rank: int
     failure: dict[str, Any]
@@ -105,18 +105,18 @@ class Flight:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def text(self, name: str) -> str:
-        """A field of the failure that is text; empty where there is none."""
+        """A text field of the failure; empty if missing."""
         value = self.failure.get(name)
         return value if isinstance(value, str) else ""
 
     def number(self, name: str) -> float:
-        """A field of the failure that is a number; 0 where there is none."""
+        """A numeric field of the failure; 0 if missing."""
         value = self.failure.get(name)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
 
 
 def read_history(run: RunDir) -> list[dict[str, Any]]:
-    """The lines of history.jsonl, oldest first; damaged ones are left out."""
+    """The lines of history.jsonl, oldest first; damaged ones are skipped."""
     if not os.path.lexists(run.history_file):
         return []
     lines = (line for _, line in files.read_json_lines(run.history_file, RunDirError, longest=files.MIB))
@@ -124,7 +124,7 @@ def read_history(run: RunDir) -> list[dict[str, Any]]:
 
 
 def read_flights(run: RunDir) -> dict[int, Flight]:
-    """The files in flight/, by rank; damaged lines are left out."""
+    """The files in flight/, by rank; damaged lines are skipped."""
     found = {}
     folder = run.flight
     for path in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():

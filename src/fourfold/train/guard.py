@@ -1,12 +1,11 @@
-"""Watching over one rank: requests to stop, phases and their limits, non-finite steps, and faults on purpose.
+"""Supervision of one rank: requests to stop, phases and their limits, non-finite steps, and fault injection.
 
-- SIGTERM (and SIGUSR1, which Slurm can send before a job's time is up) asks to stop: the rank finishes its step, all ranks agree
-  to stop after the same one, save, and exit with 0.
-- The guard tells the record (record.py) which phase the rank is in and how long it may make no progress in it; the watchdog
-  (watch.py) finds hangs. If a step takes longer than the timeout, the stacks of all threads go to the log: the one report that
-  needs no Python thread to run.
+- SIGTERM (and SIGUSR1, which Slurm can send before a job's time is up) requests a stop: the rank finishes its step, all ranks
+  agree on the last step, save, and exit with 0.
+- The guard records (record.py) the phase of the rank and how long it may make no progress in it; the watchdog (watch.py) finds
+  hangs. If a step takes longer than the timeout, the stacks of all threads are written to the log, which needs no Python thread.
 - Steps with a non-finite loss or gradient are skipped by the optimizer on all ranks; too many in a row end the run. (With
-  `train.guard = false` none is skipped, and the first ends it.)
+  `train.guard = false` no step is skipped, and the first one ends the run.)
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Guard:
         self._in_a_row = 0
         self._stop = False
         self._step = 0
-        self._warm = False  # a step is done: what is compiled is compiled
+        self._warm = False  # whether a step is done, so that compilation is over
 
     def stop_requested(self) -> bool:
         return self._stop
 
     @contextlib.contextmanager
     def on_watch(self) -> Iterator[None]:
-        """Listen to signals and watch the clock; gives both back afterwards."""
+        """Install signal handlers and the timeout; restores the previous ones on exit."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -68,7 +67,7 @@ class Guard:
         self._step = step
         limit = self.limits.step if self._warm else self.limits.start
         RECORD.enter(f"step {step}", limit, "train.timeout" if self._warm else "train.start_timeout")
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr without a descriptor takes no dump
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may have no file descriptor
             faulthandler.dump_traceback_later(limit, file=sys.stderr)
         if self.faults is not None:
             self.faults.at(step)
@@ -95,7 +94,7 @@ class Guard:
         self._enter(f"the comparison of replicas after step {step}", self.limits.save, "checkpoint.timeout")
 
     def finish(self) -> None:
-        """The ranks part: what follows, each does for itself."""
+        """End of the collective work: the rest is local to each rank."""
         self._enter("the end of the run", float("inf"))
 
     def _enter(self, phase: str, limit: float, setting: str = "") -> None:
@@ -103,7 +102,7 @@ class Guard:
         RECORD.enter(phase, limit, setting)
 
     def judge(self, step: int, loss: float, norm: float) -> None:
-        """A step is done. Count it if it was skipped; raises TrainingError when there were too many in a row."""
+        """Called after a step. Counts skipped steps; raises TrainingError after too many in a row."""
         self._warm = True
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
@@ -111,7 +110,7 @@ class Guard:
         if not self.skips:
             raise TrainingError(
                 f"step {step}: the loss or the gradient is not finite (loss {loss}, gradient norm {norm}), and with "
-                "train.guard = false the weights took it; resume from the last checkpoint with train.guard = true"
+                "train.guard = false the weights were updated with it; resume from the last checkpoint with train.guard = true"
             )
         self.skipped += 1
         self._in_a_row += 1

@@ -1,9 +1,9 @@
-"""Files beside the weights of a Hugging Face folder: config.json, tokenizer, chat template. They travel with a run. No torch.
+"""Files of a Hugging Face folder other than weights: config.json, tokenizer, chat template. They are kept with a run. No torch.
 
-    run directory      hf/     copies from the folder that the run started from, made when the run is
-    final/, exports            the same files again, and a config.json that fits the weights
+    run directory      hf/     copies from the folder that the run started from, made when the run is created
+    final/, exports            the same files, and a config.json for the new weights
 
-`hf/types.json` is ours: the type of every tensor in the folder, so that tensors are written as they came.
+`hf/types.json` is ours: the dtype of every tensor in the folder, so that tensors are exported with the same dtypes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TOKENIZER = (
 TEMPLATES = "additional_chat_templates"
 TYPES = "types.json"
 LARGEST = 64 << 20
-"""Bytes of one such file."""
+"""Maximum bytes of one such file."""
 
 
 def keep_files(config: Config, out: Path, types: dict[str, str] | None = None) -> None:
-    """Copy the files beside the weights and the tokenizer of a (resolved) config into a run's folder."""
+    """Copy the tokenizer, and the files of the Hugging Face folder, of a (resolved) config into a run's folder."""
     out.mkdir(exist_ok=True)
     if config.model.init != "random":
         copy(Path(config.model.init), out, BASE)
@@ -56,19 +56,19 @@ def keep_files(config: Config, out: Path, types: dict[str, str] | None = None) -
 
 
 def _tokenizer_file(config: Config) -> Path | None:
-    """The tokenizer of the data: the one beside a token file, the one it was made with, or the config's; None: bytes."""
+    """The tokenizer of the data: the copy next to a token file, the one it was made with, or the config's; None: bytes."""
     source, name = Path(config.data.source), config.data.tokenizer
     with contextlib.suppress(OSError, ValueError):
         if source.is_file() and source.open("rb").read(8) == b"4FOLDTOK":
-            beside = source.with_name(f"{source.name}.tokenizer.json")
+            copied = source.with_name(f"{source.name}.tokenizer.json")
             from fourfold.train.data import open_corpus
 
-            name = str(beside) if beside.is_file() else open_corpus(str(source)).tokenizer
+            name = str(copied) if copied.is_file() else open_corpus(str(source)).tokenizer
     return Path(name) if name not in ("", "bytes") and Path(name).is_file() else None
 
 
 def copy(folder: Path, out: Path, names: tuple[str, ...] = (*BASE, *TOKENIZER)) -> None:
-    """Copy those of the files that there are, byte by byte."""
+    """Copy those of the files that exist, byte by byte."""
     for name in names:
         if (folder / name).is_file():
             files.write_bytes(out / name, files.read_bytes(folder / name, RunDirError, most=LARGEST), RunDirError)
@@ -85,7 +85,7 @@ def tokenizer_in(folder: Path) -> str:
 
 
 def read_types(folder: Path) -> tuple[str, dict[str, str]]:
-    """The type that most tensors came in, and those of the others by name; "" where the run did not start from files."""
+    """The most frequent dtype of the original tensors, and the others by name; "" if the run did not start from files."""
     if not (folder / TYPES).is_file():
         return "", {}
     data: Any = files.read_json(folder / TYPES, RunDirError, follow=False)

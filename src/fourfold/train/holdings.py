@@ -1,4 +1,4 @@
-"""What a rank holds of the serial tensors: flat buffers as lists of (box of a serial tensor, view of local memory).
+"""The parts of serial tensors that a rank holds: flat buffers as lists of (box of a serial tensor, view of local memory).
 
 Checkpoints are written from these views and read into them (checkpoint.py); so are weights of Hugging Face folders (weights.py).
 """
@@ -23,7 +23,7 @@ __all__ = ["Chunks", "Holding", "chunks_of", "held_boxes", "holding_of", "narrow
 class Holding:
     """A flat buffer of this rank: elements [start, start + len) of a unit's layout, under a prefix of names.
 
-    `place`: the rank's coordinates and the degrees by which copies of its pieces are told apart; None: there are none.
+    `place`: the rank's coordinates and the degrees that identify copies of its pieces; None: there are no copies.
     """
 
     prefix: str
@@ -34,19 +34,19 @@ class Holding:
     place: tuple[Mapping[str, int], Mapping[str, int]] | None = None
 
     def writes(self, piece: Piece) -> bool:
-        """Whether this rank is the one of a piece's holders that saves it."""
+        """Whether this rank is the holder that saves the piece."""
         return self.place is None or piece.written_at(*self.place)
 
 
 def holding_of(name: str, tensor: Tensor) -> Holding:
-    """A whole serial tensor, held by itself."""
+    """A holding of one whole serial tensor."""
     shape = tuple(tensor.shape)
     layout = FlatLayout((Slot(name, shape, 0, tensor.numel()),), tensor.numel(), 1)
     return Holding("", tensor.detach().view(-1), 0, layout, {name: (whole(name, shape),)})
 
 
 class Chunks:
-    """What this rank holds of one serial tensor."""
+    """The parts of one serial tensor that this rank holds."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
         self.shape, self.dtype = torch.Size(shape), dtype
@@ -57,7 +57,7 @@ class Chunks:
 
 
 def chunks_of(holdings: Iterable[Holding], *, written: bool = False) -> dict[str, Chunks]:
-    """What the holdings hold, or what of it this rank writes."""
+    """The chunks of all holdings, or of those pieces that this rank writes."""
     out: dict[str, Chunks] = {}
     for h in holdings:
         for piece, box, view in held_boxes(h, written=written):
@@ -67,7 +67,7 @@ def chunks_of(holdings: Iterable[Holding], *, written: bool = False) -> dict[str
 
 
 def held_boxes(h: Holding, *, written: bool = False) -> Iterator[tuple[Piece, Box, Tensor]]:
-    """What a holding holds, or what of it this rank writes: the piece, the box of its serial tensor, the view of local memory."""
+    """The parts of a holding (`written`: that this rank writes): piece, box of the serial tensor, view of local memory."""
     stop = h.start + h.flat.numel()
     for slot in h.layout.slots:
         low, high = max(h.start, slot.start), min(stop, slot.stop)

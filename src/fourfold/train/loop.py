@@ -1,10 +1,10 @@
 """The training loop, from top to bottom.
 
-A step: count the tokens to predict; run this rank's program, which has every micro-batch's forward and backward in it and starts
-each unit's reduction when its last contribution is in; exchange one small vector between all ranks; clip, update; say how
-it went. Nothing in a step waits for the GPU: losses, norms and traces stay there, and are read `clock.ahead` steps later.
+A step: count the tokens to predict; run this rank's program, which contains every micro-batch's forward and backward and starts
+each unit's reduction after its last contribution; exchange one small vector between all ranks; clip, update; report. Nothing in a
+step waits for the GPU: losses, norms and traces stay there, and are read `clock.ahead` steps later.
 
-What a step depends on: weights, step number, seed. What it does not: number of ranks, order of micro-batches, time.
+A step depends on the weights, the step number and the seed, not on the number of ranks, the order of micro-batches or timing.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _Result:
     sum, peak bytes, stop, the seconds that its ops of an earlier step took, by kind, how long it waited in a traced step
     (negative: none was traced since), and the lengths of the documents that it read.
 
-    On their way to the host until the device has reached `ready`, the end of the step: reading them waits for that step and
-    not for what was issued since.
+    They are being copied to the host until the device has reached `ready`, the end of the step: reading them waits for that
+    step, but not for later work.
     """
 
     step: int
@@ -92,24 +92,24 @@ class RankContext:
     batch_group: dist.ProcessGroup | None
     """The ranks that hold other sequences of a step."""
     peak_rate: float
-    """FLOP/s that MFU is a share of."""
+    """Peak FLOP/s, for MFU."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes on this rank: the runner of its programs, its units, its ends of tied weights, its optimizer."""
+    """What computes on this rank: the runner of its programs, its units, its tied weights, its optimizer."""
 
     runner: Runner
     units: Sequence[Unit]
     ties: Sequence[TiedOwner | TiedCopy]
     optimizer: AdamW | StreamedUnits
     bases: Sequence[Unit] = ()
-    """With LoRA, units with the frozen weights; they come from files, and no checkpoint has them."""
+    """With LoRA, units with the frozen weights; they are read from files and not saved in checkpoints."""
 
 
 @dataclass(frozen=True)
 class RunServices:
-    """What a run reads and writes, and who watches it."""
+    """What a run reads and writes, and its supervision."""
 
     train_samples: Samples
     eval_samples: Samples | None
@@ -137,18 +137,18 @@ class Loop:
         self.micro_batches = info.plan.micro_batches(info.config.train.global_batch)
         self.loss_dtype = torch.float64 if info.plan.precision.compute == "fp64" else torch.float32
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
-        self.counts_loss = mesh.coordinates["col"] == 0  # the ranks of a column have the same
+        self.counts_loss = mesh.coordinates["col"] == 0  # the loss is equal on all columns
         self.saved_step = -1
         self.stragglers = Stragglers(mesh.degrees, info.ranks)
         self._op_seconds: tuple[float, ...] = (0.0,) * len(KINDS)  # of the last step that was reported
-        self._waits = NOT_TRACED  # of the last traced step, until they are told
+        self._waits = NOT_TRACED  # of the last traced step, until they are reported
         self._since: Any = None  # mark from which the next step's seconds count
-        self._ended: Any = None  # mark at the end of what was issued last: a step, an evaluation, a save
+        self._ended: Any = None  # mark at the end of the last issued work: a step, an evaluation, a save
         if self.guard.faults is not None:
             self.guard.faults.flip = self._flip
 
     def run(self, done: int) -> int:
-        """Train from `done` steps on until the config's last step, or until asked to stop; returns the steps done."""
+        """Train from step `done` to the config's last step, or until a stop is requested; returns the steps done."""
         steps = self.config.train.steps
         self._call(lambda c: c.on_start(self.info, done))
         self._since = self._ended = self.clock.mark()
@@ -254,13 +254,13 @@ class Loop:
             yield MicroBatch(tokens, targets, documents, samples.lengths(numbers))
 
     def _sent(self, array: Tensor) -> Tensor:
-        """On the device, without waiting for it."""
+        """Copy to the device, without waiting for it."""
         if self.device.type != "cuda":
             return array.to(self.device)
         return array.pin_memory().to(self.device, non_blocking=True)
 
     def _sent_tree(self, value: Any, *, cast: bool) -> Any:
-        """Of the user's own data; `cast`: floating-point tensors to the compute dtype."""
+        """Copy the user's data to the device; `cast`: floating-point tensors to the compute dtype."""
         if isinstance(value, tuple):
             return tuple(self._sent_tree(v, cast=cast) for v in value)
         return self._sent(value.to(self.units[0].full.dtype) if cast and value.is_floating_point() else value)
@@ -271,9 +271,9 @@ class Loop:
         return _OwnFeed(batches, scale, self.objective, wanted)
 
     def _weight(self, batch: Any) -> Tensor:
-        """What a micro-batch adds to the number that the loss is divided by; a scalar on the device or on the host."""
+        """A micro-batch's contribution to the divisor of the loss; a scalar on the device or on the host."""
         if self.objective is not None:
-            return self.objective.weight(batch.rows)  # added as it is: a copy to the device would wait for it
+            return self.objective.weight(batch.rows)  # may be on the host: a copy to the device would synchronize
         return (batch.targets != IGNORE).sum()
 
     def reference_values(self, samples: OwnSamples, index: int) -> Iterator[tuple[int, Tensor]]:
@@ -287,7 +287,7 @@ class Loop:
                 yield index * batch + (m * ways + way) * size, values
 
     def _count(self, samples: Samples, batches: Sequence[Any]) -> Tensor:
-        """Tokens to predict in the whole step (or what the objective says), on all ranks: what the loss is averaged over."""
+        """The divisor of the loss, over all ranks: tokens to predict in the whole step, or the objective's weight."""
         if samples.all_valid:
             total = self.config.train.global_batch * self.config.model.seq_len
             return torch.full((), float(total), dtype=torch.float64, device=self.device)
@@ -301,7 +301,7 @@ class Loop:
     def _square_sum(self) -> Tensor:
         """Sum of squares of the gradients this rank owns; over all ranks, every element counts once.
 
-        NaN when a copy that another rank owns is not finite here: that rank's sum cannot show it, and the weights would take it.
+        NaN if a copy that another rank owns is not finite here: that rank's sum would not include it, but the update would.
         """
         total, copies = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
         for unit in self.units:
@@ -324,13 +324,13 @@ class Loop:
         return spans
 
     def _gather(self, *values: Tensor | float) -> Tensor:
-        """[ranks, len(values)]: every rank's values on every rank, so that all decide alike."""
+        """[ranks, len(values)]: every rank's values on every rank, so that all ranks decide the same."""
         mine = torch.zeros(len(values), dtype=torch.float64, device=self.device)
         for i, v in enumerate(values):
             if isinstance(v, Tensor):
                 mine[i].copy_(v)
             else:
-                mine[i].fill_(v)  # a number from the host would be waited for
+                mine[i].fill_(v)  # fill_ does not synchronize, unlike a copy from the host
         if self.world is None:
             return mine[None]
         everyone = mine.new_empty(self.info.ranks * len(values))
@@ -354,7 +354,7 @@ class Loop:
     # ---- around the steps ----
 
     def _report(self, result: _Result) -> bool:
-        """Wait for a step's results and report them to the callbacks; True when some rank asked to stop."""
+        """Wait for a step's results and report them to the callbacks; True if a rank has requested a stop."""
         self.clock.wait(result.ready)
         if self.trace is not None:
             self._waits = self.trace.write(result.step) or self._waits
@@ -419,7 +419,7 @@ class Loop:
         return mean
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Save a checkpoint of `step` steps done, unless there is one; `last`: no step follows."""
+        """Save a checkpoint after `step` steps, unless it exists; `last`: no step follows."""
         if step == self.saved_step:
             return
         self.saved_step = step
@@ -442,7 +442,7 @@ class Loop:
         self._since = self._ended = self.clock.mark()
 
     def check_replicas(self, step: int, holdings: Sequence[Holding]) -> None:
-        """Raise ReplicaError where copies of a weight, or of its optimizer state, differ between ranks."""
+        """Raise ReplicaError if copies of a weight, or of its optimizer state, differ between ranks."""
         self.guard.compare(step)
         compare_replicas(step, holdings, self.units, self.ties, self.mesh, self.world)
 
@@ -462,7 +462,7 @@ class Loop:
                 callback.on_save(self.info, int(path.name.removeprefix("step-")), path)
 
     def holdings(self) -> list[Holding]:
-        """What this rank has to put into a checkpoint, or to fill from one."""
+        """The tensors of this rank that a checkpoint saves and restores."""
         holdings = []
         for unit in self.units:
             place = unit.sharing.place(self.mesh.coordinates, self.mesh.degrees)
@@ -485,7 +485,7 @@ class Loop:
 
 
 class OwnBatch(NamedTuple):
-    """A micro-batch of the user's own data: the first layer's inputs, the targets of a model of ours, and everything."""
+    """A micro-batch of user-defined data: the first layer's inputs, the targets (built-in models), and the whole batch."""
 
     tokens: Any
     targets: Tensor | None
@@ -495,7 +495,7 @@ class OwnBatch(NamedTuple):
 
 
 class _Feed:
-    """A step's micro-batches, as the executor asks for them."""
+    """The `Feed` of a step, from its micro-batches."""
 
     def __init__(self, batches: Sequence[Any], scale: Tensor):
         self.batches, self.scale = batches, scale
@@ -514,7 +514,7 @@ class _Feed:
 
 
 class _OwnFeed(_Feed):
-    """Micro-batches whose loss is the user's, and what is wanted of them."""
+    """The `Feed` of a step with a user-defined loss; `wanted`: which result of the objective."""
 
     def __init__(self, batches: Sequence[OwnBatch], scale: Tensor, objective: Objective, wanted: Wanted):
         super().__init__(batches, scale)

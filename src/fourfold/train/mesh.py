@@ -1,9 +1,9 @@
 """The mesh of ranks: coordinates by axis, and the process groups along axes.
 
 Rank numbers run fastest along `col`, slowest along `pipe`, so that the axes with the most traffic join neighbours.
-Groups are made by all their members together, so every rank must ask for the same groups in the same order, before the first
-step; `connect` then makes their communicators. A group that was asked for before, with the same members and the same use, is
-used again. `fourfold.program.groups` says which groups a plan comes to.
+Groups are created collectively by their members, so every rank must request the same groups in the same order, before the first
+step; `connect` then creates their communicators. A second request with the same members and use returns the same group.
+`fourfold.program.groups` lists the groups of a plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MadeGroup:
 
 
 class RankMesh:
-    """Where this rank stands in the mesh, and its process groups."""
+    """This rank's coordinates in the mesh, and its process groups."""
 
     def __init__(self, degrees: Degrees, rank: int, timeout: timedelta | None = None):
         self.degrees, self.rank, self._timeout = degrees.degrees, rank, timeout
@@ -47,17 +47,17 @@ class RankMesh:
         return members_of(self.degrees, self.rank, *axes)
 
     def index(self, *axes: str) -> int:
-        """Place of this rank among `members(*axes)`."""
+        """Index of this rank in `members(*axes)`."""
         return self.members(*axes).index(self.rank)
 
     def group(self, *axes: str, use: str = "grid", gloo: bool = False) -> dist.ProcessGroup | None:
-        """The process group along `axes` for one use; None when it would hold this rank alone."""
+        """The process group along `axes` for one use; None if it would contain only this rank."""
         return self.group_of(self.members(*axes), use=use, gloo=gloo)
 
     def group_of(self, members: list[int], *, use: str, gloo: bool = False) -> dist.ProcessGroup | None:
-        """The process group of these ranks, this one among them; None when that is this rank alone.
+        """The process group of these ranks, which include this one; None if there is no other.
 
-        `gloo`: for CPU tensors alone.
+        `gloo`: for CPU tensors only.
         """
         spec = GroupSpec(use, tuple(members), gloo)
         known = next((made.group for made in self.made if made.spec == spec), None)
@@ -77,11 +77,11 @@ class RankMesh:
         return group
 
     def divided(self, size: int, *axes: str) -> tuple[list[int], list[int]]:
-        """`members(*axes)` in runs of `size`: those in this rank's run, and those at its place in every run."""
+        """`members(*axes)` in runs of `size`: the ranks of this rank's run, and the ranks with its index in every run."""
         return shard_groups(self.members(*axes), self.rank, size)
 
     def pair(self, axis: str, first: int, second: int, *, use: str) -> dist.ProcessGroup | None:
-        """A new group of the two ranks at these coordinates of an axis; None on other ranks, which must ask for it too."""
+        """A new group of the two ranks at these coordinates of an axis; None on other ranks, which must call it too."""
         line, mine = self.members(axis), self.coordinates[axis] in (first, second)
         members = (line[first], line[second]) if mine else (self.rank,)
         made = self.new_group(GroupSpec(use, members, gloo=not mine))

@@ -47,9 +47,9 @@ _PEAKS = {
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl; after a resume, lines of steps that will be done again are dropped first.
+    """Appends to metrics.jsonl; after a resume, lines of steps that will be repeated are dropped first.
 
-    `dropped`: the numbers of the lines that were damaged, and left out too.
+    `dropped`: line numbers of damaged lines, which are dropped too.
     """
 
     def __init__(self, run: RunDir, done: int):
@@ -64,7 +64,7 @@ class MetricsFile:
         self._file = files.append_to(self._path, RunDirError)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Append one line; numbers that are not finite become null, since JSON has none."""
+        """Append one line; non-finite numbers become null, since JSON has none."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
         files.append_line(self._file, self._path, json.dumps(finite), RunDirError)
 
@@ -73,14 +73,14 @@ class MetricsFile:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory this rank has used so far."""
+    """Peak memory of this rank so far, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory that this rank uses now: on CUDA its tensors, on a CPU the resident memory of the process (0 where unknown)."""
+    """Memory in use on this rank: on CUDA its tensors, on a CPU the resident memory of the process (0: unknown)."""
     if device.type == "cuda":
         return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"])
     try:
@@ -91,7 +91,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s that MFU is a share of."""
+    """Peak FLOP/s, for MFU."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         column = {torch.float32: 1, torch.float64: 2}.get(dtype, 0)
@@ -103,7 +103,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @functools.cache
 def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 384, seconds: float = 0.1) -> float:
-    """Rate of a square matmul, best of what fits in `seconds`; on a busy machine, of 20 in at most ten times that; kept."""
+    """Rate of a square matmul: the best within `seconds`; on a busy machine, of 20 within at most ten times that. Cached."""
     a: Tensor = torch.ones(size, size, dtype=dtype, device=device)
     best, count, begin = 0.0, 0, time.perf_counter()
     while (spent := time.perf_counter() - begin) < seconds or (count < 20 and spent < 10 * seconds):
