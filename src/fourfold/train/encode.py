@@ -744,7 +744,7 @@ def _key(sources: Sequence[str], encoding: Encoding) -> str:
     there = [[(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in source_files(s)] for s in sources]
     folder = Path(encoding.tokenizer).parent
     names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-    beside = [Path(encoding.tokenizer), *(folder / name for name in names)]
+    inputs = [Path(encoding.tokenizer), *(folder / name for name in names)]
     if encoding.template not in ("auto", "plain"):
         inputs.append(Path(encoding.template))
     read = [hashlib.blake2b(p.read_bytes()).hexdigest() if p.is_file() else "" for p in inputs]
