@@ -651,6 +651,11 @@ class Config:
             object.__setattr__(self, "model", dataclasses.replace(self.model, lora=lora))
 
     @property
+    def needs_norm(self) -> bool:
+        """Whether an update needs the norm of all gradients: to clip, or to skip a step that is not finite."""
+        return bool(self.optim.clip) or self.train.guard
+
+    @property
     def sequences_together(self) -> int:
         """Consecutive sequences of a step that must be in one micro-batch."""
         return 2 if self.dpo.beta else 1

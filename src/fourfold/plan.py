@@ -214,6 +214,11 @@ class Memory:
     """Dtype of AdamW's moments."""
     staging: str = "0GiB"
     """Device bytes for prefetched optimizer state."""
+    rollback: str = "auto"
+    """Host bytes that let updates start before the gradient norm is known, and be undone; 0GiB: they wait for it. auto: what is
+    free, on GPUs, if staging is 0GiB and mesh.row is 1."""
+    gradients: Literal["keep", "consume", "auto"] = "auto"
+    """consume: a unit's gradient is freed by its update in the backward. auto: kept; the planner may choose consume."""
     activations: Literal["device", "host"] = "device"
     """Where saved activations are kept until the backward."""
     prefetch: int = 1
@@ -233,6 +238,20 @@ class Memory:
                     f"memory.device_state = {self.device_state} says how much optimizer = 'auto' keeps on the device, but "
                     f"memory.optimizer = '{self.optimizer}'; leave it out, or use optimizer = 'auto'"
                 )
+        if self.rollback != "auto":
+            size = schema.parse_bytes(self.rollback, "memory.rollback", PlanError)
+            if size and self.optimizer == "device":
+                raise PlanError(
+                    f"memory.rollback = {self.rollback} is for optimizer state on the host, but memory.optimizer = 'device'; "
+                    "leave it out, or use optimizer = 'host' or 'auto'"
+                )
+        unknown = self.optimizer == "auto" and not self.device_state
+        if self.gradients == "consume" and (self.optimizer == "device" or unknown):
+            found = f"memory.optimizer = '{self.optimizer}'{' without device_state' if unknown else ''}"
+            raise PlanError(
+                f"memory.gradients = 'consume' needs state on the host, in a size known before the first step, but {found}; use "
+                "optimizer = 'host', or 'auto' with device_state"
+            )
         if self.prefetch < 0:
             raise PlanError(f"memory.prefetch = {self.prefetch} must be at least 0")
 
@@ -342,6 +361,7 @@ class Plan:
         self.check_ranks(ranks)
         self._check_batch(config.train.global_batch)
         self.check_together(config.train.global_batch, config.sequences_together)
+        self.check_gradients(config)
         self.check_units(unit_names(config.model) if own is None else own.names)
         if own is None:
             self.check_model(config.model)
@@ -355,7 +375,31 @@ class Plan:
 
     def updates_early(self, config: Config) -> bool:
         """Whether a unit's update may start in the backward, as soon as its own gradient is reduced."""
-        return self.memory.optimizer != "device" and not config.optim.clip and not config.train.guard
+        return self.memory.optimizer != "device" and (not config.needs_norm or self.rolls_back(config))
+
+    def rolls_back(self, config: Config) -> bool:
+        """Whether updates that need the gradient norm start before it is known, to be undone if it is not fine."""
+        if self.memory.optimizer == "device" or not config.needs_norm:
+            return False
+        if self.memory.rollback == "auto":
+            return not schema.parse_bytes(self.memory.staging, "memory.staging") and self.mesh.row == 1
+        return schema.parse_bytes(self.memory.rollback, "memory.rollback") > 0
+
+    def check_gradients(self, config: Config) -> None:
+        """Raise PlanError if gradients are to be consumed in the backward, but are needed after it."""
+        if self.memory.gradients != "consume":
+            return
+        micro = self.micro_batches(config.train.global_batch)
+        for found, needs, instead in (
+            (config.optim.clip, f"optim.clip = {config.optim.clip} needs the norm of all of them", "optim.clip = 0"),
+            (config.train.guard, "train.guard = true checks all of them before any update", "train.guard = false"),
+            (micro > 1, f"they are summed over {micro} micro-batches", "batch.micro_batches = 1"),
+        ):
+            if found:
+                raise PlanError(
+                    f"memory.gradients = 'consume' frees a gradient after its update in the backward, but {needs}; use {instead}"
+                    ", or gradients = 'keep'"
+                )
 
     def check_units(self, units: list[str]) -> None:
         """Raise PlanError unless every rule matches a unit and can be applied."""

@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Reference:
     """An fp32 (or wider) master of a net's parameters with torch's AdamW, fed with the gradients of the net under test."""
 
     def __init__(self, net: Net, clip: float):
-        self.net, self.clip, self.norm = net, clip, torch.zeros(())
+        self.net, self.clip, self.norm, self.guard = net, clip, torch.zeros(()), False
         wide = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in net.parameters()]
         self.master = dict(zip(net.parameters(), wide, strict=True))
         for p, q in self.master.items():
@@ -90,7 +90,8 @@ class Reference:
             q.grad = None if p.grad is None else p.grad.to(q.dtype, copy=True)
         if self.clip:
             self.norm = nn.utils.clip_grad_norm_(self.master.values(), self.clip)
-        self.optimizer.step()
+        if not self.guard or all(q.grad.isfinite().all() for q in self.master.values() if q.grad is not None):
+            self.optimizer.step()
         self.schedule.step()
 
 
@@ -116,9 +117,14 @@ def train(
     overlap: bool = True,
     queues: DeviceQueues | None = None,
     check: int = 5,
+    scale: Callable[[int], float] = lambda step: 1.0,
+    each: Callable[[int, StreamedAdamW], None] = lambda step, optimizer: None,
     **options: Any,
 ) -> tuple[Reference, StreamedAdamW]:
-    """Train a net with the streamed optimizer, beside a reference; they are compared every `check` steps."""
+    """Train a net with the streamed optimizer, beside a reference; they are compared every `check` steps.
+
+    The loss of a step is multiplied by `scale(step)`; `each` is called after it.
+    """
     net = make_net(dtype)
     optimizer = StreamedAdamW(
         groups_of(list(net.parameters())),
@@ -129,18 +135,20 @@ def train(
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     reference = Reference(net, clip)
+    reference.guard = options.get("guard", False)
     data = batches(steps * accumulate)
     for step in range(1, steps + 1):
         for i in range(accumulate):
-            loss = net(next(data)) / accumulate
+            loss = net(next(data)) / accumulate * scale(step)
             with optimizer.last_backward() if early and i == accumulate - 1 else nullcontext():
                 loss.backward()
         reference.step()
         optimizer.step()
         schedule.step()
         if clip:
-            assert torch.equal(optimizer.norm, reference.norm)
+            assert torch.equal(optimizer.norm, reference.norm) or not reference.norm.isfinite()
         optimizer.zero_grad()
+        each(step, optimizer)
         if step % check == 0 or step == steps:
             assert_same(reference, optimizer)
     return reference, optimizer

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from fourfold.config import Config
-from fourfold.errors import RankFailure
+from fourfold.errors import PlanError, RankFailure
 from fourfold.plan import Plan
 from fourfold.program import Stream
 from fourfold.program.stages import lay_out_pipeline
+from fourfold.testing.budget import Budget
 from fourfold.train import streamed
 from fourfold.train.one_rank import OneRank
-from fourfold.train.rundir import RunDir
+from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.streamed import StreamedUnits
 from tests.helpers import MODELS, make_config, run_training, series
 
@@ -55,33 +56,122 @@ def run(folder: Path, plan: dict[str, Any], ranks: int, *, resume: bool = False,
     return series(metrics, "loss"), series(metrics, "grad_norm"), final
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["clipped", "early"])
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+MODES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "waits": ({}, {}),
+    "rolls back": ({"rollback": "1GiB"}, {"optim": {"clip": 1.7}}),
+    "early": ({}, {"optim": {"clip": 0.0, "lr": 1e-2}, "train": {"steps": 4, "guard": False}}),
+}
+
+
+@pytest.mark.parametrize(
+    ("compute", "how"), [("bf16", "waits"), ("bf16", "rolls back"), ("fp32", "rolls back"), ("bf16", "early")]
+)
 @pytest.mark.parametrize("name", PLANS)
-def test_host_state_has_the_bits_of_the_device(tmp_path: Path, name: str, compute: str, early: bool) -> None:
+def test_host_state_has_the_bits_of_the_device(tmp_path: Path, name: str, compute: str, how: str) -> None:
     ranks, plan = PLANS[name]
+    memory, sections = MODES[how]
     found = []
-    for optimizer in ("device", "host"):
-        sections = {"optim": {"clip": 0.0, "lr": 1e-2}, "train": {"steps": 4, "guard": False}} if early else {}
-        memory = {"precision": {"compute": compute}, "memory": {"optimizer": optimizer}}
-        found.append(run(tmp_path / optimizer, plan | memory, ranks, **sections))
+    for state in ({"optimizer": "device"}, {"optimizer": "host", **memory}):
+        sized = {"precision": {"compute": compute}, "memory": state}
+        found.append(run(tmp_path / state["optimizer"], plan | sized, ranks, **sections))
     assert found[0] == found[1]
+    if how == "rolls back":  # the first step waits: memory is measured in it
+        outcomes = [m.get("rolled_back") for m in read_metrics(RunDir(tmp_path / "host")) if "loss" in m]
+        assert outcomes == [None, True, False, False]
+
+
+CONSUMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "data": (2, {"mesh": {"data": 2}}),
+    "sharded": (2, {"mesh": {"data": 2}, "unit": [{"match": "*", "mode": "zero3"}]}),
+    "pipe": (2, {"mesh": {"pipe": 2}, "batch": {"micro_batches": 1}, "pipeline": {"schedule": "wave"}}),
+    "col": (2, {"mesh": {"col": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", CONSUMED)
+def test_consumed_gradients_have_the_bits_of_kept_ones(tmp_path: Path, name: str) -> None:
+    """Gradient norms included: their squares are summed before they are freed, in the same order."""
+    ranks, plan = CONSUMED[name]
+    sections = {"optim": {"clip": 0.0}, "train": {"steps": 4, "guard": False}}
+    found = []
+    for memory in ({"optimizer": "device"}, {"optimizer": "host", "gradients": "consume"}):
+        sized = {"precision": {"compute": "bf16"}, "memory": memory}
+        found.append(run(tmp_path / memory["optimizer"], plan | sized, ranks, **sections))
+    assert found[0] == found[1]
+
+
+def test_consumed_gradients_never_stand_whole(tmp_path: Path) -> None:
+    """At most one waits for its update when the next is computed; and a step's counted peak falls by the others."""
+    fields = {"family": "gpt", "layers": 6, "hidden": 64, "heads": 4, "seq_len": 16, "vocab": 64}
+    sections = {"optim": {"clip": 0.0}, "train": {"global_batch": 1, "guard": False, "run_dir": str(tmp_path)}}
+    config = Config.from_dict({"model": fields, **sections}).resolve()
+    peaks = {}
+    for gradients in ("keep", "consume"):
+        one = OneRank(config, Plan.from_dict({"memory": {"optimizer": "host", "gradients": gradients}}), optimizer=True)
+        assert isinstance(one.optimizer, StreamedUnits)
+        standing, start = [], one.optimizer._start
+
+        def counted(unit: Any, one: Any = one, standing: list[int] = standing, start: Any = start) -> None:
+            start(unit)
+            there = [u.shard_grad for u in one.units] + [t for b in one.optimizer.streamer.buckets for t in b.held]
+            standing.append(len({t.data_ptr() for t in there if t is not None}))
+
+        one.optimizer._start = counted  # type: ignore[method-assign]
+        for _ in range(2):
+            with Budget() as budget:
+                one.step()
+                one.update()
+        peaks[gradients] = budget.peak.bytes
+        assert max(standing) == (1 if gradients == "consume" else len(one.units))
+    whole = sum(u.shard.nbytes for u in one.units)
+    assert peaks["keep"] - peaks["consume"] > whole / 2  # activations and one gradient are at the peak
+
+
+@pytest.mark.parametrize(
+    ("memory", "sections", "message"),
+    [
+        ({"optimizer": "host"}, {"optim": {"clip": 1.0}}, r"optim.clip = 1.0 needs the norm.*use optim.clip = 0"),
+        ({"optimizer": "host"}, {"train": {"guard": True}}, r"train.guard = true.*use train.guard = false"),
+        ({"optimizer": "host"}, {"batch": 3}, r"summed over 3 micro-batches; use batch.micro_batches = 1"),
+        ({"optimizer": "device"}, {}, r"memory.optimizer = 'device'; use optimizer = 'host'"),
+        ({"optimizer": "auto"}, {}, r"memory.optimizer = 'auto' without device_state"),
+    ],
+)
+def test_consuming_is_refused(tmp_path: Path, memory: dict[str, str], sections: Any, message: str) -> None:
+    micro = sections.pop("batch", 1) if "batch" in (sections := dict(sections)) else 1
+    made = {"optim": {"clip": 0.0}, "train": {"guard": False}}
+    config = make_config(tmp_path / "run", LLAMA, **{k: made[k] | sections.get(k, {}) for k in made}).resolve()
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict({"batch": {"micro_batches": micro}, "memory": {"gradients": "consume", **memory}}).check(
+            config, 1
+        )
+
+
+def test_rollback_is_for_state_on_the_host() -> None:
+    with pytest.raises(PlanError, match=r"rollback = 4GiB.*memory.optimizer = 'device'"):
+        Plan.from_dict({"memory": {"rollback": "4GiB"}})
+    with pytest.raises(PlanError, match=r"memory.rollback = 'some'"):
+        Plan.from_dict({"memory": {"rollback": "some"}})
 
 
 def test_checkpoints_are_those_of_the_device(tmp_path: Path) -> None:
     """Saved with state on the host and opened with it on the device, and the other way: the bits of no stop at all."""
-    plans = {
+    plans: dict[str, dict[str, Any]] = {
         o: {"precision": {"compute": "bf16"}, "memory": {"optimizer": o, "staging": "1MiB"}}
         for o in ("device", "host", "auto")
     }
-    whole = run(tmp_path / "whole", plans["device"], 1, train={"steps": 6})
-    for first, then in (("host", "device"), ("device", "host"), ("auto", "host")):
+    plans["rolls back"] = {"precision": {"compute": "bf16"}, "memory": {"optimizer": "host", "rollback": "300KiB"}}
+    clip = {"optim": {"clip": 1.7}}  # two steps clip; the third, after which it is saved, does not
+    whole = run(tmp_path / "whole", plans["device"], 1, train={"steps": 6}, **clip)
+    pairs = (("host", "device"), ("device", "host"), ("auto", "rolls back"), ("rolls back", "auto"))
+    for first, then in pairs:
         folder = tmp_path / f"{first}-{then}"
-        config = make_config(folder, LLAMA, train={"steps": 6}, checkpoint={"every": 3})
+        config = make_config(folder, LLAMA, train={"steps": 6}, checkpoint={"every": 3}, **clip)
         run_training(config, plans[first], 1)
         for late in RunDir(folder).checkpoints.glob("step-000006"):
             (late / "complete.json").unlink()
-        found = run(folder, plans[then], 1, resume=True, train={"steps": 6}, checkpoint={"every": 3})
+        found = run(folder, plans[then], 1, resume=True, train={"steps": 6}, checkpoint={"every": 3}, **clip)
         assert found == whole, (first, then)
 
 
@@ -102,9 +192,10 @@ def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path: Path) -> None:
         config = make_config(
             tmp_path / optimizer, LLAMA, optim={"lr": 1e30, "warmup": 0}, train={"steps": 3, "max_skipped": 9}
         )
-        plan = {"precision": {"compute": "bf16"}, "memory": {"optimizer": optimizer}}
-        metrics = run_training(config, plan, 1)
+        memory = {"optimizer": optimizer, "rollback": "1GiB" if optimizer == "host" else "0GiB"}
+        metrics = run_training(config, {"precision": {"compute": "bf16"}, "memory": memory}, 1)
         assert series(metrics, "skipped")[-1] >= 1
+        assert optimizer == "device" or any(series(metrics, "rolled_back"))
         found.append((tmp_path / optimizer / "final" / "model.safetensors").read_bytes())
     assert found[0] == found[1]
 

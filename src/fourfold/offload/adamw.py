@@ -9,7 +9,8 @@ fp32 master copy of the weights.
 Without `overlap`, the current stream waits in `step()` for all updates. With `overlap=model`, each layer of the model waits for
 its own weights before its next forward, so updates and copies overlap with compute. With clipping or the guard, updates need the
 norm of all gradients and start in `step()`; otherwise each starts as soon as its gradient is complete, in a backward that is run
-under `with optimizer.last_backward():`.
+under `with optimizer.last_backward():`. With `rollback` they start there, too, and are undone and repeated where the norm was
+not fine.
 
 [Note: reading weights elsewhere]
 The model's forward, `model.state_dict()` and `optimizer.state_dict()` wait for pending updates. Call `optimizer.wait()` before
@@ -52,6 +53,9 @@ class StreamedAdamW(torch.optim.Optimizer):
     ring          number of buckets on the device at once; `staging` bytes enlarge it, for state prefetched before the norm
                   is known
     host_bytes    limit on host memory (default: what is available)
+    rollback      host bytes for state that can be restored: with clipping or the guard, updates that have room in them start in
+                  the backward, and `step()` waits for the norm; `rolled_back` says whether the last step's were undone
+    consume       give `.grad` back in `last_backward()` as soon as its update has read it; not with clipping or the guard
     """
 
     def __init__(
@@ -73,12 +77,26 @@ class StreamedAdamW(torch.optim.Optimizer):
         ring: int = STREAM_SLOTS,
         staging: int = 0,
         host_bytes: int | None = None,
+        rollback: int = 0,
+        consume: bool = False,
         queues: DeviceQueues | None = None,
     ):
         if clip < 0:
             raise ConfigError(f"clip = {clip} must not be negative; 0 is no clipping")
         if moments not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"moments = {moments}: they are stored as torch.float32 or torch.bfloat16")
+        if consume and (clip or guard or overlap is None):
+            reason = (
+                f"clip = {clip} needs"
+                if clip
+                else "guard = True needs"
+                if guard
+                else "without overlap=model, step() reads"
+            )
+            raise ConfigError(
+                f"consume = True gives gradients back in the backward, but {reason} all of them at its end; use consume = False, "
+                "or clip = 0, guard = False and overlap = model"
+            )
         # the same keys as torch's AdamW, so that state dicts can be exchanged
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -92,6 +110,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._model, self._early, self._begun = overlap, False, False
         self._options: dict[str, Any] = {"bucket": bucket, "ring": ring, "staging": staging, "host_bytes": host_bytes}
         self._options |= {"moments": None if moments == torch.float32 else moments, "queues": queues}
+        self._options |= {"consume": consume, "rollback": rollback if (clip or guard) and overlap is not None else 0}
         self._placement, self._device_bytes = placement, device_bytes
         self._blocks: dict[Tensor, WeightBlock] = {}
         self._hooks: list[Any] = []
@@ -145,7 +164,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         for layer in self._layers:
             self._hooks.append(layer.register_forward_pre_hook(before_forward))
         self._hooks.append(self._model.register_state_dict_pre_hook(lambda *_: wait()))
-        if not self._waits_for_norm:
+        if self._starts_early:
             self._hooks += [p.register_post_accumulate_grad_hook(on_grad) for p in self._blocks]
 
     def _blocks_of(self, params: Iterable[Tensor]) -> list[WeightBlock]:
@@ -154,6 +173,15 @@ class StreamedAdamW(torch.optim.Optimizer):
     @property
     def _waits_for_norm(self) -> bool:
         return bool(self.clip) or self.guard
+
+    @property
+    def _starts_early(self) -> bool:
+        return self._model is not None and (not self._waits_for_norm or self.streamer.rollback_bytes > 0)
+
+    @property
+    def rolled_back(self) -> bool | None:
+        """Whether the last step's updates were undone and repeated; None: they did not start before the norm was known."""
+        return self.streamer.rolled_back
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; the state of the other groups is kept."""
@@ -175,7 +203,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     @contextlib.contextmanager
     def last_backward(self) -> Iterator[None]:
         """Context for the last backward before `step()`: updates may start in it, so gradients must not change afterwards."""
-        self._early = self._model is not None and not self._waits_for_norm
+        self._early = self._starts_early
         try:
             yield
         finally:
@@ -190,6 +218,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         block = self._blocks[p]
         block.grad = _flat_grad(p)
         self.streamer.ready(block)
+        if self.streamer.consume:
+            p.grad = None
 
     def wait(self) -> None:
         """Make the current stream wait for all pending updates."""
@@ -219,7 +249,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Submit one update. Returns before it is done; never blocks the host."""
+        """Submit one update. Returns before it is done; blocks the host only with `rollback`, for the norm."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -15,6 +15,7 @@ vectorised kernels compute the tail of a tensor with other instructions, so a sh
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from fourfold.offload.host import host_memory
 
-__all__ = ["ALIGN", "Bucket", "Cut", "StateRegion", "WeightBlock", "allocate", "cut_region", "place"]
+__all__ = ["ALIGN", "Bucket", "Cut", "StateRegion", "WeightBlock", "allocate", "allocate_spares", "cut_region", "place"]
 
 ALIGN = 64
 
@@ -76,10 +77,10 @@ class StateRegion:
     def master(self) -> torch.dtype:
         return torch.float32 if self.weights == torch.bfloat16 else self.weights
 
-    def arrays(self, memory: Tensor, elements: int) -> dict[str, Tensor]:
-        """Views of a byte buffer as the state arrays of `elements` elements, one kind after another."""
+    def arrays(self, memory: Tensor, elements: int, weights: bool = False) -> dict[str, Tensor]:
+        """Views of a byte buffer as the state arrays of `elements` elements, one kind after another; `weights`: and theirs."""
         out, at = {}, 0
-        for kind, dtype in self.kinds.items():
+        for kind, dtype in {**self.kinds, **({"weight": self.weights} if weights else {})}.items():
             size = elements * dtype.itemsize
             out[kind] = memory[at : at + size].view(dtype)
             at += size
@@ -112,6 +113,15 @@ class Bucket:
     loaded: Any = None
     updated: Any = None
     written: Any = None
+    """The last copy to `at_home()`."""
+    spare: dict[str, Tensor] | None = None
+    """A second place on the host for the state, with the `weight` of before: see the streamer's note on rolling back."""
+    spare_written: Any = None
+    """The last copy to `spare`: of state, of weights, or of both."""
+    in_spare: bool = False
+    """Whether the current state is in `spare`."""
+    undo: bool = False
+    """Whether the weights have to be set back to those in `spare` first."""
     pending: bool = False
     """Whether an update was submitted that the compute queue has not waited for."""
     held: list[Tensor] = field(default_factory=list)
@@ -127,6 +137,18 @@ class Bucket:
 
     def at_home(self) -> dict[str, Tensor]:
         return {kind: flat[self.start : self.stop] for kind, flat in self.region.state.items()}
+
+    def place(self, spare: bool) -> dict[str, Tensor]:
+        """The state arrays in its spare place, or at home."""
+        if not spare:
+            return self.at_home()
+        assert self.spare is not None
+        return {kind: self.spare[kind] for kind in self.region.kinds}
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of a spare place: state and weights."""
+        return self.elements * (self.region.element_bytes + self.region.weights.itemsize)
 
 
 def place(blocks: Sequence[WeightBlock], moments: torch.dtype | None, room: int) -> list[StateRegion]:
@@ -158,16 +180,45 @@ def allocate(region: StateRegion, device: torch.device) -> None:
         region.state[kind] = memory.view(dtype)
 
 
-def cut_region(region: StateRegion, blocks: Sequence[WeightBlock], size: int) -> list[Bucket]:
-    """Cut a region into buckets of `size` elements."""
+def allocate_spares(buckets: Sequence[Bucket], room: int, device: torch.device) -> list[Tensor]:
+    """Give the first buckets spare places while `room` bytes last; returns their memory. Each array has its own."""
+    allocated: list[Tensor] = []
+    chosen: dict[StateRegion, list[Bucket]] = {}
+    for bucket in buckets:
+        if bucket.spare_bytes > room:
+            break
+        room -= bucket.spare_bytes
+        chosen.setdefault(bucket.region, []).append(bucket)
+    for region, mine in chosen.items():
+        elements = sum(b.elements for b in mine)
+        kinds = {**region.kinds, "weight": region.weights}
+        memory = {kind: host_memory(elements * dtype.itemsize, device) for kind, dtype in kinds.items()}
+        flat = {kind: memory[kind].view(dtype) for kind, dtype in kinds.items()}
+        allocated += memory.values()
+        at = 0
+        for bucket in mine:
+            bucket.spare = {kind: array[at : at + bucket.elements] for kind, array in flat.items()}
+            at += bucket.elements
+    return allocated
+
+
+def cut_region(
+    region: StateRegion, blocks: Sequence[WeightBlock], size: int, *, per_block: bool = False
+) -> list[Bucket]:
+    """Cut a region into buckets of `size` elements; `per_block`: at the ends of blocks, too."""
+    mine = [block for block in blocks if block.region is region]
+    ranges = [(b.start, b.start + b.elements) for b in mine] if per_block else [(0, region.elements)]
     buckets = [
-        Bucket(region, start, min(start + size, region.elements), len(blocks))
-        for start in range(0, region.elements, size)
+        Bucket(region, start, min(start + size, stop), len(blocks))
+        for first, stop in ranges
+        for start in range(first, stop, size)
     ]
+    starts = [bucket.start for bucket in buckets]
     for index, block in enumerate(blocks):
-        if block.region is not region:
+        if block.region is not region or not block.elements:
             continue
-        for bucket in buckets[block.start // size : (block.start + block.elements - 1) // size + 1]:
+        first, last = (bisect_right(starts, at) - 1 for at in (block.start, block.start + block.elements - 1))
+        for bucket in buckets[first : last + 1]:
             bucket.blocks.append(block)
             bucket.first = min(bucket.first, index)
             for start, stop, settings in block.parts:

@@ -75,6 +75,8 @@ class _Result:
     ready: Any
     lr: float
     spans: Sequence[Span]
+    rolled_back: bool | None
+    """Whether its updates were undone and repeated; None: none started before the gradient norm was known."""
 
     def read(self) -> tuple[float, Tensor]:
         return float(self.values[0]), self.values[1:].view(-1, COLUMNS)
@@ -139,6 +141,9 @@ class Loop:
         self.counts_targets = mesh.coordinates["pipe"] == mesh.coordinates["col"] == 0  # one rank per part of the batch
         self.counts_loss = mesh.coordinates["col"] == 0  # the loss is equal on all columns
         self.saved_step = -1
+        self._squares: dict[str, list[tuple[bool, Tensor]]] = {}  # of gradients that the update has consumed
+        if isinstance(self.optimizer, StreamedUnits):
+            self.optimizer.measure = self._measure
         self.stragglers = Stragglers(mesh.degrees, info.ranks)
         self._op_seconds: tuple[float, ...] = (0.0,) * len(KINDS)  # of the last step that was reported
         self._waits = NOT_TRACED  # of the last traced step, until they are reported
@@ -231,7 +236,7 @@ class Loop:
         if self.device.type == "cuda":
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = there.copy_(values, non_blocking=True)
-        return _Result(step, values, self.clock.mark(), lr, self.runner.spans)
+        return _Result(step, values, self.clock.mark(), lr, self.runner.spans, self.optimizer.rolled_back)
 
     def _micro_batches(self, samples: Samples, index: int) -> Iterator[MicroBatch | OwnBatch]:
         """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step.
@@ -305,11 +310,20 @@ class Loop:
         """
         total, copies = torch.zeros(2, dtype=torch.float64, device=self.device).unbind()
         for unit in self.units:
-            for owned, start, stop in self._spans(unit):
-                assert unit.shard_grad is not None
-                found = square_sum(unit.shard_grad[start:stop])
+            if unit.name not in self._squares:
+                self._measure(unit)
+            for owned, found in self._squares.pop(unit.name):
                 (total if owned else copies).add_(found)
         return total + 0 * copies
+
+    def _measure(self, unit: Unit) -> None:
+        """Take the sums of squares of a unit's gradient."""
+        grad = unit.shard_grad
+        spans = self._spans(unit)
+        assert grad is not None or not spans
+        self._squares[unit.name] = [
+            (owned, square_sum(grad[start:stop])) for owned, start, stop in spans if grad is not None
+        ]
 
     def _spans(self, unit: Unit) -> list[tuple[bool, int, int]]:
         """The parts of a unit's shard, and whether this rank owns them; neighbours are joined (padding between them is zero)."""
@@ -378,6 +392,8 @@ class Loop:
             "peak_bytes": int(gathered[:, 2].max()),
             "skipped": self.guard.skipped,
         }
+        if result.rolled_back is not None:
+            metrics["rolled_back"] = result.rolled_back
         kinds = 4 + len(KINDS)
         if straggler := self.stragglers.add(gathered[:, 4:kinds].tolist()):
             metrics["straggler"] = straggler

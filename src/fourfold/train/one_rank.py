@@ -97,7 +97,8 @@ class OneRank:
     def __init__(self, config: Config, plan: Plan, rank: int = 0, device: str = "cpu", optimizer: bool = False):
         self.config, self.plan, self.device = config, plan, torch.device(device)
         self.mesh = RankMesh(plan.mesh, rank)
-        self.layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
+        early = optimizer and plan.updates_early(config)
+        self.layout = lay_out_pipeline(config.model, plan, config.train.global_batch, early=early)
         self.model = build_model(config.model)
         compute = _DTYPES[plan.precision.compute]
         reduce = torch.promote_types(_DTYPES[plan.precision.reduce], compute)
@@ -148,8 +149,9 @@ class OneRank:
     def update(self, lr: float = 1e-4) -> None:
         """Update the weights from the reduced gradients, and free the gradients."""
         assert self.optimizer is not None, "a rank without an optimizer"
-        squares = [square_sum(u.shard_grad) for u in self.units if u.shard_grad is not None]
-        self.optimizer.step(lr, torch.stack(squares).sum().sqrt(), None)
+        squares = [square_sum(u.shard_grad) for u in self.units if u.shard_grad is not None]  # those not consumed
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        self.optimizer.step(lr, total.sqrt(), None)
         self.zero_grad()
 
     def zero_grad(self) -> None:

@@ -32,6 +32,7 @@ class AdamW:
 
     def __init__(self, units: Sequence[Unit], config: OptimConfig):
         self.units, self.config = list(units), config
+        self.rolled_back: bool | None = None  # updates on the device wait for the norm
         self.master: dict[str, Tensor] = {}
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}

@@ -4,13 +4,17 @@ Each rank streams the state of its own shards. The results are bit-identical to 
 their master (2 bytes) and two moments (8 bytes, or 4 as bf16) on the host, fp32 weights only their moments. A unit's update may
 still run when the next step begins; code that uses or gathers its weights waits for the unit first.
 
-With clipping or the guard, updates start when the norm of all gradients is known. Otherwise a unit's update starts in the
-program, at STREAM, as soon as its gradients are reduced.
+A unit's update starts in the program, at STREAM, as soon as its gradients are reduced. With clipping or the guard, which need the
+norm of all gradients, only those that can be undone start there (`memory.rollback`; [Note: rolling back] in the streamer); the
+others start when the norm is known. With `memory.gradients = "consume"` a unit's gradient is freed at STREAM, or one unit later.
+
+A reduction over replicas overlaps with the next unit's backward: its update is submitted at the STREAM after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +41,15 @@ def make_optimizer(config: Config, plan: Plan, units: Sequence[Unit], ranks_here
     """The optimizer of a plan; `ranks_here` ranks share this host's memory."""
     if plan.memory.optimizer == "device" and plan.memory.moments == "fp32":
         return AdamW(units, config.optim)
-    return StreamedUnits(units, config.optim, plan.memory, early=plan.updates_early(config), ranks_here=ranks_here)
+    return StreamedUnits(
+        units,
+        config.optim,
+        plan.memory,
+        early=plan.updates_early(config),
+        rolls_back=plan.rolls_back(config),
+        background_saves=config.checkpoint.mode == "async",
+        ranks_here=ranks_here,
+    )
 
 
 def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> ActivationOffload | None:
@@ -58,10 +70,17 @@ class StreamedUnits:
         memory: Memory,
         *,
         early: bool,
+        rolls_back: bool = False,
+        background_saves: bool = False,
         ranks_here: int = 1,
         queues: DeviceQueues | None = None,
     ):
         self.units, self.config, self.memory, self.early = list(units), config, memory, early
+        self.consume = memory.gradients == "consume"
+        self.measure: Callable[[Unit], None] | None = None
+        """Called before a unit's gradient is consumed."""
+        self._rolls_back, self._background_saves = rolls_back, background_saves
+        self._reducing: deque[Unit] = deque()  # units whose updates can be submitted when their reductions are done
         self._ranks_here, self._bucket, self._queues = ranks_here, BUCKET, queues
         self._staging = parse_bytes(memory.staging, "memory.staging")
         base = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
@@ -86,21 +105,24 @@ class StreamedUnits:
     def streamer(self) -> Streamer:
         """Created at its first use, after a step has shown how much device memory is free."""
         if self._streamer is None:
-            room = {"host": 0, "device": 1 << 62}.get(self.memory.optimizer)
             self._streamer = Streamer(
                 list(self.blocks.values()),
                 moments=torch.bfloat16 if self.memory.moments == "bf16" else None,
                 bucket=self._bucket,
                 staging=self._staging,
-                device_bytes=self._room() if room is None else room,
+                device_bytes=self._device_bytes(),
                 host_bytes=available_bytes() // self._ranks_here,
-                backwards=self.early,
+                rollback=self._rollback(),
+                backwards=self.early and not self._rolls_back,
+                consume=self.consume,
                 queues=self._queues,
             )
         return self._streamer
 
-    def _room(self) -> int:
-        """Bytes of state kept on the device: as in the plan, or what a step leaves free."""
+    def _device_bytes(self) -> int:
+        """Bytes of state kept on the device: none, all, as in the plan, or what a step leaves free."""
+        if self.memory.optimizer != "auto":
+            return 0 if self.memory.optimizer == "host" else 1 << 62
         if self.memory.device_state:
             return parse_bytes(self.memory.device_state, "memory.device_state")
         device = next(iter(self.blocks.values())).value.device
@@ -112,22 +134,55 @@ class StreamedUnits:
         ring = max(self._staging, 4 * 10 * self._bucket) + 16 * self._bucket
         return max(0, free - rises - ring - total // 20)
 
+    def _rollback(self) -> int:
+        """Host bytes for state that can be restored. On the CPU by `auto` none: its copies overlap with nothing."""
+        if not self._rolls_back:
+            return 0
+        if self.memory.rollback != "auto":
+            return parse_bytes(self.memory.rollback, "memory.rollback")
+        first = next(iter(self.blocks.values())).value
+        if first.device.type != "cuda":
+            return 0
+        moment = 2 if self.memory.moments == "bf16" else max(4, first.itemsize)
+        elements = sum(b.elements for b in self.blocks.values())
+        free = available_bytes() // self._ranks_here * 9 // 10 - elements * (
+            2 * moment + (2 if first.itemsize == 2 else 0)
+        )
+        if self.memory.optimizer == "auto":
+            free += self._device_bytes()
+        # a save in the background copies the masters and the moments; where they do not fit anyway, they are not waited for
+        save = elements * 12 if self._background_saves else 0
+        return max(0, free - save if free > save + 4 * elements else free)
+
     # ---- a step ----
 
     def begin(self, lr: float) -> None:
         """Begin a step with learning rate `lr`."""
         self._masters.clear()
+        self._reducing.clear()
         self._matrices["lr"] = self._vectors["lr"] = lr
-        if self._streamer is not None:
-            self._streamer.begin()
+        if self._streamer is not None or (self.consume and self.blocks):
+            self.streamer.begin()
 
     def stream(self, unit: Unit) -> None:
-        """Submit a unit's update after its reduction, unless updates need the gradient norm first."""
-        if self.early and self._streamer is not None and unit.name in self.blocks:
-            unit.finish()
-            block = self.blocks[unit.name]
-            block.grad = unit.shard_grad
-            self._streamer.ready(block)
+        """Submit a unit's update after its reduction, unless updates wait for the gradient norm."""
+        if not self.early or self._streamer is None or unit.name not in self.blocks:
+            return
+        if self._rolls_back and not self._streamer.optimistic:
+            return
+        self._reducing.append(unit)
+        while len(self._reducing) > (1 if unit.sharing.shards * unit.sharing.copies > 1 else 0):
+            self._start(self._reducing.popleft())
+
+    def _start(self, unit: Unit) -> None:
+        unit.finish()
+        block = self.blocks[unit.name]
+        block.grad = unit.shard_grad
+        if self.consume:
+            if self.measure is not None:
+                self.measure(unit)
+            unit.shard_grad = None
+        self.streamer.ready(block)
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor, skip: Tensor | None) -> None:
@@ -139,6 +194,7 @@ class StreamedUnits:
         if not self.blocks:  # nothing here is trained; the steps are counted
             self._counted += 1 if skip is None else 1 - skip
             return
+        self._reducing.clear()  # what it holds has the norm now
         is_new = self._streamer is None
         streamer = self.streamer
         if is_new:
@@ -150,6 +206,11 @@ class StreamedUnits:
         if self.config.clip:
             factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0).to(streamer.regions[0].master)
         streamer.step(factor, skip)
+
+    @property
+    def rolled_back(self) -> bool | None:
+        """Whether the last step's updates were undone and repeated; None: none started before the norm was known."""
+        return self._streamer.rolled_back if self._streamer is not None else None
 
     def wait(self, unit: Unit) -> None:
         """Make the caller's next operations wait for the updates of a unit's weights, borrowed ones included."""
@@ -186,7 +247,10 @@ class StreamedUnits:
         master = block.value
         if "low" in state:
             low = state["low"]
-            master = self._masters[unit.name] = torch.empty(low.numel(), dtype=torch.float32, device=low.device)
+            lent = self.streamer.lend(4 * low.numel()) if low.device.type == "cpu" else None
+            if lent is None:
+                lent = torch.empty(4 * low.numel(), dtype=torch.uint8, device=low.device)
+            master = self._masters[unit.name] = lent.view(torch.float32)
             join(block.value.to(low.device), low, master)
         return {"": master, "optim.exp_avg.": state["exp_avg"], "optim.exp_avg_sq.": state["exp_avg_sq"]}
 

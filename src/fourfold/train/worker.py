@@ -31,6 +31,7 @@ from fourfold.launch.place import Place, check_joined, choose_device, current_pl
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.spec import parameter_count
 from fourfold.model.to_hf import check_written
+from fourfold.offload.streamer import LAST_STEPS, TOO_MANY
 from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor
@@ -470,6 +471,9 @@ class Recorder(Callback):
         memory = "tensors" if device.type == "cuda" else "process"
         self.progress = Progress(config.train.steps, config.log.every, console, memory)
         self.waited: dict[int, float] = {}  # by step, how long training waited for its save
+        self.tries: bool | None = (
+            None  # whether the last step's updates started before the norm was known; None: none yet
+        )
         if self.file.dropped:
             numbers = ", ".join(map(str, self.file.dropped[:10]))
             self.progress.note(f"  metrics.jsonl: left out {len(self.file.dropped)} damaged lines: {numbers}")
@@ -477,10 +481,20 @@ class Recorder(Callback):
     def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
         self.progress.step(metrics)
+        self._tell_rollback("rolled_back" in metrics)
         if slow := metrics.get("straggler"):
             op = {"F": "forwards", "B": "backwards", "W": "weight gradients"}[slow["op"]]
             who = f"rank {slow['rank']} takes {slow['slower']:g} times as long as its replicas for {op}"
             self.progress.note(f"  [yellow]slow:[/] {who} (the last {WINDOW * WINDOWS} steps)")
+
+    def _tell_rollback(self, tries: bool) -> None:
+        if self.tries and not tries:
+            why = f"{TOO_MANY} of the last {LAST_STEPS} steps were clipped or not finite"
+            self.progress.note(f"  [yellow]updates wait for the gradient norm[/] while {why}")
+        elif self.tries is False and tries:
+            self.progress.note("  updates start in the backward again")
+        if tries or self.tries is not None:
+            self.tries = tries
 
     def on_eval(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)

@@ -101,6 +101,7 @@ class Progress:
             f"[bold]step {m['step']:>{width}}/{self.steps}[/]  loss [cyan]{m['loss']:.4f}[/]  "
             f"grad {m['grad_norm']:.3f}  lr {m['lr']:.2e}  {number(m['tokens_per_second'])} tok/s  "
             f"mfu {m['mfu']:.1%}  {self.memory} {schema.format_bytes(m['peak_bytes'])}"
+            + ("  [yellow]rolled back[/]" if m.get("rolled_back") else "")
             + (f"  [dim]{duration(left)} left[/]" if left else "")
         )
 
