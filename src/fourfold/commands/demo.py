@@ -131,7 +131,11 @@ def demo_plan(config: Config, ranks: int) -> tuple[Plan, list[tuple[str, str]]]:
             "memory",
             f"each rank may hold {format_bytes(limit)} of tensors (pretended); one rank alone needs {needs(Plan())}",
         ),
-        ("one axis", "without recomputing: " + ", ".join(f"{name} {needs(p)}" for name, p in _singles(ranks))),
+        (
+            "one axis",
+            ", ".join(f"{name} {needs(p)}" for name, p in _singles(ranks))
+            + f" without recomputing; the limit is {format_bytes(limit)}",
+        ),
         ("planned", f"{best['plan']}; {describe_units(best)}: {held}, about {seconds} a step"),
     ]
     if others:

@@ -250,9 +250,11 @@ def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) 
     panels = [planned_panel(plan, timeline, name), measured_panel(run, traced.step, steps)]
     why = explain_run(run, changes=False)
     took = next(s.seconds for s in steps if s.step == traced.step)
-    summary = f"Step {traced.step} took {took:.4g} s; {name}, it takes {float(timeline.makespan):.4g} s."
+    planned = schema.format_seconds(float(timeline.makespan))
+    summary = f"Step {traced.step} took {schema.format_seconds(took)}; {name}, it takes {planned}."
     if why.findings:
-        summary += f" The largest loss, {why.findings[0].seconds:.3g} s a step: {why.findings[0].text}."
+        lost = schema.format_seconds(why.findings[0].seconds)
+        summary += f" The largest loss is {lost} a step, {why.findings[0].text}."
     title = f"{run.path.name}, step {traced.step}"
     return _write_views(args, run.path / "timeline", title, summary, panels, more="\n".join(why.lines()))
 
