@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.test_readme import RUN_BY
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("*.md")]
@@ -42,7 +45,25 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_every_page_is_in_the_menu() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = set(re.findall(r"[\w/-]+\.md", str(nav)))
-    assert listed == {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages | {"reference/api.md"}  # written by docs/site_hooks.py
+
+
+def test_blocks_are_run_or_output() -> None:
+    """Every fenced block has a language: those of the first line are run or read by tests/test_readme.py, the others are output."""
+    for path in PAGES:
+        for fence in re.findall(r"^```(\S*)\n.*?^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+            assert fence in ("python", "bash", "toml", "console", "text"), (
+                f"{path.name}: a block of {fence or 'no language'}"
+            )
+    for page, test in RUN_BY.items():
+        assert Path(page).name in (ROOT / test).read_text(), f"{test} does not run {page}"
+
+
+def test_pictures_are_made_by_the_script() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "make_pictures.py"))
+    shown = {Path(t).name for p in PAGES for t in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", p.read_text())}
+    assert shown == set(script["PICTURES"]) == {p.name for p in (ROOT / "docs" / "pictures").iterdir()}
 
 
 def test_the_reference_is_that_of_the_code() -> None:
