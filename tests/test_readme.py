@@ -6,7 +6,7 @@
 | bash | README: every line. Other pages: `plan` and `simulate` as they stand, `train` with --dry-run; all lines in full, one |
 | | page after another, with FOURFOLD_SLOW_TESTS=1 (WHOLE). NOT_HERE says which lines are never run, and why |
 | toml | read as a plan, a config or a cluster file |
-| console, text | output |
+| console, text | output; of the README, commands in a console are run |
 
 `test_docs.py` checks that there are no others.
 """
@@ -69,9 +69,9 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def commands(path: Path) -> list[str]:
-    """Lines of bash and console blocks that a reader would type; `$ ` and comments are taken off."""
+    """Lines of bash blocks (README: and of consoles) that a reader would type; `$ ` and comments are taken off."""
     found = []
-    for block in blocks(path, "(?:console|bash)"):
+    for block in blocks(path, "(?:console|bash)" if path.name == "README.md" else "bash"):
         shown = [line for line in block.splitlines() if line.startswith("$ ")]
         for line in shown or block.splitlines():
             line = line.removeprefix("$ ").split("  #")[0].strip()
