@@ -9,7 +9,7 @@ damaged  a file of a checkpoint changed, cut, exchanged or linked: refused, or t
 disk     a disk that is full at a random size, or read-only: one error; after room was made, the bits of a run on a good disk
 pairs    saved under one plan, killed, resumed under another, fp64: losses equal to 1e-9
 replan   two hosts (network namespaces), the link of one cut: the next step on the other within 60 s, from the last checkpoint
-soak     one run, a rank killed every few steps: no step lost, same bits; children, threads and open files as before
+soak     one run of many steps with a fault every 200: no step lost, same bits; memory, files, threads and sockets do not grow
 
 Runs are of a model with two layers on two to four ranks; `disk` and `replan` need root. Every failed try is printed.
 """
@@ -58,8 +58,8 @@ PHASES = {
     "evaluation": ("step=2 op=evaluation", "the evaluation after step 2"),
     "save": ("step=2 op=save", "the save of step 2"),
 }
-COUNTS = {"dead": 50, "stopped": 30, "kills": 50, "damaged": 10_000, "disk": 30, "pairs": 60, "replan": 2, "soak": 1}
-QUICK = {"dead": 2, "stopped": 1, "kills": 2, "damaged": 100, "disk": 2, "pairs": 2, "replan": 1, "soak": 1}
+COUNTS = {"dead": 50, "stopped": 30, "kills": 50, "damaged": 10_000, "disk": 30, "pairs": 60, "replan": 2, "soak": 10_000}
+QUICK = {"dead": 2, "stopped": 1, "kills": 2, "damaged": 100, "disk": 2, "pairs": 2, "replan": 1, "soak": 400}
 
 
 @dataclass
@@ -407,29 +407,107 @@ def _fresh(run: Path) -> bool:
     return (run / "metrics.jsonl").stat().st_mtime > _started(run)[-1]["time"] + 0.5 and bool(steps(run))
 
 
-def soak(count: int, chance: random.Random, folder: Path, length: int = 400, every: int = 40) -> Promise:
-    promise = Promise(f"soak: {length} steps on 4 ranks, a kill every {every}")
-    for i in range(count):
-        train_flags = {"steps": length, "eval_every": 0}
-        flags = {"train": train_flags, "checkpoint": {"every": 10}}
-        train(write_config(folder, f"calm{i}", {"mesh": {"data": 4}}, **flags))
-        before = _held()
-        faults = [
-            f"kill rank={chance.randrange(4)} step={s + chance.randrange(10)}" for s in range(every, length, every)
-        ]
-        args = write_config(folder, f"soaked{i}", {"mesh": {"data": 4}}, **flags)
-        code, said = train([*args, "--max-restarts", str(len(faults)), "--restart-delay", "0"], "; ".join(faults))
-        run, after = folder / f"soaked{i}", _held()
-        good = code == 0 and steps(run) == list(range(1, length + 1)) and digest(run) == digest(folder / f"calm{i}")
-        promise.add(good and after == before, f"exit code {code}, held {before} before and {after} after: {said}")
-        promise.note = f"{len(faults)} kills"
+SOAK_PLAN = {"mesh": {"pipe": 2, "data": 2, "col": 2}, "batch": {"micro_batches": 2}}
+SOAK_FAULTS = ("kill {}", "raise {}", "stop {}", "kill {} op=save", "flip {}", "kill {} op=save after=0.02")
+
+
+def soak(count: int, chance: random.Random, folder: Path) -> Promise:
+    """`count` steps without a fault, then as many with one every 200 steps (40 of a short soak): kills, errors, stopped ranks and
+    changed bits, in steps and in saves."""
+    every = 200 if count >= 2000 else 40
+    save = every // 4
+    flags = {"train": {"steps": count, "eval_every": 0, "timeout": 10.0, "global_batch": 8}, "checkpoint": {"every": save}}
+    faults = []
+    for number, step in enumerate(range(every, count, every)):
+        kind = SOAK_FAULTS[number % len(SOAK_FAULTS)]
+        at = step + (0 if "save" in kind else chance.randrange(save))
+        faults.append(kind.format(f"rank={chance.randrange(8)} step={at}"))
+    promise = Promise(f"soak: {count:,} steps on 8 ranks, a checkpoint every {save}, a fault every {every}")
+    temporary = len(list(Path(tempfile.gettempdir()).glob("fourfold-*")))
+    restarts = ["--max-restarts", str(len(faults)), "--restart-delay", "0"]
+    calm, soaked = (
+        _sampled(write_config(folder, name, SOAK_PLAN, **flags) + restarts, given, folder / name)
+        for name, given in (("calm", ""), ("soaked", "; ".join(faults)))
+    )
+    failures = sum(line["event"] == "failure" for line in read_history(RunDir(folder / "soaked")))
+    whole = list(range(1, count + 1))
+    left = len(list(Path(tempfile.gettempdir()).glob("fourfold-*"))) - temporary
+    for what, good in {
+        f"exit codes {calm.code} and {soaked.code}": not calm.code and not soaked.code,
+        "every step is in metrics.jsonl once": steps(folder / "calm") == whole and steps(folder / "soaked") == whole,
+        "the bits of the run without faults": digest(folder / "calm") == digest(folder / "soaked") != "",
+        f"{failures} failures of {len(faults)} faults": failures == len(faults),
+        f"launcher over {failures} restarts: {soaked.launcher}": soaked.launcher.flat,
+        f"launcher without faults: {calm.launcher}": calm.launcher.flat,
+        f"ranks without faults: {calm.ranks}": calm.ranks.flat,
+        f"ranks over restarts: {soaked.ranks}": soaked.ranks.flat,
+        f"{left} temporary folders left": not left,
+    }.items():
+        print(f"  {'held' if good else 'NOT HELD'}: {what}", flush=True)
+        promise.add(good, f"{what}\n{soaked.said[-2000:]}")
+    promise.note = f"{failures} faults; {calm.seconds:.0f} s without, {soaked.seconds:.0f} s with them"
     return promise
 
 
-def _held() -> tuple[int, int, int]:
-    """Children, threads and open files of this process."""
-    me = psutil.Process()
-    return len(me.children(recursive=True)), me.num_threads(), me.num_fds()
+@dataclass
+class Held:
+    """What processes held, at most, in the first and in the last third of a run: MiB, open files, threads, sockets."""
+
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+
+    @property
+    def flat(self) -> bool:
+        """Files, threads and sockets have not grown, and memory by no more than 16 MiB and a tenth (of 40 a process that begins)."""
+        (memory, *counts), (later, *more) = self.first, self.last
+        return later <= 1.1 * memory + 16 and all(b <= a for a, b in zip(counts, more, strict=True))
+
+    def __str__(self) -> str:
+        names = ("MiB", "files", "threads", "sockets")
+        return ", ".join(f"{a} to {b} {n}" for a, b, n in zip(self.first, self.last, names, strict=True))
+
+
+@dataclass
+class Sampled:
+    """A run as a command of its own, looked at from outside every second."""
+
+    code: int
+    said: str
+    seconds: float
+    launcher: Held
+    ranks: Held
+
+
+def _sampled(args: list[str], faults: str, run: Path) -> Sampled:
+    began = time.monotonic()
+    with open(f"{run}.log", "w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fourfold", *args], stdout=log, stderr=log, env={**os.environ, "FOURFOLD_FAULTS": faults}
+        )
+        launcher = psutil.Process(process.pid)
+        mine, theirs = [], []
+        while process.poll() is None:
+            time.sleep(1)
+            with contextlib.suppress(psutil.Error):
+                mine.append(_counts(launcher))
+            with contextlib.suppress(psutil.Error):
+                some = [_counts(p) for p in launcher.children()]
+                if some:
+                    theirs.append(tuple(map(max, zip(*some, strict=True))))
+        log.seek(0)
+        said = log.read()
+    return Sampled(process.returncode, said, time.monotonic() - began, _thirds(mine), _thirds(theirs))
+
+
+def _counts(process: psutil.Process) -> tuple[int, int, int, int]:
+    with process.oneshot():
+        sockets = len(process.net_connections("all"))
+        return process.memory_info().rss >> 20, process.num_fds(), process.num_threads(), sockets
+
+
+def _thirds(samples: list[tuple[int, ...]]) -> Held:
+    third = max(1, len(samples) // 3)
+    return Held(*(tuple(map(max, zip(*part, strict=True))) for part in (samples[:third], samples[-third:])))
 
 
 SECTIONS: dict[str, Callable[[int, random.Random, Path], Promise]] = {
