@@ -58,7 +58,16 @@ PHASES = {
     "evaluation": ("step=2 op=evaluation", "the evaluation after step 2"),
     "save": ("step=2 op=save", "the save of step 2"),
 }
-COUNTS = {"dead": 50, "stopped": 30, "kills": 50, "damaged": 10_000, "disk": 30, "pairs": 60, "replan": 2, "soak": 10_000}
+COUNTS = {
+    "dead": 50,
+    "stopped": 30,
+    "kills": 50,
+    "damaged": 10_000,
+    "disk": 30,
+    "pairs": 60,
+    "replan": 2,
+    "soak": 10_000,
+}
 QUICK = {"dead": 2, "stopped": 1, "kills": 2, "damaged": 100, "disk": 2, "pairs": 2, "replan": 1, "soak": 400}
 
 
@@ -416,7 +425,10 @@ def soak(count: int, chance: random.Random, folder: Path) -> Promise:
     changed bits, in steps and in saves."""
     every = 200 if count >= 2000 else 40
     save = every // 4
-    flags = {"train": {"steps": count, "eval_every": 0, "timeout": 10.0, "global_batch": 8}, "checkpoint": {"every": save}}
+    flags = {
+        "train": {"steps": count, "eval_every": 0, "timeout": 10.0, "global_batch": 8},
+        "checkpoint": {"every": save},
+    }
     faults = []
     for number, step in enumerate(range(every, count, every)):
         kind = SOAK_FAULTS[number % len(SOAK_FAULTS)]
@@ -458,7 +470,7 @@ class Held:
 
     @property
     def flat(self) -> bool:
-        """Files, threads and sockets have not grown, and memory by no more than 16 MiB and a tenth (of 40 a process that begins)."""
+        """Files, threads and sockets have not grown, and memory by no more than 16 MiB and a tenth."""
         (memory, *counts), (later, *more) = self.first, self.last
         return later <= 1.1 * memory + 16 and all(b <= a for a, b in zip(counts, more, strict=True))
 
@@ -482,7 +494,10 @@ def _sampled(args: list[str], faults: str, run: Path) -> Sampled:
     began = time.monotonic()
     with open(f"{run}.log", "w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold", *args], stdout=log, stderr=log, env={**os.environ, "FOURFOLD_FAULTS": faults}
+            [sys.executable, "-m", "fourfold", *args],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "FOURFOLD_FAULTS": faults},
         )
         launcher = psutil.Process(process.pid)
         mine, theirs = [], []

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.background import start_thread
 from fourfold.errors import CommunicationError
 
 __all__ = ["Job", "Lane", "lane_for", "plain"]
@@ -118,8 +119,8 @@ class Lane:
         self._started = 0
         self._group = weakref.ref(group)  # the lane must not keep its group alive
         self.name, self.size, self.index = group.group_name, group.size(), group.rank()
-        title = f"collectives of {self.name}"
-        threading.Thread(target=_serve, args=(self._jobs,), name=title, daemon=True).start()
+        jobs = self._jobs  # the thread must not keep the lane alive
+        start_thread(lambda: _serve(jobs), f"collectives of {self.name}", lambda: jobs.queue.put(None))
 
     def __del__(self) -> None:
         self._jobs.queue.put(None)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.background import start_thread
 from fourfold.errors import CommunicationError
 from fourfold.runtime.sizes import INLINE, light_sends
 from fourfold.runtime.wire import Form, Name, Pool, flatten, plain
@@ -88,8 +89,7 @@ class DirectSender:
             return
         while len(self._held) > self._most:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"sent to {self.target}", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, f"sent to {self.target}", self.close)
             with self._idle:
                 self._unsent += 1
             self._jobs.put(self._held.popleft())

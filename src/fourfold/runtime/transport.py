@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.background import start_thread
 from fourfold.errors import CommunicationError
 from fourfold.program.groups import edge_rounds
 from fourfold.runtime.direct import DirectReceiver, DirectSender
@@ -300,8 +301,7 @@ class _Sender:
     def _hand_over(self, job: tuple[Any, ...]) -> None:
         """Give a message to the thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"send to {self.target}", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, f"send to {self.target}", lambda: self.jobs.put(None))
         with self._idle:
             self._unsent += 1
         self.jobs.put(job)
@@ -418,8 +418,7 @@ class _Receiver:
     def listen(self, count: int) -> None:
         """Receive the next `count` messages in a thread."""
         if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name=f"receive from {self.source}", daemon=True)
-            self.thread.start()
+            self.thread = start_thread(self._run, f"receive from {self.source}", lambda: self.jobs.put(0))
         with self.transport.inbox.changed:
             self.listening += count
         self.jobs.put(count)

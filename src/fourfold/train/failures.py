@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fourfold.background import start_thread
 from fourfold.errors import HangError
 from fourfold.launch.place import Place
 from fourfold.record import RECORD
@@ -109,9 +110,7 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
         with contextlib.suppress(Exception):
             work()
 
-    thread = threading.Thread(target=run, name="flight record", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_thread(run, "flight record").join(seconds)
 
 
 @contextlib.contextmanager
