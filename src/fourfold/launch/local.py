@@ -194,7 +194,7 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
         if end.failed and deadline == float("inf"):
             hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
             killed = min(end.failed.values()) < 0  # nobody is in doubt about who was first
-            deadline = time.monotonic() + (GRACE / 3 if hang or killed else GRACE)
+            deadline = time.monotonic() + GRACE * (1 / 6 if killed else 1 / 3 if hang else 1)
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
