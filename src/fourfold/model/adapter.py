@@ -71,7 +71,8 @@ class Adapter(nn.Module):
         """u Bᵀ of each part, written to the part's outputs; zeros elsewhere: [.., outputs]."""
         each = u.split(self.shape.rank, dim=-1)
         made = [linear(part) for linear, part in zip(self.b.values(), each, strict=True)]
-        out, end = [], 0
+        # a rank that holds no outputs takes part in the backward, too: its u went through collectives of the grid
+        out, end = [] if self.places else made[:1], 0
         for at, k, first, rows in self.places:
             if at > end:
                 out.append(u.new_zeros((*u.shape[:-1], at - end)))

@@ -396,7 +396,7 @@ class Unit:
         if name in self._unwritten and into.dtype == x.dtype:
             torch.mm(dy, x, out=into)
         else:
-            rows = max(64, -(-len(into) // 4)) if self.sliced else len(into)
+            rows = max(64, -(-len(into) // 4)) if self.sliced else max(1, len(into))
             for start in range(0, len(into), rows):
                 product, part = dy[start : start + rows] @ x, into[start : start + rows]
                 _ = part.copy_(product) if name in self._unwritten else part.add_(product)
