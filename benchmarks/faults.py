@@ -3,7 +3,7 @@
     python -m benchmarks.faults [--only dead stopped …] [--count N] [--quick] [--seed 0] [--json PATH]
 
 dead     SIGKILL of a rank in the start, a step, an op, an evaluation, a save: the launcher names rank and phase within 2 s
-stopped  SIGSTOP in the same phases, train.timeout = 2 s: rank and phase are named within timeout + 5 s
+stopped  SIGSTOP in the same phases, train.timeout = 5 s: rank and phase are named within timeout + 5 s
 kills    SIGKILL of a rank at random instants, three fifths inside a save, sync and async, one restart: the bits of a whole run
 damaged  a file of a checkpoint changed, cut, exchanged or linked: refused, or the one before used; nothing outside is touched
 disk     a disk that is full at a random size, or read-only: one error; after room was made, the bits of a run on a good disk
@@ -161,7 +161,7 @@ def dead(count: int, chance: random.Random, folder: Path) -> Promise:
     for i in range(count):
         ranks, plan = PLANS[i % len(PLANS)]
         phase = list(PHASES)[(i // len(PLANS) + i) % len(PHASES)]
-        promise.add(*_named(folder / f"dead{i}", "kill", phase, chance.randrange(ranks), plan, 2.0))
+        promise.add(*_named(folder / f"dead{i}", "kill", phase, chance.randrange(ranks), plan, 2.0, 60.0))
     return promise
 
 
@@ -170,19 +170,19 @@ def stopped(count: int, chance: random.Random, folder: Path) -> Promise:
     for i in range(count):
         ranks, plan = PLANS[i % len(PLANS)]
         phase = list(PHASES)[(i // len(PLANS) + i) % len(PHASES)]
-        promise.add(*_named(folder / f"stopped{i}", "stop", phase, chance.randrange(ranks), plan, 7.0))
+        promise.add(*_named(folder / f"stopped{i}", "stop", phase, chance.randrange(ranks), plan, 10.0, 5.0))
     return promise
 
 
 def _named(
-    folder: Path, kind: str, phase: str, rank: int, plan: dict[str, Any], limit: float
+    folder: Path, kind: str, phase: str, rank: int, plan: dict[str, Any], limit: float, timeout: float
 ) -> tuple[bool, str, float]:
     """Whether a fault is named rightly and in time: from the moment it happens until the launcher has its report."""
     folder.mkdir()
     when, at = PHASES[phase]
     if phase == "op" and "pipe" in plan["mesh"]:  # every rank has another first op
         when, at = "step=3", "step 3"
-    args = write_config(folder, "run", plan, train={"timeout": 2.0})
+    args = write_config(folder, "run", plan, train={"timeout": timeout})
     code, said = train(args, f"{kind} rank={rank} {when}")
     failures = [line for line in read_history(RunDir(folder / "run")) if line["event"] == "failure"]
     note = folder / "run" / "faults" / "0"
