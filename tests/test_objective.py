@@ -289,7 +289,7 @@ def shared() -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": Unordered()}, "a Unordered: nothing says in which order its layers run"),
+        ({"model": Unordered()}, "a Unordered: the order of its layers is unknown"),
         ({"model": Outside()}, "'loose' belongs to no layer: parameters used outside of the layers"),
         ({"model": shared}, "'0.weight' and '2.weight' are one parameter in two layers"),
         ({"model": Frozen()}, "'0.weight' is frozen"),

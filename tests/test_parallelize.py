@@ -168,7 +168,7 @@ def test_alone_it_is_the_module() -> None:
     ("plan", "message"),
     [
         ({"unit": [{"match": "layer.0"}]}, "no module matches 'layer.0'; did you mean 'layers.0'"),
-        ({"mesh": {"pipe": 2}}, "mesh.pipe = 2: parallelize runs a module as it is"),
+        ({"mesh": {"pipe": 2}}, "mesh.pipe = 2: parallelize runs a module unchanged"),
         (
             {"unit": [{"match": "embed", "mode": "zero3"}]},
             "'embed.weight' and 'head.weight' are one parameter in two units",

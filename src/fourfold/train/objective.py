@@ -1,25 +1,25 @@
-"""What a run minimizes, where that is not the cross entropy of the next token: a loss of the user's, or DPO.
+"""What a run minimizes instead of the cross entropy of the next token: a user-defined loss, or DPO.
 
 A loss is a function of the model's output for a micro-batch and of the batch, a dict of tensors [B, …]:
 
     def loss(output, batch): ...            # a number: the sum over the samples of the micro-batch
 
-The output is what the last layer of the user's own model returns; of the models here it is the log-probability of every target,
-[B, T], 0 where nothing is predicted. (Logits are not given: on a tensor grid no rank has all of them.) The run's loss is the sum
-over all micro-batches and ranks, divided by the number of samples of the step. So it does not depend on the plan, which is
-checked: of the first micro-batch, the loss of all samples must be the sum of the losses of each.
+The output is that of the last layer of the user's own model; for the built-in models it is the log-probability of every target,
+[B, T], 0 where nothing is predicted. (Logits are not available: on a tensor grid no rank has all of them.) The run's loss is the
+sum over all micro-batches and ranks, divided by the number of samples of the step. So it does not depend on the plan. This is
+checked on the first micro-batch: the loss of all samples must equal the sum of the losses of each.
 
-A loss with more to say is an object with `__call__` and any of
+A loss may also be an object with `__call__` and any of
 
-    samples                    how many consecutive samples belong together (a pair: 2); they are in one micro-batch
-    weight(batch)              what the sum is divided by, in place of the number of groups of samples
-    reports, report(output, batch)   names, and a sum over the samples for each: means of them are in every evaluation's metrics
-    reference(output, batch)   [B]: computed once for every sample before training, with the initial weights, and given to the
+    samples                    number of consecutive samples that belong together (a pair: 2); they are in one micro-batch
+    weight(batch)              what the sum is divided by, instead of the number of groups of samples
+    reports, report(output, batch)   names, and a sum over the samples for each; evaluation metrics contain their means
+    reference(output, batch)   [B]: computed once per sample before training, with the initial weights, and passed to the
                                loss as batch["reference"]
 
 [Note: the reference]
-Reference values are computed by the run's own plan, forward only, and kept in the run directory (reference.npz), since a resumed
-run no longer has the weights. They belong to samples by number, so they survive a change of plan.
+Reference values are computed by the run's own plan, forward only, and saved in the run directory (reference.npz), since a resumed
+run no longer has the initial weights. They are indexed by sample, so they stay valid under another plan.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DPO:
 
     samples = 2
     reports = ("accuracy", "margin")
-    """The share of pairs whose chosen answer gained more than the rejected one, and by how much it did, times β."""
+    """accuracy: fraction of pairs whose chosen answer gained more than the rejected one; margin: the difference, times β."""
 
     def __init__(self, beta: float = 0.1):
         if not (math.isfinite(beta) and beta > 0):
@@ -95,7 +95,7 @@ class DPO:
 
 
 class Objective:
-    """A loss, checked and given the model's output. `log_probs`: the output is cross entropies of tokens."""
+    """A loss with its checks, applied to the model's output. `log_probs`: the output is cross entropies of tokens."""
 
     def __init__(self, loss: Loss, dtype: torch.dtype, *, log_probs: bool):
         if not callable(loss):
@@ -107,13 +107,13 @@ class Objective:
         self._checked = False
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
-        """What this micro-batch adds to the number that the loss is divided by."""
+        """This micro-batch's contribution to the divisor of the loss."""
         given: Callable[[Mapping[str, Any]], Any] | None = getattr(self.loss, "weight", None)
         found = self._call(given, batch) if given is not None else _rows(batch) / self.together
         return torch.as_tensor(found, dtype=torch.float64).sum()
 
     def finish(self, batch: Mapping[str, Any], wanted: Wanted = "loss") -> Finish:
-        """What makes the loss of the last layer's output, the loss and the reports [1 + reports], or the reference values [B]."""
+        """A function from the last layer's output to the loss, to loss and reports [1 + reports], or to reference values [B]."""
         make = {"loss": self._loss, "evaluation": self._evaluation, "reference": self._reference}[wanted]
         return Finish(functools.partial(make, batch))
 
@@ -141,7 +141,7 @@ class Objective:
         found = self._call(self.loss.reference, output, batch)  # type: ignore[attr-defined]
         if not isinstance(found, Tensor) or found.shape != (rows,):
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(f"reference(output, batch) must be [{rows}], a number for every sample; found {kind}")
+            raise ConfigError(f"reference(output, batch) must be [{rows}], one number per sample; found {kind}")
         return found.detach()
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -175,7 +175,7 @@ class Objective:
 
 
 def samples_together(loss: object) -> int:
-    """How many consecutive samples a loss compares."""
+    """Number of consecutive samples that a loss compares."""
     together = getattr(loss, "samples", 1)
     if not isinstance(together, int) or together < 1:
         raise ConfigError(f"loss.samples = {together!r} must be a whole number of samples, at least 1")
@@ -211,7 +211,7 @@ def _cut(value: Any, rows: int, first: int, stop: int) -> Any:
 
 
 class _CorpusRows:
-    """Samples of a corpus as a dataset, for a loss of the user's."""
+    """Samples of a corpus as a dataset, for a user-defined loss."""
 
     def __init__(self, samples: Samples):
         self.samples = samples
@@ -227,7 +227,7 @@ class _CorpusRows:
 def open_run(
     config: Config, data: Any = None, loss: Loss | None = None, *, own_model: bool = False
 ) -> tuple[Samples, Samples | None, Loss | None]:
-    """The training samples of a run, those for evaluation if it is asked for, and its loss (None: the cross entropy)."""
+    """The training samples of a run, the evaluation samples if enabled, and its loss (None: the cross entropy)."""
     if config.dpo.beta and loss is not None:
         raise ConfigError(f"dpo.beta = {config.dpo.beta} and a loss of your own; use beta = 0, or leave the loss out")
     if config.dpo.beta:
@@ -290,7 +290,7 @@ def _unpacked(config: Config) -> Samples:
 
 
 def add_reference(loop: Loop, folder: Path, done: int, console: IO[str] | None) -> None:
-    """Give the samples of a run their reference values: computed before the first step, read by a run that was resumed."""
+    """Add reference values to the samples of a run: computed before the first step, or read by a resumed run."""
     batch, splits = loop.config.train.global_batch, dict[str, tuple[OwnSamples, int]]()
     for name, samples, steps in (
         ("train", loop.train_samples, loop.config.train.steps),
@@ -323,9 +323,9 @@ def add_reference(loop: Loop, folder: Path, done: int, console: IO[str] | None) 
 
 
 def _computed(loop: Loop, samples: OwnSamples, count: int) -> npt.NDArray[np.float64]:
-    """The reference of the first `count` samples by number in the dataset; the others are not a number."""
+    """The reference of the first `count` samples, by index in the dataset; NaN for the others."""
     size = loop.config.train.global_batch
-    found = np.zeros((2, samples.whole_count))  # values, and how many there are
+    found = np.zeros((2, samples.whole_count))  # values, and their counts
     for index in range(-(-count // size)):
         loop.guard.evaluate(0)
         for first, values in loop.reference_values(samples, index):

@@ -164,9 +164,9 @@ class OneRank:
             self.runner.executor.transport.close()
 
     def activations(self, meter: Meter) -> dict[str, Activations]:
-        """What one micro-batch holds on its way through each unit, where one stage is the whole model.
+        """Activation bytes of one micro-batch at each unit, if one stage is the whole model.
 
-        Everything else is out of the way: one unit is gathered at a time, and its gradient forgotten.
+        Nothing else is allocated: one unit is gathered at a time, and its gradient is dropped.
         """
         (stage,) = self.runner.executor.stages.values()
         units, base = [self.held.units[link.name] for link in stage.links], meter.live
@@ -212,7 +212,7 @@ class OneRank:
     # ---- the feed: random tokens, a function of the rank's place in the batch and the micro-batch ----
 
     def batch(self, way: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of one micro-batch of the ranks at place `way` in the batch."""
+        """Tokens and targets of one micro-batch of the ranks at index `way` of the batch."""
         m, size = self.config.model, self.plan.micro_batch_size(self.config.train.global_batch)
         generator = torch.Generator().manual_seed(1000 * way + micro_batch)
         tokens, targets = torch.randint(0, m.vocab, (2, size, m.seq_len), generator=generator).to(self.device)
@@ -235,7 +235,7 @@ class OneRank:
 
 
 class Meter(Protocol):
-    """Bytes that are there now, and the most since `reset`."""
+    """Bytes in use now, and the peak since `reset`."""
 
     @property
     def live(self) -> int: ...
@@ -264,7 +264,7 @@ class DeviceMeter:
 
 @contextmanager
 def _passing(unit: Unit, meter: Meter) -> Iterator[list[int]]:
-    """What is there besides the unit's parameters and gradient, at most: until its gradient is taken, and from then on."""
+    """Peak bytes other than the unit's parameters and gradient: before its gradient is allocated, and after."""
     without = meter.live
     unit.gather()
     unit.need()

@@ -164,7 +164,9 @@ class _Torch:
     def step(self, lr: float, factor: Tensor | None, skip: Tensor | None) -> None:
         for group in self._torch.param_groups:
             group["lr"] = lr
-        grads = {u.name: self._scaled(u, factor) for u in self._units if u.layout.total}  # others borrow all they use
+        grads = {
+            u.name: self._scaled(u, factor) for u in self._units if u.layout.total
+        }  # other units only borrow parameters
         for p, u, start, stop in self._slots:
             p.grad = grads[u.name][start:stop]
         if not self._slots:  # nothing here is trained; the steps are counted

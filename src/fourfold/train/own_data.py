@@ -1,12 +1,13 @@
-"""Samples of a dataset that is not a corpus of text: any object with a length and samples by number.
+"""Samples of a dataset that is not a corpus of text: any object with a length and samples by index.
 
     dataset[i] -> {"inputs": …, "targets": …, …}        or the tuple (inputs, targets)
 
 A sample's values are numbers, arrays or tensors; those of a batch are stacked, so every sample has the same names and shapes.
-`inputs` goes to the first layer of the user's own model, the whole batch to the loss. For a model of ours with a loss of the
-user's, samples are `tokens` with one of `targets`, `labels` and `loss_mask` (`data.Examples`), and further values for the loss.
+`inputs` is passed to the first layer of the user's own model, the whole batch to the loss. For a built-in model with a
+user-defined loss, samples are `tokens` with one of `targets`, `labels` and `loss_mask` (`data.Examples`), and further values for
+the loss.
 
-Samples are shuffled anew in every epoch, by (seed, epoch) alone, and those that belong together (`together`) stay neighbours. The
+Samples are reshuffled in every epoch, by (seed, epoch) alone; those that belong together (`together`) stay adjacent. The
 last `data.eval_fraction` of them are held out for evaluation.
 """
 
@@ -32,7 +33,7 @@ LENGTH = " length"
 
 
 class SampleRows(Protocol):
-    """A dataset of the user's own: samples by number, always the same ones."""
+    """A user-defined dataset: samples by index, the same in every pass."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -41,7 +42,7 @@ class SampleRows(Protocol):
 class OwnSamples(Samples):
     """The samples of a run from a dataset: sample k is dataset[number(k)]."""
 
-    all_valid = False  # the loss says what it is divided by
+    all_valid = False  # the loss defines its divisor
 
     def __init__(
         self, data: SampleRows, *, seed: int, split: str = "train", eval_fraction: float = 0.0, together: int = 1
@@ -60,7 +61,7 @@ class OwnSamples(Samples):
         if split == "train" and not self.count:
             raise DataError(f"{self.name}: there are no samples in it")
         self.columns: dict[str, npt.NDArray[np.float64]] = {}
-        """Further values of every sample, by number in the dataset."""
+        """Further values of every sample, by index in the dataset."""
         example = self.sample(0) if self.whole_count else {}
         self.shapes = {name: tuple(value.shape) for name, value in example.items() if isinstance(value, Tensor)}
         digest = hashlib.blake2b(f"{type(data).__name__} {self.whole_count} {together}".encode(), digest_size=8)
@@ -94,7 +95,7 @@ class OwnSamples(Samples):
         return found, item[LENGTH] if LENGTH in item else _tokens(found)
 
     def number(self, k: int) -> int:
-        """Which sample of the dataset sample k of the run is."""
+        """The index in the dataset of sample k of the run."""
         group, place = divmod(k, self.together)
         epoch, at = divmod(group, self.groups)
         key = hashlib.blake2b(f"{self.seed}:{epoch}:{self.split}".encode(), digest_size=8).digest()
@@ -123,7 +124,7 @@ class OwnSamples(Samples):
         return torch.stack(values)
 
     def describe(self, global_batch: int, steps: int) -> str:
-        """What a run sees of its data, in a line."""
+        """One line about the data of a run."""
         epochs, there = global_batch * steps / max(1, self.count), f"{self.count:,} samples"
         if self.together > 1:
             kind = "pairs" if self.together == 2 else f"groups of {self.together}"
@@ -170,7 +171,7 @@ def _leaves(value: Any) -> list[Tensor]:
     return [t for v in values for t in _leaves(v)]
 
 
-# ---- samples for the models here ----
+# ---- samples for the built-in models ----
 
 
 class TokenRows:
@@ -203,7 +204,7 @@ class PairRows:
         lengths = np.diff(starts).reshape(-1, 2)
         fits = (lengths <= seq_len + 1).all(1)
         self.pairs, self.left_out = np.nonzero(fits)[0], int((~fits).sum())
-        """A pair of which one answer is too long is left out: cut answers would be compared by what is missing."""
+        """Pairs with an answer that is too long are skipped: comparing truncated answers would be meaningless."""
         if not len(self.pairs):
             raise ConfigError(
                 f"model.seq_len = {seq_len}: no pair fits; the shortest needs {int(lengths.max(1).min()) - 1} tokens"

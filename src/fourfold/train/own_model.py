@@ -2,9 +2,9 @@
 
     nn.Sequential(…), a list of layers, or a module whose method layers() returns them by name, in order
 
-A layer is given the output of the one before (a tensor, or a tuple of tensors, as its arguments); the first is given the batch's
-`inputs`, and the output of the last goes to the loss. Every rank builds the whole model and keeps its own stages' layers. A
-function in place of a model is called after seeding torch by `train.seed`, so that all ranks have the same weights.
+The arguments of a layer are the output of the previous one (a tensor, or a tuple of tensors); the first layer takes the batch's
+`inputs`, and the output of the last is passed to the loss. Every rank builds the whole model and keeps its own stages' layers. A
+function instead of a model is called after seeding torch with `train.seed`, so that all ranks have the same weights.
 
 Names are those of the module's state dict, so checkpoints and `final/model.safetensors` open in plain torch.
 """
@@ -43,7 +43,7 @@ class OwnModel:
 
     @classmethod
     def of(cls, model: Any, seed: int) -> OwnModel:
-        """Take a model, a list of layers, or a function that makes one; raises ConfigError if it has no order of layers."""
+        """From a model, a list of layers, or a function that makes one; raises ConfigError if the layers have no order."""
         if not isinstance(model, nn.Module) and callable(model):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -58,7 +58,7 @@ class OwnModel:
 
     @property
     def outline(self) -> OwnLayers:
-        """What a plan needs to know of it."""
+        """What a plan needs to know about it."""
         counts = {name: sum(p.numel() for p in layer.parameters()) for name, layer in self.layers.items()}
         return OwnLayers(counts)
 
@@ -67,7 +67,7 @@ class OwnModel:
         return sum(self.outline.parameters.values())
 
     def fingerprint(self) -> str:
-        """Names the weights: equal on ranks that have the same."""
+        """Identifies the weights: equal on ranks with equal weights."""
         digest = hashlib.blake2b(digest_size=8)
         for name, layer in self.layers.items():
             for n, p in layer.named_parameters():
@@ -78,12 +78,12 @@ class OwnModel:
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     kind = type(model).__name__
     if isinstance(model, nn.Sequential):
-        found: Any = dict(model._modules)  # named_children() leaves out a second use of a layer
+        found: Any = dict(model._modules)  # named_children() omits the second use of a layer
     elif inspect.ismethod(getattr(model, "layers", None)):
         found = model.layers()  # type: ignore[operator]
     else:
         raise ConfigError(
-            f"model = a {kind}: nothing says in which order its layers run; give an nn.Sequential or a list of layers, or add a "
+            f"model = a {kind}: the order of its layers is unknown; pass an nn.Sequential or a list of layers, or add a "
             "method layers() that returns them by name, in order (ff.parallelize takes any module, without pipe)"
         )
     if not isinstance(found, Mapping) or not all(isinstance(v, nn.Module) for v in found.values()):
@@ -99,7 +99,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    """Raise ConfigError for what would be computed otherwise than in one process, or not at all."""
+    """Raise ConfigError for anything that could not be computed as in one process."""
     owner: dict[int, str] = {}
     for name, layer in layers.items():
         for n, p in layer.named_parameters():
@@ -146,7 +146,7 @@ def make_own_units(
     compute: torch.dtype,
     reduce: torch.dtype,
 ) -> RankUnits:
-    """The units of this rank's stages with the model's weights, which become views of them; other layers are left alone."""
+    """The units of this rank's stages. The model's weights become views of them; other layers are unchanged."""
     sharings = {shards: make_sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
     reductions = Reductions(min(plan.memory.prefetch, 1))
     here, copies = mesh.coordinates["pipe"], tuple(axis for axis in ("data", "depth") if mesh.size(axis) > 1)

@@ -1,9 +1,9 @@
-"""Whole examples into windows of T places: which parts of documents are kept, and which of them share a window. numpy only.
+"""Packs whole examples into windows of T positions. numpy only.
 
-A document of n tokens takes n - 1 places: every token but the last is an input, every token but the first a target. One that
-takes more than T is cut, split into several, left out or refused. Windows are filled by best fit, longest first: each document
-goes where it leaves the least room. That is done by length and not by document (all documents of one length and all windows of
-one room at once), so that a million documents take less than a second. The result is a function of the lengths alone.
+A document of n tokens takes n - 1 positions: every token but the last is an input, every token but the first a target. A document
+that takes more than T is cut, split, dropped or refused. Windows are filled by best fit, longest first: each document is put into
+the window with the least sufficient room. All documents of one length and all windows of equal room are processed at once, so
+that a million documents take less than a second. The result is a function of the lengths alone.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class Segments:
     first: Ints
     lengths: Ints
     cut: int = 0
-    """Documents that lost their end."""
+    """Number of documents that were truncated."""
     split: int = 0
-    """Documents that became several."""
+    """Number of documents that were split."""
     too_long: int = 0
-    """Documents left out for their length."""
+    """Number of documents dropped for their length."""
     empty: int = 0
-    """Documents left out, since no token in them is predicted."""
+    """Number of documents dropped because no token in them is predicted."""
 
     def __len__(self) -> int:
         return len(self.first)
 
     def part(self, start: int, stop: int) -> Segments:
-        """Some of them; the counts stay those of all."""
+        """Segments [start, stop); the counts stay those of all."""
         return self.chosen(np.arange(start, stop))
 
     def chosen(self, which: Ints) -> Segments:
-        """Those of some numbers, any number of times; the counts stay those of all."""
+        """The segments with these indices, which may repeat; the counts stay those of all."""
         return replace(self, first=self.first[which], lengths=self.lengths[which])
 
 
@@ -80,7 +80,7 @@ def segments_of(
 
 
 def _predicted(mask: npt.NDArray[Any], first: Ints, lengths: Ints) -> Ints:
-    """Tokens of each segment that are predicted: all that the mask has, but for the first."""
+    """Number of predicted tokens of each segment: those in the mask, except the first token."""
     out = np.zeros(len(first), np.int64)
     i = 0
     while i < len(first):
@@ -96,12 +96,12 @@ def _predicted(mask: npt.NDArray[Any], first: Ints, lengths: Ints) -> Ints:
 def best_fit(places: Ints, room: int) -> tuple[Ints, Ints]:
     """Pack documents that take `places` (1 to `room`) each into windows of `room` places.
 
-    Returns the documents, window by window, and where each window begins among them (windows + 1 values).
+    Returns the documents, window by window, and the offsets of the windows among them (windows + 1 values).
     """
     by_length = np.argsort(-places, kind="stable")
     lengths, where = np.unique(-places[by_length], return_index=True)
     window_of, windows = np.empty(len(places), np.int64), 0
-    # windows by the room they have left, in runs, and a bit for each room that some window has
+    # windows by remaining room, in runs, and a bit for each room that occurs
     waiting: defaultdict[int, list[Ints]] = defaultdict(list)
     rooms = 0
     for length, start, stop in zip(-lengths, where, [*where[1:], len(places)], strict=True):

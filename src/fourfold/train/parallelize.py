@@ -8,17 +8,17 @@
         optimizer.step()
         model.zero_grad()
 
-Under torchrun or srun it joins the job's process group, unless there is one already; a plan without a mesh has data = ranks. The
+Under torchrun or srun it joins the job's process group, unless one exists already; a plan without a mesh has data = ranks. The
 module takes a batch's tensors (by position, or by name from a dict) and returns its mean loss, or an output with `loss`, as the
 models of transformers do. Its units are the modules that a rule names, outermost first; then the elements of every nn.ModuleList
 among the remaining modules; and `rest`, all other parameters. A rule with `split` that names an nn.Linear splits it along its
 inputs. `recompute` and `precision.compile` apply to every unit except `rest`, which is not a module.
 
 `parameters()` are flat ranges of this rank's shards, one per parameter that overlaps them, for any elementwise optimizer. A rank
-whose shards are padding or frozen has a zero that is no part of the model, so that every rank can make the same optimizer.
+whose shards are padding or frozen has one dummy zero parameter, so that every rank can make the same optimizer.
 
-Weights and optimizer state are saved as torch's distributed checkpoint (DCP), each rank its own part, under the module's names:
-`save` and `load`. What one plan saved opens under any other, and in plain torch.
+`save` and `load` store weights and optimizer state as a torch distributed checkpoint (DCP), each rank its own part, under the
+module's names. A checkpoint saved under one plan loads under any other, and in plain torch.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ __all__ = ["Parallel", "parallelize"]
 
 REST = "rest"
 IGNORE = -100
-"""Label that a loss leaves out, by torch's and transformers' convention."""
+"""Label that a loss ignores, by the convention of torch and transformers."""
 JOIN_SECONDS = 300.0
 
 
 def parallelize(module: nn.Module, plan: Plan | None = None, mesh: RankMesh | None = None) -> Parallel:
     """Shard `module` by the plan's rules; call it on every rank of the job. Its parameters are replaced.
 
-    The process group is the one that is there, or that of torchrun or srun, which is joined; without either, this process is
-    alone. A plan without a mesh, and no plan at all, mean data = ranks. All ranks start with the weights of rank 0.
+    Uses the existing process group, or joins that of torchrun or srun; without either, this process is the only rank. Without a
+    plan, or a mesh in it, data = ranks. All ranks start with the weights of rank 0.
     """
     device, plan, place = _device(module), plan or Plan(), current_place()
     if plan.mesh == Mesh():
@@ -104,10 +104,10 @@ class Parallel:
         self.replicas = self.ranks = mesh.size("data", "depth")
         self.rank = mesh.index("data", "depth")
         self.world = mesh.group("data", "depth", use="gradients")
-        self._weighed = False  # whether labels were looked at
+        self._weighed = False  # whether labels were checked
         if self.world is not None:
             for value in [*module.parameters(), *module.buffers()]:
-                sent = value.detach().contiguous()  # NCCL takes no other
+                sent = value.detach().contiguous()  # NCCL needs contiguous tensors
                 broadcast(sent, 0, self.world, "the initial weights").wait()
                 value.detach().copy_(sent)
         self._aliases = _all_aliases(module)
@@ -121,7 +121,7 @@ class Parallel:
         parts: list[Hooked] = []
         for name in split:
             parts += self._split(name, sharings[shards[name]], reductions)
-        # largest unit last: the others have only their shards by then
+        # largest unit last, when the others hold only their shards
         order = sorted(names, key=lambda n: sum(p.numel() for p in module.get_submodule(_path(n)).parameters()))
         made = {n: _make_unit(n, module, names, sharings[shards[n]], reductions, plan) for n in order}
         for name in names:
@@ -140,7 +140,7 @@ class Parallel:
         self._flat = self._flat_parts()
 
     def _flat_parts(self) -> dict[str, _FlatPart]:
-        """The trainable parts of this rank's shards by name; a zero where there are none."""
+        """The trainable parts of this rank's shards by name; a dummy zero if there are none."""
         parts: dict[str, _FlatPart] = {}
         for unit in self.units:
             for slot, start, stop in unit.slots():
@@ -192,9 +192,9 @@ class Parallel:
     def step(self, batch: Any, *, weight: Callable[[Any], Any] | None = None) -> Tensor:
         """Forward and backward of this rank's batch, in micro-batches; returns the mean loss over all ranks.
 
-        `batch` is a tensor, a sequence of tensors, or a dict of them, which goes to the module by name; what is no tensor goes to
-        every micro-batch as it is. The module's loss is a mean over its micro-batch. By default these means count alike;
-        `weight(part)` says how many things each is the mean of, where that differs, and the result is the mean over all things.
+        `batch` is a tensor, a sequence of tensors, or a dict of them, which is passed by keyword; other values are passed to
+        every micro-batch unchanged. The module's loss is a mean over its micro-batch. By default these means have equal weight;
+        otherwise `weight(part)` returns the number of items that each is the mean of, and the result is the mean over all items.
         """
         parts = self._parts(batch)
         shares = self._shares(parts, weight)
@@ -240,7 +240,7 @@ class Parallel:
             self.driver.close()
 
     def train(self, mode: bool = True) -> Parallel:
-        """Set training mode (dropout on), as of an nn.Module."""
+        """Set training mode (dropout on), as in nn.Module."""
         self.module.train(mode)
         return self
 
@@ -295,7 +295,7 @@ class Parallel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Take the weights and buffers of a serial state dict; every rank is given all of it, or at least its own part.
+        """Load the weights and buffers of a serial state dict; every rank passes all of it, or at least its own part.
 
         A further name of a shared parameter is ignored. `strict`: raise if a name is missing or unknown.
         """
@@ -304,9 +304,9 @@ class Parallel:
         missing = sorted(wanted.keys() - state.keys())
         unknown = sorted(state.keys() - wanted.keys() - self._aliases)
         if strict and (missing or unknown):
-            what = f"has no '{missing[0]}'" if missing else f"has '{unknown[0]}', which the module has not"
+            what = f"has no '{missing[0]}'" if missing else f"has '{unknown[0]}', which the module does not have"
             more = f" (and {len(missing) + len(unknown) - 1} more)" if len(missing) + len(unknown) > 1 else ""
-            raise CheckpointError(f"the state dict {what}{more}; strict=False loads what there is")
+            raise CheckpointError(f"the state dict {what}{more}; strict=False loads the names in common")
         for name in wanted.keys() & state.keys():
             if tuple(state[name].shape) != wanted[name]:
                 raise CheckpointError(
@@ -328,7 +328,7 @@ class Parallel:
 
     @torch.no_grad()
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read what `save` wrote, under this plan or another, or any distributed checkpoint with the module's names."""
+        """Load what `save` wrote, under any plan, or any distributed checkpoint with the module's names."""
         found: dict[str, Any] | None = None
         if optimizer is not None:
             _make_state(optimizer)
@@ -341,7 +341,7 @@ class Parallel:
                 raise CheckpointError(f"{folder}: has no '{name}'{schema.nearest(name, source.tensors)}")
             if source.tensors[name][0] != tuple(chunks.shape):
                 stored = list(source.tensors[name][0])
-                raise CheckpointError(f"{folder}: '{name}' is {stored} there, and {list(chunks.shape)} in the module")
+                raise CheckpointError(f"{folder}: '{name}' is {stored} there, but {list(chunks.shape)} in the module")
             for offset, view in chunks.views.items():
                 view.copy_(source.read(name, tuple((at, at + n) for at, n in zip(offset, view.shape, strict=True))))
         if optimizer is not None and found is not None:
@@ -350,7 +350,7 @@ class Parallel:
     # ---- parts ----
 
     def _held(self, optimizer: torch.optim.Optimizer | None, found: dict[str, Any] | None) -> dict[str, Chunks]:
-        """What this rank holds of the weights, the buffers and the tensors of an optimizer's state dict `found`."""
+        """This rank's parts of the weights, the buffers and the tensors of an optimizer's state dict `found`."""
         holdings = [self._holding(unit) for unit in self.units]
         holdings += [holding_of(name, value) for name, value in self._buffers().items()]
         if optimizer is not None and found is not None:
@@ -395,7 +395,7 @@ class Parallel:
         return self.module(part) if isinstance(part, Tensor) else self.module(*part)
 
     def _parts(self, batch: Any) -> list[Any]:
-        """The batch in micro-batches, each of the same kind as it."""
+        """The batch in micro-batches, each with the batch's structure."""
         named = isinstance(batch, Mapping)
         values = dict(batch) if named else {0: batch} if isinstance(batch, Tensor) else dict(enumerate(batch))
         tensors = {key: v for key, v in values.items() if isinstance(v, Tensor) and v.dim()}
@@ -411,7 +411,7 @@ class Parallel:
         return [p[0] if isinstance(batch, Tensor) else tuple(p.values()) for p in parts]
 
     def _shares(self, parts: list[Any], weight: Callable[[Any], Any] | None) -> list[float]:
-        """What each micro-batch's mean counts in the mean over all of them and all ranks."""
+        """The weight of each micro-batch's mean in the mean over all micro-batches and ranks."""
         if weight is None:
             self._check_labels(parts)
             return [1.0 / (len(parts) * self.replicas)] * len(parts)
@@ -421,17 +421,17 @@ class Parallel:
         return (found / whole.clamp(min=torch.finfo(found.dtype).tiny)).tolist()
 
     def _check_labels(self, parts: list[Any]) -> None:
-        """Of the first batch: labels that the loss leaves out make means of different numbers of labels."""
+        """Check the first batch: with ignored labels, micro-batch means are over different numbers of labels."""
         if self._weighed:
             return
         self._weighed = True
         labels = [part["labels"] for part in parts if isinstance(part, Mapping) and "labels" in part]
         if len(labels) * self.replicas > 1 and any(bool((t == IGNORE).any()) for t in labels):
             raise ConfigError(
-                f"the batch has labels of {IGNORE}, which the loss leaves out, so the means of micro-batches and ranks are over "
-                "different numbers of labels, and their mean would depend on the plan; say how many: "
-                f"step(batch, weight=lambda part: (part['labels'][:, 1:] != {IGNORE}).sum()), without [:, 1:] where the "
-                "model does not shift the labels, or weight=lambda part: 1 to count all alike"
+                f"the batch has labels of {IGNORE}, which the loss ignores, so the means of micro-batches and ranks are over "
+                "different numbers of labels, and their mean would depend on the plan; pass the numbers: "
+                f"step(batch, weight=lambda part: (part['labels'][:, 1:] != {IGNORE}).sum()), without [:, 1:] if the "
+                "model does not shift the labels, or weight=lambda part: 1 for equal weights"
             )
 
     def _sum(self, value: Tensor, what: str) -> Tensor:
@@ -443,7 +443,7 @@ class Parallel:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """The device that all parameters are on."""
+    """The device of all parameters."""
     found = sorted({str(p.device) for p in module.parameters()})
     if not found:
         raise ConfigError(f"the module ({type(module).__name__}) has no parameters; there is nothing to train")
@@ -454,7 +454,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _loss_of(output: Any, batch: Any, share: float) -> Tensor:
-    """The loss in a module's output, times its share. A share of 0 is a mean over nothing, which is not a number."""
+    """The loss in a module's output, times `share`. A share of 0 means that the loss is a mean over nothing, NaN."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -475,11 +475,11 @@ def _loss_of(output: Any, batch: Any, share: float) -> Tensor:
             "a micro-batch has weight 0, and the module's output has nothing but its loss, a mean over nothing; "
             "leave such a micro-batch out, or let the module return its logits, too"
         )
-    return torch.stack([t.sum().to(loss.dtype) * 0 for t in others]).sum()  # every rank has its backward
+    return torch.stack([t.sum().to(loss.dtype) * 0 for t in others]).sum()  # so that every rank runs a backward
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was never used make its state, by a step of length 0."""
+    """Make an unused optimizer create its state, by a step with learning rate 0."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if all(p in optimizer.state for p in params):
         return
@@ -498,7 +498,7 @@ def _check(plan: Plan) -> None:
     for axis in ("pipe", "row", "col"):
         if getattr(plan.mesh, axis) > 1:
             raise PlanError(
-                f"mesh.{axis} = {getattr(plan.mesh, axis)}: parallelize runs a module as it is, on data and depth alone; "
+                f"mesh.{axis} = {getattr(plan.mesh, axis)}: parallelize runs a module unchanged, on data and depth only; "
                 f"use {axis} = 1"
             )
     for name in ("optimizer", "activations"):
@@ -540,7 +540,7 @@ def _unit_names(module: nn.Module, plan: Plan, split: list[str]) -> list[str]:
     for rule in plan.unit:
         if rule.recompute != "none" and not any(plan.rule_for(name) is rule for name in [*chosen, *split]):
             raise PlanError(
-                f"unit '{rule.match}': recompute = '{rule.recompute}': what is computed again is a module's forward, and "
+                f"unit '{rule.match}': recompute = '{rule.recompute}': recomputation runs a module's forward again, and "
                 f"'{REST}' has none; name modules, such as '{next(iter(everything), '*')}'"
             )
     return [*chosen, REST] if left else chosen
@@ -613,12 +613,12 @@ def _make_unit(
 
 
 def _all_aliases(root: nn.Module) -> set[str]:
-    """Further names of shared parameters."""
+    """Additional names of shared parameters."""
     return {n for n, _ in root.named_parameters(remove_duplicate=False)} - {n for n, _ in root.named_parameters()}
 
 
 def _aliases(root: nn.Module, prefix: str, values: dict[str, Tensor]) -> dict[str, str]:
-    """Further names of a unit's shared parameters inside the unit; raises if a parameter is shared with another unit."""
+    """Additional names of a unit's shared parameters in the unit; raises if a parameter is shared with another unit."""
     every = dict(root.named_parameters(remove_duplicate=False))
     out = {}
     for name in values:

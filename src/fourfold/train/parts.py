@@ -1,8 +1,8 @@
 """The parts a rank is assembled from, each made from the plan: grid, units, stages, handles, messages, runner.
 
-Every function returns what it makes and changes none of its arguments but the model's layers (`put_on_grid`, `make_units`).
-`UnitHandle` is where sharding, tied weights, the grid and the streamed optimizer meet: one object per unit, which the program
-drives.
+Every function returns what it makes and changes no argument except the model's layers (`put_on_grid`, `make_units`).
+`UnitHandle` combines sharding, tied weights, the grid and the streamed optimizer: one object per unit, which the program
+calls.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class RankUnits:
     slices: dict[str, Slice]
     """The part of the model that each unit computes."""
     ties: dict[str, TiedOwner | TiedCopy]
-    """This rank's ends of weights that are tied across ranks."""
+    """This rank's side of weights that are tied across ranks."""
     bases: dict[str, Unit] = field(default_factory=dict)
     """With LoRA, the frozen weights of each unit ([Note: frozen weights] in shard/unit.py), and of a copy of the embedding."""
 
 
 @dataclass(frozen=True)
 class RankStages:
-    """The stages of a rank by number, and what its linears on the grid share."""
+    """The stages of a rank by number, and the shared state of its linears on the grid."""
 
     stages: dict[int, Stage]
     linears: dict[str, list[GridLinear]]
@@ -93,7 +93,7 @@ class RankStages:
 
 
 class UnitHandle:
-    """One unit as the program drives it: GATHER, RELEASE, REDUCE and STREAM, each with everything that belongs to it.
+    """The operations that a program calls on one unit: GATHER, RELEASE, REDUCE and STREAM.
 
     Linears on the grid sum their weight gradients over `row` before the unit is reduced, and drop what they keep when it is
     released. A tied weight exchanges its gradient with the other rank before it is reduced.
@@ -141,7 +141,7 @@ def make_grid(mesh: RankMesh, plan: Plan) -> Grid:
 def put_on_grid(
     model: Transformer, grid: Grid, config: Config, plan: Plan, compute: torch.dtype, reduce: torch.dtype
 ) -> None:
-    """Swap the model's layers for those of the grid, where it is more than one rank."""
+    """Replace the model's layers by those of the grid, if it has more than one rank."""
     if grid.row.size * grid.col.size == 1:
         return
     setting = GridSettings(
@@ -174,8 +174,8 @@ def make_units(
 ) -> RankUnits:
     """The units of this rank's stages, with their initial weights; the model's parameters become views of them.
 
-    A tied weight whose two users are on this rank is one parameter; where they are on two, one owns it and the other
-    holds a copy (shard/tied.py). With LoRA it is frozen, and the two have nothing to exchange.
+    A tied weight whose two users are on this rank is one parameter; if they are on two ranks, one owns it and the other
+    holds a copy (shard/tied.py). With LoRA it is frozen, and nothing is exchanged.
     """
     sharings = {shards: make_sharing(mesh, shards) for shards in sorted({c.shards for c in layout.choices.values()})}
     reductions = Reductions(min(plan.memory.prefetch, 1))
@@ -222,8 +222,8 @@ def make_units(
     first, last = layout.choices["embed"].names[0], layout.choices["head"].names[0]
     tied = bool(tied_parameters(config.model))
     frozen = config.model.lora is not None
-    apart = tied and place[first] != place[last]
-    pair = mesh.pair("pipe", place[first], place[last], use="tied") if apart and not frozen else None
+    on_two_ranks = tied and place[first] != place[last]
+    pair = mesh.pair("pipe", place[first], place[last], use="tied") if on_two_ranks and not frozen else None
     for of, module in model.units().items():
         names = layout.choices[of].names
         if place[names[0]] != here:
@@ -231,7 +231,7 @@ def make_units(
         lender = None
         if of == "head" and tied:
             whole_embed = Slice(model.embed, pieces_of(model.embed, "embed", grid))
-            lender = make("embed (copy)", "embed", whole_embed) if apart else held.units["embed"]
+            lender = make("embed (copy)", "embed", whole_embed) if on_two_ranks else held.units["embed"]
             lender = held.bases[lender.name] if frozen else lender
         slices = layout.choices[of].slices
         parts = [Slice(module, pieces_of(module, of, grid), "last" if adds_to_sum(module) else "no")]
@@ -247,7 +247,7 @@ def make_units(
             held.ties[first] = TiedOwner(held.units[first], pair, 1, "tokens.weight")
         elif pair is not None and lender is not None:
             held.ties[last] = TiedCopy(held.units[last], lender, pair, 0, "tokens.weight")
-    if plan.memory.optimizer == "device":  # a bucket waits for its own unit alone
+    if plan.memory.optimizer == "device":  # a streamed bucket waits only for its own unit
         alone = {c.names[0] for of, c in layout.choices.items() if _sums_may_wait(c) and not (tied and of in TIED)}
         for stage, names in enumerate(layout.units):
             if layout.schedule.placement[stage] == here:
@@ -256,12 +256,12 @@ def make_units(
 
 
 def _sums_may_wait(choice: ResolvedUnit) -> bool:
-    """Whether a unit's gradient may be summed together with those of others."""
+    """Whether a unit's gradient may share an all-reduce with other units."""
     return choice.shards == choice.slices == 1 and choice.reduce == "step"
 
 
 def make_sharing(mesh: RankMesh, shards: int) -> Sharing:
-    """The replica group cut into runs of `shards` ranks, with their process groups; all ranks call it alike."""
+    """The replica group in runs of `shards` ranks, with their process groups; all ranks call it in the same order."""
     run, across = mesh.divided(shards, "data", "depth")
     at = mesh.index("data", "depth")
     return Sharing(
@@ -321,7 +321,7 @@ def make_stages(
 
 
 def _serve_linears(link: ChainLink, ahead: WeightPrefetch, sums: GradientSums) -> list[GridLinear]:
-    """Let the linears of a unit gather their weights ahead of use and sum their gradients late; returns them."""
+    """Make a unit's linears prefetch their weights and defer the sums of their gradients; returns the linears."""
     linears = []
     for name, linear in link.module.named_modules():
         if isinstance(linear, GridLinear):
@@ -335,7 +335,7 @@ def _serve_linears(link: ChainLink, ahead: WeightPrefetch, sums: GradientSums) -
 def make_handles(
     held: RankUnits, stages: RankStages, optimizer: AdamW | StreamedUnits | None = None
 ) -> dict[str, UnitHandle]:
-    """What the program drives: a handle for every unit of the rank."""
+    """A handle for every unit of the rank, which the program calls."""
     return {
         name: UnitHandle(unit, held.ties.get(name), stages.linears.get(name, ()), stages.sums, optimizer)
         for name, unit in held.units.items()
@@ -343,10 +343,10 @@ def make_handles(
 
 
 def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[int, int, int], None]:
-    """Seed torch by (seed, step, micro-batch, unit, rank but for pipe) before a unit draws random numbers.
+    """Seed torch by (seed, step, micro-batch, unit, rank without pipe) before a unit draws random numbers.
 
-    `numbers` are those of the links' units in the model; slices of a unit share its number. Ranks of a column hold other
-    tokens or features of one batch: every rank has a stream of its own.
+    `numbers`: the index in the model of each link's unit; slices of a unit share it. Ranks of a column hold different
+    tokens or features of one batch, so every rank has a separate random stream.
     """
     part = mesh.index("data", "depth", "row", "col")
 
@@ -367,9 +367,9 @@ def make_transport(
     *,
     own: bool = False,
 ) -> Transport | None:
-    """The messages of this rank's pipeline; None when there is only one rank in it.
+    """The messages of this rank's pipeline; None if it has only one rank.
 
-    `own`: of the user's own model, whose layers may pass on anything, so messages have headers.
+    `own`: for a user's own model, whose layers may return anything, so that messages have headers.
     """
     if mesh.size("pipe") == 1:
         return None
@@ -382,7 +382,7 @@ def make_transport(
         )
         return mesh.new_group(spec, limit)
 
-    # A receive may be posted long before its message; on gloo every wait has a timeout of its own. On NCCL the group's timeout
+    # A receive may be posted long before its message; on gloo every wait has a separate timeout. On NCCL the group's timeout
     # also bounds how long an abort of its communicator may take.
     port: Port = HostPort(device)
     limit = timedelta(days=30)
@@ -403,7 +403,7 @@ def make_transport(
 
 
 def message_shape(config: Config, plan: Plan) -> tuple[int, ...]:
-    """The shape of what one stage hands to the next for a micro-batch, on one rank of the grid."""
+    """The shape of a message between stages, for a micro-batch on one rank of the grid."""
     size, m, col = plan.micro_batch_size(config.train.global_batch), config.model, plan.mesh.col
     if plan.tensor.residual == "hidden":
         return size, m.seq_len, -(-m.hidden // col)
@@ -413,7 +413,7 @@ def message_shape(config: Config, plan: Plan) -> tuple[int, ...]:
 
 
 def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: PipelineLayout) -> Runner:
-    """What runs this rank's programs, as the plan's executor."""
+    """The runner of this rank's programs, with the plan's executor."""
     here = mesh.coordinates["pipe"]
     program, evaluation = layout.programs.of(here), layout.evaluation.of(here)
     freedom = None
@@ -422,6 +422,6 @@ def make_runner(executor: Executor, plan: Plan, mesh: RankMesh, layout: Pipeline
         mine = {u: tuple(s for s in at if place[s] == here) for u, at in layout.programs.stages_with.items()}
         buckets = {bucket.name: bucket.units for bucket in layout.programs.buckets}
         freedom = drive(program, mine, plan.pipeline.slack, buckets)
-    # ranks of a plane meet inside their ops
+    # ranks of a plane communicate inside their ops
     together = mesh.group("row", "col") if freedom is not None else None
     return Runner(executor, program, evaluation, drive=freedom, together=together)

@@ -1,16 +1,16 @@
-"""Checkpoints in object stores and other places that fsspec knows: s3://, gs://, file://, memory://. No torch.
+"""Checkpoints in object stores and other storage that fsspec supports: s3://, gs://, file://, memory://. No torch.
 
     checkpoint.dir = "s3://bucket/runs/mine"
 
     s3://bucket/runs/mine/
         config.json plan.json hf/…      what a new machine needs to resume the run
         step-000040/__0_0.distcp …      as in a run directory
-        step-000040/complete.json       uploaded last: a checkpoint without it is an upload that did not finish, and never opened
+        step-000040/complete.json       uploaded last: a checkpoint without it is an incomplete upload, and is never opened
 
 A checkpoint is saved in the run directory first, then every rank uploads the files that it wrote; when all have done so, rank 0
 uploads `complete.json`. The run directory keeps the newest one, retention applies to the remote ones. To resume, ranks download
 the newest complete checkpoint, a share of the files each, and compare sizes and SHA-256; one that differs is marked
-(`complete.json` becomes `damaged.json`), and the one before is used.
+(`complete.json` becomes `damaged.json`), and the previous one is used.
 
 File names and paths never come from a listing or a file alone: checkpoints are called `step-<number>`, files have one component.
 """
@@ -46,12 +46,12 @@ SMALL = 64 * files.MIB
 
 
 def is_url(text: str) -> bool:
-    """Whether a text names a place by a scheme: s3://bucket/path."""
+    """Whether a text is a URL with a scheme: s3://bucket/path."""
     return SCHEME.match(text) is not None
 
 
 def check_url(url: str, ranks: int = 1) -> None:
-    """Raise ConfigError where `checkpoint.dir` cannot be used here; opens no connection."""
+    """Raise ConfigError if `checkpoint.dir` cannot be used here; opens no connection."""
     match = SCHEME.match(url)
     if match is None:
         raise ConfigError(f"checkpoint.dir = '{url}': expected a URL such as s3://bucket/run or file:///path/run")
@@ -85,13 +85,13 @@ class RemoteFolder:
         self._root = root.rstrip("/")
 
     def _tried(self, action: Callable[[], T], what: str, name: str = "") -> T:
-        """Act, again after an error that may pass; FileNotFoundError passes through."""
+        """Call `action`, with retries after transient errors; FileNotFoundError is not caught."""
         for number in range(TRIES):
             try:
                 return action()
             except (FileNotFoundError, FourfoldError):
                 raise
-            except Exception as e:  # every store has errors of its own
+            except Exception as e:  # every store raises different errors
                 if number + 1 == TRIES or isinstance(e, PermissionError):
                     why = files.why(e) if isinstance(e, OSError) and e.errno else str(e) or type(e).__name__
                     where = f"{self.url}/{name}" if name else self.url
@@ -103,7 +103,7 @@ class RemoteFolder:
         assert all(files.is_plain_name(n) for n in names), names
         return "/".join((self._root, *names))
 
-    # ---- what there is ----
+    # ---- listing ----
 
     def _names(self, *folder: str) -> dict[str, int]:
         """Names in a folder, and their sizes."""
@@ -116,7 +116,7 @@ class RemoteFolder:
         return {name: size for name, size in names.items() if files.is_plain_name(name)}
 
     def steps(self) -> list[tuple[int, str]]:
-        """The step and name of everything that is called like a checkpoint, in the order of the steps."""
+        """The step and name of everything that is named like a checkpoint, ordered by step."""
         return sorted((int(m[1]), name) for name in self._names() if (m := STEP.fullmatch(name)))
 
     def state(self, name: str) -> str:
@@ -157,17 +157,17 @@ class RemoteFolder:
             raise CheckpointError(f"{self.url}/{name}/{local.name}: {size} bytes arrived of {local.stat().st_size}")
 
     def upload_marker(self, local: Path, name: str) -> None:
-        """The last file of a checkpoint: from now on it is complete."""
+        """Upload the last file of a checkpoint, which makes it complete."""
         data = (local / MARKER).read_bytes()
         self._tried(lambda: self._fs.pipe_file(self._path(name, MARKER), data), "written", f"{name}/{MARKER}")
 
     def clear(self, name: str) -> None:
-        """Remove what an upload of this checkpoint left that did not finish."""
+        """Remove the files of an incomplete upload of this checkpoint."""
         if self._names(name):
             self.remove(name)
 
     def download(self, name: str, file: str, expected: FileInfo, local: Path) -> None:
-        """A file of a checkpoint into the folder `local`, unless it is there; raises CheckpointError where it differs."""
+        """Download a file of a checkpoint into the folder `local`, unless it exists; raises CheckpointError if it differs."""
         target = local / file
         if target.is_file() and not target.is_symlink() and target.stat().st_size == expected.bytes:
             with files.open_for_reading(target, CheckpointError, follow=False) as f:
@@ -177,7 +177,7 @@ class RemoteFolder:
             self._copy(name, file, expected, out)
 
     def check(self, name: str, file: str, expected: FileInfo) -> None:
-        """Raise CheckpointError where a file is not what it was when it was saved."""
+        """Raise CheckpointError if a file has changed since it was saved."""
         self._copy(name, file, expected, None)
 
     def _copy(self, name: str, file: str, expected: FileInfo, out: IO[bytes] | None) -> None:
@@ -203,7 +203,7 @@ class RemoteFolder:
                 yield block
 
     def verify(self, name: str) -> list[str]:
-        """What is wrong with a complete checkpoint; empty where every file has its size and SHA-256."""
+        """The problems of a complete checkpoint; empty if every file has its size and SHA-256."""
         try:
             listed = self.marker(name)
         except CheckpointError as e:
@@ -219,8 +219,8 @@ class RemoteFolder:
     # ---- retention ----
 
     def doomed(self, keep: int, keep_every: int = 0) -> list[str]:
-        """The checkpoints that retention drops: all but the newest `keep` and those of every `keep_every`-th step; and unfinished
-        ones before the newest."""
+        """The checkpoints that retention removes: all but the newest `keep` and those of every `keep_every`-th step, and
+        incomplete ones before the newest."""
         states = [(step, name, self.state(name)) for step, name in self.steps()]
         whole = [(step, name) for step, name, state in states if state == "complete"]
         old = [name for step, name in whole[: -keep or None] if not (keep_every and step % keep_every == 0)]
@@ -228,7 +228,7 @@ class RemoteFolder:
         return old + [name for step, name, state in states if state == "unfinished" and step < last]
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint: the marker goes first, so that no half of it is ever taken for whole."""
+        """Delete a checkpoint, the marker first, so that a partly deleted one never looks complete."""
         for file in (MARKER, None):
             path = self._path(name, file) if file else self._path(name)
             try:
@@ -237,7 +237,7 @@ class RemoteFolder:
                 continue
 
     def set_aside(self, name: str) -> None:
-        """Mark a damaged checkpoint: it is kept, and never opened again."""
+        """Mark a checkpoint as damaged: it is kept, but never opened again."""
         self._tried(lambda: self._fs.mv(self._path(name, MARKER), self._path(name, DAMAGED)), "marked as damaged", name)
 
     # ---- what a new machine needs ----
@@ -252,7 +252,7 @@ class RemoteFolder:
                 self.upload(path, "hf")
 
     def download_run(self, run: Path) -> None:
-        """The same into a new run directory; `train.run_dir` and `checkpoint.dir` become those of here."""
+        """Download them into a new run directory; `train.run_dir` and `checkpoint.dir` are replaced by the local ones."""
         there = self._names()
         if not all(name in there for name in RUN_FILES):
             raise CheckpointError(f"{self.url}: is not a run: there is no config.json and plan.json in it")
@@ -277,7 +277,7 @@ class RemoteFolder:
 
 
 def local_run(url: str, run_dir: str = "") -> Path:
-    """The run directory, here, of a run whose checkpoints are at `url`: made where there is none.
+    """The local run directory of a run whose checkpoints are at `url`; created if missing.
 
     Default: runs/<last part of the URL>. A directory that holds another run is refused.
     """
@@ -303,7 +303,7 @@ def local_run(url: str, run_dir: str = "") -> Path:
 
 
 def check_own(run: RunDir, remote: RemoteFolder) -> None:
-    """Raise ConfigError where a new run would go on from checkpoints that another run has left at the URL."""
+    """Raise ConfigError if the URL already has checkpoints of another run, from which a new run would resume."""
     events = [line["event"] for line in read_history(run)]
     if events.count("start") > 1 or "downloaded" in events:
         return
@@ -316,7 +316,7 @@ def check_own(run: RunDir, remote: RemoteFolder) -> None:
 
 
 def fetch(remote: RemoteFolder, name: str, checkpoints: Path, share: int = 0, shares: int = 1) -> None:
-    """Every `shares`-th file of a complete checkpoint into the folder of checkpoints; `complete.json` is left for `publish`."""
+    """Download every `shares`-th file of a complete checkpoint; `publish` writes `complete.json`."""
     local = checkpoints / name
     files.check_not_link(checkpoints, CheckpointError)
     local.mkdir(parents=True, exist_ok=True)
@@ -326,14 +326,14 @@ def fetch(remote: RemoteFolder, name: str, checkpoints: Path, share: int = 0, sh
 
 
 def publish(remote: RemoteFolder, name: str, checkpoints: Path) -> Path:
-    """All files are here: write the marker, so that the local copy is complete."""
+    """Write the marker after all files were downloaded, which makes the local copy complete."""
     listed = {file: {"bytes": info.bytes, "sha256": info.sha256} for file, info in remote.marker(name).items()}
     files.write_json(checkpoints / name / MARKER, {"version": 2, "files": listed}, CheckpointError)
     return checkpoints / name
 
 
 def fetch_newest(url: str, checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint at `url` that verifies, as a local copy; for commands of one process."""
+    """Download the newest complete checkpoint at `url` that verifies; for commands in a single process."""
     remote = RemoteFolder(url)
     for _, name in reversed(remote.complete()):
         if os.path.isfile(checkpoints / name / MARKER):
@@ -341,7 +341,7 @@ def fetch_newest(url: str, checkpoints: Path) -> Path | None:
         try:
             fetch(remote, name, checkpoints)
         except CheckpointError as e:
-            print(f"{e}; using the checkpoint before it", flush=True)
+            print(f"{e}; using the previous checkpoint", flush=True)
             continue
         return publish(remote, name, checkpoints)
     return None

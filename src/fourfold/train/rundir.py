@@ -1,12 +1,12 @@
-"""The run directory: where a run is written, locked while in use. An interface, documented in docs/run-directory.md.
+"""The run directory: the files of a run, locked while in use. An interface, documented in docs/run-directory.md.
 
     config.json plan.json env.json metrics.jsonl history.jsonl logs/rank*.log checkpoints/step-000040/ final/ flight/
 
 A fresh run needs a directory that does not exist or is empty; an existing run is resumed or refused, never overwritten.
-The lock is an advisory file lock on `.lock`: it goes with the processes that hold it, however they end. No torch.
+The lock is an advisory file lock on `.lock`: it is released when the processes that hold it end, however they end. No torch.
 
-A run directory may come from someone else. Nothing in it may be a link: a run that resumes would write through it, over any file
-of the user's. The directory itself may be reached through one.
+A run directory may come from an untrusted source. Nothing in it may be a link: a resumed run would write through it, over any
+file of the user. The path to the directory itself may contain links.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class RunDir:
 
     @property
     def flight(self) -> Path:
-        """What every rank did last, after a failure (flight.py)."""
+        """The last events of every rank, after a failure (flight.py)."""
         return self.path / "flight"
 
     @property
     def history_file(self) -> Path:
-        """A line for every start, end, failure and restart (flight.py)."""
+        """One line per start, end, failure and restart (flight.py)."""
         return self.path / "history.jsonl"
 
     def in_use(self) -> bool:
@@ -92,7 +92,7 @@ class RunDir:
 
     @classmethod
     def create(cls, path: str | Path, config: Config, plan: Plan) -> RunDir:
-        """Claim a directory for a new run and write what will be run into it; leaves nothing behind on failure."""
+        """Claim a directory for a new run and write config and plan into it; leaves nothing behind on failure."""
         run = cls(path)
         if not run.path.exists():
             made = [p for p in (run.path, *run.path.parents) if not p.exists()]
@@ -120,7 +120,7 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: str | Path) -> RunDir:
-        """Claim the directory of an earlier run; one that has a link in it is refused."""
+        """Claim the directory of an earlier run; a directory that contains a link is refused."""
         run = cls.find(path)
         run.check_links()
         try:
@@ -132,7 +132,7 @@ class RunDir:
 
     @classmethod
     def find(cls, path: str | Path) -> RunDir:
-        """An earlier run, to read from."""
+        """Open an earlier run for reading."""
         run = cls(path)
         try:
             there, found = run.path.exists(), run.config_file.is_file()
@@ -144,7 +144,7 @@ class RunDir:
         return run
 
     def check_links(self) -> None:
-        """Raise RunDirError when something that a run writes, or the folder it is in, is a link."""
+        """Raise RunDirError if a file that a run writes, or a folder of it, is a link."""
         folders = [self.path, self.logs, self.path / "trace", self.final, self.checkpoints, self.flight]
         for folder in folders:
             try:
@@ -214,12 +214,12 @@ class RunDir:
 
 
 def read_metrics(run: RunDir) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl; damaged ones are left out."""
+    """The lines of metrics.jsonl; damaged ones are skipped."""
     return (line for _, line in scan_metrics(run) if line is not None)
 
 
 def scan_metrics(run: RunDir) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Number and content of every line of metrics.jsonl; None where the line is damaged."""
+    """Number and content of every line of metrics.jsonl; None if the line is damaged."""
     if os.path.lexists(run.metrics_file):
         for number, line in files.read_json_lines(run.metrics_file, RunDirError, longest=files.MIB):
             yield number, line if line is not None and _is_metrics(line) else None
@@ -237,7 +237,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_trace(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a trace; None where one is damaged."""
+    """The lines of a trace; None for a damaged one."""
     for _, line in files.read_json_lines(path, RunDirError):
         yield line if line is not None and _is_trace(line) else None
 

@@ -1,11 +1,11 @@
-"""Text from a trained model: next tokens for gpt and llama, filled-in blanks for bert. One process, whole model.
+"""Generates text from a trained model: next tokens for gpt and llama, filled-in blanks for bert. One process, whole model.
 
-Opens a run (its newest checkpoint) or a Hugging Face folder, on the GPU where there is one. Keys and values of earlier tokens are
-kept, so that a new token costs one pass over one token.
+Opens a run (its newest checkpoint) or a Hugging Face folder, on a GPU if there is one. Keys and values of earlier tokens are
+cached, so that a new token costs a forward of one token.
 
-[Note: kept keys and values]
-`Cache` puts itself between the attention of each block and its keys: it appends the new ones to those it has, and tells rotary
-embeddings and learned positions where the new tokens are. The model itself is the one that trains.
+[Note: the KV cache]
+`Cache` patches the attention of each block: it appends new keys and values to the cached ones, and passes the positions of the
+new tokens to rotary and learned embeddings. The model's code is the one used in training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLANK = "[MASK]"
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen: among the `top_k` likeliest (0: all) that have `top_p` of the probability together."""
+    """How the next token is chosen: among the `top_k` most likely (0: all) whose probabilities add up to `top_p`."""
 
     temperature: float = 0.8
     top_k: int = 50
@@ -78,7 +78,7 @@ class Opened:
 
 
 def open_model(path: str | Path, tokens: int = 0) -> Opened:
-    """A run's newest checkpoint, or the weights of a Hugging Face folder; `tokens`: the longest context it is to have."""
+    """Open a run's newest checkpoint, or a Hugging Face folder; `tokens`: the longest context needed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     path = local_run(str(path)) if is_url(str(path)) else Path(path)
@@ -113,13 +113,13 @@ def open_model(path: str | Path, tokens: int = 0) -> Opened:
         tokenizer, folder = _tokenizer(run, config.data.source, config.data.tokenizer), run.path / "hf"
     if tokenizer.vocab > model.config.vocab:
         raise ConfigError(
-            f"{path}: its tokenizer has {tokenizer.vocab} ids, and the model {model.config.vocab}: they do not belong together"
+            f"{path}: its tokenizer has {tokenizer.vocab} ids, but the model {model.config.vocab}: they do not belong together"
         )
     return Opened(model.eval(), tokenizer, folder, _stops(folder, tokenizer), step)
 
 
 def _longer(m: ModelConfig, tokens: int) -> ModelConfig:
-    """The model for a context of up to so many tokens, as far as it has positions; its weights are the same."""
+    """The model for a context of up to `tokens` tokens, limited by its positions; the weights are the same."""
     length = min(m.positions, max(m.seq_len, min(tokens or LONGEST, LONGEST)))
     return replace(m, seq_len=length).resolve()
 
@@ -132,7 +132,7 @@ def _empty(m: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transfor
 
 
 def _tokenizer(run: RunDir, source: str, name: str) -> Tokenizer:
-    """The tokenizer that travels with a run, or that of its data; a token file says which one it was made with."""
+    """The tokenizer saved with a run, or that of its data; a token file records the one it was made with."""
     own = tokenizer_in(run.path / "hf")
     if own:
         return load_tokenizer(own)
@@ -143,7 +143,7 @@ def _tokenizer(run: RunDir, source: str, name: str) -> Tokenizer:
 
 
 def _stops(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids after which a text ends: the tokenizer's, and those that the folder's generation config names."""
+    """Ids that end a text: the tokenizer's, and those in the folder's generation config."""
     found: Any = []
     if (folder / "generation_config.json").is_file():
         found = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
@@ -151,11 +151,11 @@ def _stops(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset({tokenizer.end, *(i for i in ids if isinstance(i, int))})
 
 
-# ---- keys and values that are kept ----
+# ---- the KV cache ----
 
 
 class Cache:
-    """[Note: kept keys and values]"""
+    """[Note: the KV cache]"""
 
     def __init__(self, model: Transformer):
         self.model, self.length = model, 0
@@ -179,7 +179,7 @@ class Cache:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:
-        """Logits [V] after the last of some new tokens: several at the beginning, one at a time later."""
+        """Logits [V] after the last of the new tokens: the prompt first, then one token at a time."""
         assert self.length == 0 or len(tokens) == 1
         at = next(self.model.parameters()).device
         out: Tensor = self.model(torch.tensor([tokens], device=at))[0, -1]
@@ -212,7 +212,7 @@ class Cache:
 
 
 def _one_query(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the last token over all keys that are there: it sees them all."""
+    """Attention of the last token, to all cached keys."""
     if not module.softcap:
         return F.scaled_dot_product_attention(q, k, v, scale=module.scale, enable_gqa=module.grouped)
     groups = q.shape[1] // k.shape[1]
@@ -228,7 +228,7 @@ def _one_query(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def next_tokens(model: Transformer, tokens: list[int], count: int, sampler: Sampler) -> Iterator[int]:
     """Sample `count` tokens after `tokens`.
 
-    The model sees the last seq_len tokens; when the window is full, its later half is read again and sampling continues from it.
+    The context is the last seq_len tokens; when it is full, its second half is computed again and sampling continues from it.
     """
     generator = torch.Generator().manual_seed(sampler.seed)
     context, longest = list(tokens), model.config.seq_len
@@ -248,7 +248,7 @@ def next_tokens(model: Transformer, tokens: list[int], count: int, sampler: Samp
 
 
 def continue_text(opened: Opened, prompt: str, count: int, sampler: Sampler, *, begin: bool = True) -> Iterator[str]:
-    """What the model writes after a prompt, in pieces of whole characters; stops at a token that ends a text."""
+    """The model's continuation of a prompt, in pieces of whole characters; stops at a token that ends a text."""
     tokenizer = opened.tokenizer
     tokens = tokenizer.encode(prompt).tolist()
     if begin and tokenizer.begin is not None:
@@ -260,7 +260,7 @@ def continue_text(opened: Opened, prompt: str, count: int, sampler: Sampler, *, 
             break
         new.append(token)
         text = tokenizer.decode(new)
-        if not text.endswith("\ufffd"):  # a character that is not whole yet
+        if not text.endswith("\ufffd"):  # otherwise its last character is incomplete
             yield text[len(shown) :]
             shown = text
     text = tokenizer.decode(new)
@@ -269,7 +269,7 @@ def continue_text(opened: Opened, prompt: str, count: int, sampler: Sampler, *, 
 
 
 def chat_prompt(opened: Opened, question: str, system: str = "") -> str:
-    """A user's message as the model's template writes it, up to where the assistant's answer begins."""
+    """A user's message rendered by the model's template, up to the beginning of the assistant's answer."""
     template = ChatTemplate.load(opened.folder) if opened.folder.is_dir() else None
     if template is None:
         raise ConfigError(f"{opened.folder}: has no chat template; leave out --chat to continue a text")
@@ -279,7 +279,7 @@ def chat_prompt(opened: Opened, question: str, system: str = "") -> str:
 
 @torch.no_grad()
 def fill_blanks(opened: Opened, prompt: str) -> str:
-    """The prompt with every [MASK] replaced by the likeliest token."""
+    """The prompt with every [MASK] replaced by the most likely token."""
     model, tokenizer = opened.model, opened.tokenizer
     if BLANK not in prompt or tokenizer.mask is None:
         raise ConfigError(f"a bert model fills blanks: write {BLANK} into the prompt where it should guess")
@@ -287,7 +287,7 @@ def fill_blanks(opened: Opened, prompt: str) -> str:
     for i, part in enumerate(prompt.split(BLANK)):
         tokens += ([tokenizer.mask] if i else []) + tokenizer.encode(part).tolist()
     if len(tokens) > model.config.seq_len:
-        raise ConfigError(f"the prompt has {len(tokens)} tokens; the model sees {model.config.seq_len} at most")
+        raise ConfigError(f"the prompt has {len(tokens)} tokens; the model's context is {model.config.seq_len}")
     at = next(model.parameters()).device
     guess = model(torch.tensor([tokens], device=at))[0].argmax(-1).tolist()
     return tokenizer.decode(g if t == tokenizer.mask else t for t, g in zip(tokens, guess, strict=True))

@@ -1,9 +1,9 @@
-"""Who is slow: ranks that take longer than their replicas for the same ops.
+"""Straggler detection: ranks that take longer than their replicas for the same ops.
 
 Every step, each rank adds the seconds it spent in forwards, in backwards (of inputs) and in weight gradients to the vector that
 all ranks exchange anyway. Ranks that hold the same stages and the same part of every matrix do the same work, so their times are
 compared: a rank whose time for a kind of op is `FACTOR` times the median of its peers, in `WINDOWS` windows of `WINDOW` steps in
-a row, is reported. Time in which an op waits for a collective counts: where ranks wait for each other inside ops (a tensor grid,
+a row, is reported. Time in which an op waits for a collective counts: if ranks wait for each other inside ops (a tensor grid,
 gathers that are not overlapped), a slow rank makes its neighbours look slow, too. Without replicas nothing is compared.
 """
 
@@ -33,7 +33,7 @@ def op_seconds(spans: Iterable[Any], seconds: Callable[[Any, Any], float]) -> tu
 
 
 class Stragglers:
-    """Collects all ranks' times per kind of op; says after each window whether a rank is slow."""
+    """Collects all ranks' times per kind of op; reports after each window whether a rank is slow."""
 
     def __init__(self, degrees: Mapping[str, int], ranks: int):
         places = [coordinates_of(dict(degrees), rank) for rank in range(ranks)]
@@ -44,7 +44,7 @@ class Stragglers:
         self._slow: dict[tuple[int, str], int] = {}  # windows in a row
 
     def add(self, times: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-        """Add a step, [ranks, kinds] seconds; at the end of a window the slowest rank, if one has been slow for long."""
+        """Add a step, [ranks, kinds] seconds; at the end of a window, return the slowest rank if it was slow in several."""
         for total, seconds in zip(self._sums, times, strict=True):
             for k, value in enumerate(seconds):
                 total[k] += value

@@ -103,7 +103,7 @@ class StreamedUnits:
 
     @property
     def streamer(self) -> Streamer:
-        """Created at its first use, after a step has shown how much device memory is free."""
+        """Created at first use, after a step, when the free device memory is known."""
         if self._streamer is None:
             self._streamer = Streamer(
                 list(self.blocks.values()),

@@ -1,21 +1,21 @@
-"""What every rank did and when: trace/rankN.jsonl, one line per traced step.
+"""Traces: what every rank did and when, in trace/rankN.jsonl, one line per traced step.
 
     {"step": 20, "rank": 1, "pipe": 1, "host": "a", "origin": 1763199131.2, "seconds": 0.31, "spans": [...], "events": ...}
 
-All times are seconds after `origin`, the Unix time at which the rank ended the step before; `seconds` is the end of this step.
+All times are seconds after `origin`, the Unix time at which the rank ended the previous step; `seconds` is the end of this step.
 
 spans    `["1F0", start, end, waited]`: an op (`1F0`: stage 1, forward, micro-batch 0; with a unit's name when the op was
          cut), and how long the rank waited before it for what the op needed
 events   `[kind, what, issued, begun, end, bytes, group, number, peer]`: a collective, a message, or a part of the step
          (record.py). From `begun` to `end` the rank waited for it or did it; it was started at `issued`. `group` is an index
-         into `groups`, or -1; `number` counts the collectives of a group, alike on all its ranks; `peer` is the other rank of a
+         into `groups`, or -1; `number` counts the collectives of a group, equally on all its ranks; `peer` is the other rank of a
          message, or -1
 groups   `[name, [rank, …]]`
 memory   `[time, bytes]` in use at the end of every op; `peak` has the time, the bytes and the parts of the largest
 lead     CUDA: how far the device was behind the host at the end of the step; near 0, the device waits for the host
 
 On CUDA the times are the device's, from events; a step's line is written when the device has finished the step. A mark that the
-device has not reached by then (another stream's) is left out with its event.
+device has not reached by then (another stream's) is omitted with its event.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = ["TraceFile", "Waits"]
 
 
 class Waits(NamedTuple):
-    """How long this rank waited in a traced step."""
+    """Waiting times of this rank in a traced step."""
 
     exposed: float
     """Seconds, for collectives."""
     bubble: float
-    """Share of the step, for messages of other pipeline ranks."""
+    """Fraction of the step, for messages of other pipeline ranks."""
 
 
 @dataclass
@@ -62,8 +62,8 @@ class _Held:
 class TraceFile:
     """Appends step 1 and every `every`-th step; on resume, lines of steps after `done` are dropped first.
 
-    `begin` returns what records a step that is to be traced, `hold` keeps it once its work has been issued, `write` reads and
-    writes it once that work is complete. Several steps may be held at a time.
+    `begin` returns the recorder of a traced step, `hold` keeps it after the step's work was issued, `write` reads and
+    writes it after that work is complete. Several steps may be held at a time.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TraceFile:
         return bool(self.every) and (step % self.every == 0 or step == 1)
 
     def begin(self, step: int, begun: Any) -> StepTrace | None:
-        """What records the step from a mark on; None if it is not to be traced."""
+        """The recorder of a step from a mark on; None if the step is not traced."""
         if not self.traces(step):
             return None
         trace = StepTrace(self.clock.mark, self._memory, self._parts)

@@ -1,8 +1,8 @@
-"""What `fourfold verify` does in a rank: train a tiny model by every kind of plan, and compare it with one rank.
+"""What `fourfold verify` runs in each rank: train a tiny model under every kind of plan, and compare it with one rank.
 
 A case is a plan for all ranks of the job. Its losses and gradient norms in fp64 must be those of one rank to 1e-9 (the numerics
-contract), whatever it splits, orders, shards or offloads. All cases run in the same processes, one after another, each in process
-groups of its own (torch would reuse the names of destroyed groups, and with them the addresses of closed connections, so
+contract), whatever it splits, orders, shards or offloads. All cases run in the same processes, one after another, each in
+separate process groups (torch would reuse the names of destroyed groups, and with them the addresses of closed connections, so
 every case has its own prefix in the store). `cases` is a pure function of the number of ranks.
 """
 
@@ -39,22 +39,22 @@ MODES = ("replicate", "zero2", "zero3", "keep")
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to prove: by a plan for all ranks, unless so many ranks cannot do it."""
+    """One check: a plan for all ranks, or the reason why this number of ranks cannot run it."""
 
     name: str
     plan: dict[str, Any] = field(default_factory=dict)
     impossible: str = ""
-    """Why not, here."""
+    """Why it cannot run here; empty if it can."""
     resume: bool = False
     """Stop half-way and resume: the same bits as without the stop."""
 
 
 def cases(ranks: int, quick: bool = False) -> list[Case]:
-    """Every kind of plan that so many ranks allow; `quick`: one of each feature."""
+    """Every kind of plan for this number of ranks; `quick`: one per feature."""
     found: list[Case] = []
     factor = next((p for p in range(2, ranks) if ranks % p == 0), 0)
     no_pair = f"{ranks} ranks are not a product of two axes"
-    alone = "one rank has nobody to share with"
+    alone = "it needs at least two ranks"
 
     def add(name: str, mesh: dict[str, int], why: str = "", **sections: Any) -> None:
         plan = {"mesh": mesh, "precision": {"compute": "fp64"}} | sections
@@ -118,7 +118,7 @@ def cases(ranks: int, quick: bool = False) -> list[Case]:
 
 
 def tiny_config(folder: Path, name: str, ranks: int, device: str, backend: str, steps: int = STEPS) -> Config:
-    """A model small enough to train in a moment, with layers for every stage and two sequences for every rank."""
+    """A tiny model, with a layer for every stage and two sequences for every rank."""
     text = folder / "corpus.txt"
     if not text.exists():
         text.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(2000)))
@@ -147,15 +147,15 @@ class _Losses(Callback):
 
 
 def _train(place: Place, store: dist.Store | None, config: Config, plan: Plan, resume: bool = False) -> list[Any]:
-    """Losses and norms of a run; all ranks have them. The ranks meet under a prefix of `store` that only this run uses."""
+    """Losses and norms of a run, on all ranks. The rendezvous uses a prefix of `store` that only this run uses."""
     from fourfold.train.worker import work
 
     layout, losses, path = plan.check(config, place.ranks), _Losses(), config.train.run_dir
     run = RunDir.create(path, config, plan) if place.rank == 0 and not resume else RunDir(path)
-    meeting = dist.PrefixStore(f"{path} {resume}", store) if store is not None else None
+    rendezvous = dist.PrefixStore(f"{path} {resume}", store) if store is not None else None
     try:
         with open("/dev/null", "w") as nowhere:
-            work(place, meeting, config, plan, layout, run, callbacks=[losses], console=nowhere)
+            work(place, rendezvous, config, plan, layout, run, callbacks=[losses], console=nowhere)
     finally:
         run.unlock()
     return losses.found
@@ -191,7 +191,7 @@ def run_cases(
             )
             line = {"result": "failed" if detail else "passed", "detail": detail}
         except FourfoldError as e:
-            if e.exit_code != 2:  # refused by all ranks alike, before anything was started
+            if e.exit_code != 2:  # 2: refused by all ranks, before anything was started
                 raise
             line = {"result": "impossible", "detail": str(e)}
         _note(place, results, {"name": case.name, "seconds": time.perf_counter() - begin} | line)
@@ -206,12 +206,12 @@ def _note(place: Place, results: Path, line: dict[str, Any]) -> None:
 
 
 def _compared(place: Place, store: dist.Store | None, config: Config, case: Case, reference: list[Any]) -> str:
-    """What is wrong with a case; nothing, if it is right."""
+    """The problem of a case; empty if it passes."""
     return _difference(_train(place, store, config, Plan.from_dict(case.plan)), reference, TOLERANCE)
 
 
 def _resumed(place: Place, store: dist.Store | None, config: Config, case: Case) -> str:
-    """A run that stops half-way and resumes, against one that does not: the same bits; under another plan, to 1e-9."""
+    """Compare a run that stops half-way and resumes with one that does not: bit-identical; under another plan, to 1e-9."""
 
     def part(name: str, steps: int) -> Config:
         train = dataclasses.replace(config.train, steps=steps, run_dir=f"{config.train.run_dir}-{name}")
@@ -230,7 +230,7 @@ def _resumed(place: Place, store: dist.Store | None, config: Config, case: Case)
 
 
 def _difference(found: list[Any], expected: list[Any], tolerance: float) -> str:
-    """Where two series of (loss, norm) part, in a sentence; nothing if they are equal to the tolerance."""
+    """The first difference of two series of (loss, norm), as a sentence; empty if they agree to the tolerance."""
     if len(found) != len(expected):
         return f"{len(found)} steps instead of {len(expected)}"
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True), 1):

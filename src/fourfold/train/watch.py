@@ -1,26 +1,27 @@
-"""The watchdog of a job: finds a hang, and says which rank the others wait for, in what, at which step and op.
+"""The watchdog of a job: detects a hang, and reports which rank the others wait for, in what, at which step and op.
 
 [Note: what a hang is]
 Every rank counts its progress: an op begun, a collective or message started or finished, on a GPU also what the device has
 reached. A job hangs when *no rank* has made progress for the phase's limit: `train.timeout` for steps, `train.start_timeout`,
-`train.eval_timeout` and `checkpoint.timeout` for the other phases; the report names the one that was exceeded. A rank that is
-slow makes progress, and the others may wait for it as long as it does: process groups have no timeout of their own.
+`train.eval_timeout` and `checkpoint.timeout` for the other phases; the report names the one that was exceeded. A slow rank makes
+progress, and the others may wait for it as long as it does: the timeouts of process groups are disabled.
 Starting and saving may take long without visible progress and have longer limits, but a rank that has also been silent for
 `train.timeout` ends the job then.
 
 [Note: beats]
-Two threads per rank, which never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what
-it waits for, how many collectives of each group it has started, how long ago it made progress. It goes to files for ranks
-started on this machine and to the job's store under torchrun and srun. The other thread judges: when its own rank has made no
-progress for half a limit it reads the beats of all; the first to see that nobody moves writes the verdict, which ends all ranks.
-To keep that cheap with many ranks, the first few read beats, and the others look for the verdict.
-The threads are daemons, so that a hang of theirs holds no process up, and are joined when the watch ends: a daemon thread that
-returns from the store while the interpreter shuts down aborts the process (SIGABRT after a run that succeeded).
+Two threads per rank, which never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what it waits
+for, how many collectives of each group it has started, how long ago it made progress. Beats are files for ranks started on this
+machine, and keys of the job's store under torchrun and srun. The other thread judges: when its own rank has made no progress for
+half a limit, it reads the beats of all ranks; the first to see that no rank makes progress writes the verdict, which ends all
+ranks. To keep that cheap with many ranks, only the first few read beats; the others only read the verdict. The threads are
+daemons, so that a hanging one does not keep the process alive, and are joined when the watch ends: a daemon thread that returns
+from the store while the interpreter shuts down aborts the process (SIGABRT after a successful run).
 
-[Note: who is to blame]
-A rank whose beat is old does not answer: it is stopped, dead, or its host is. Else one that waits for nothing, while others wait
-for it. Else the ranks wait for each other: a rank that skipped a collective is ahead of the others, and the numbers of started
-collectives show in which; if all have started the same one, the network or the communication library hangs.
+[Note: finding the culprit]
+A rank whose beat is old does not answer: it is stopped or dead, or its host is. Otherwise, the culprit is a rank that waits for
+nothing while others wait for it. Otherwise the ranks wait for each other: a rank that skipped a collective is ahead of the
+others, and the numbers of started collectives show which one; if all have started the same one, the network or the communication
+library hangs.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from fourfold.record import RECORD, Record
 
 __all__ = ["Board", "FileBoard", "Limits", "StoreBoard", "Watch", "make_board", "resident_bytes", "verdict"]
 
-READERS = 4  # ranks that read all beats when they stop moving
-BEAT_EVENTS = 16  # of the record, in a beat: all that is known of a rank that is killed
+READERS = 4  # number of ranks that read all beats when they make no progress
+BEAT_EVENTS = 16  # events of the record in a beat: all that is known about a killed rank
 STEP = "train.timeout"
 STORE_TIMEOUT = 10.0
-"""Seconds that the job's store has to answer; the next beat tries again."""
+"""Timeout in seconds for the job's store; the next beat tries again."""
 Beat = dict[str, Any]
 
 
@@ -65,7 +66,7 @@ class Limits:
 
     @classmethod
     def of(cls, step: float, start: float = 0.0, save: float = 0.0, evaluation: float = 0.0) -> Limits:
-        """With defaults where 0 is given: model building, compilation and files may take longer than an op."""
+        """0 selects a default: model building, compilation and files may take longer than an op."""
         return cls(step, start or max(step, 1800.0), evaluation or step, save or max(step, 3600.0))
 
 
@@ -73,12 +74,12 @@ class Limits:
 
 
 class Board(Protocol):
-    """A place that all ranks can write a line to, and read."""
+    """Shared storage in which each rank can write a line, and read those of all."""
 
     def publish(self, rank: int, line: str) -> None: ...
     def read(self, ranks: int) -> dict[int, str]: ...
     def settle(self, text: str) -> str:
-        """Write the verdict, unless there is one; returns the one that holds."""
+        """Write the verdict, unless there is one; returns the existing or new one."""
 
     def settled(self) -> str:
         """The verdict; empty while there is none."""
@@ -127,7 +128,7 @@ class FileBoard:
 
 
 class StoreBoard:
-    """Keys of the job's store, over a connection of its own: the main thread may be waiting for a key."""
+    """Keys of the job's store, over a separate connection: the main thread may be waiting for a key."""
 
     def __init__(self, store: dist.Store):
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
@@ -154,7 +155,7 @@ class StoreBoard:
 
 
 def make_board(store: dist.Store) -> Board:
-    """The board of a job whose ranks met in `store`; every rank calls it."""
+    """The board of a job with the rendezvous store `store`; every rank calls it."""
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
@@ -167,8 +168,8 @@ def make_board(store: dist.Store) -> Board:
 
 
 class Watch:
-    """Publishes one rank's beats, and calls `end(text)` when the job hangs: the main thread is blocked where no exception reaches
-    it, so the process must end."""
+    """Publishes one rank's beats, and calls `end(text)` when the job hangs: no exception can reach the blocked main thread, so
+    the process must end."""
 
     def __init__(
         self,
@@ -217,11 +218,11 @@ class Watch:
 
     @property
     def patience(self) -> float:
-        """Seconds without progress after which a rank that is silent, too, ends the job."""
+        """Seconds without progress after which a rank that also sends no beats ends the job."""
         return min(self.record.limit, self.limits.step)
 
     def beat(self) -> Beat:
-        """What the others may know about this rank."""
+        """This rank's state, for the other ranks."""
         self._count += 1
         record, blocked = self.record, self.record.blocked_on()
         wait: dict[str, Any] | None = None
@@ -249,8 +250,8 @@ class Watch:
         }
 
     def _talk(self) -> None:
-        """Thread: publish, at once for the first time, and read where asked to. Only this thread talks to the board, which may
-        not answer."""
+        """Thread: publish beats, the first at once, and read those of others on request. Only this thread uses the board, which
+        may block."""
         while not self._closed.wait(self.interval if self._count else 0.0):
             try:
                 self.board.publish(self.rank, json.dumps(self.beat()))
@@ -258,15 +259,15 @@ class Watch:
                 if self._reading and not self._verdict:
                     self._others = {r: json.loads(line) for r, line in self.board.read(self.ranks).items()}
                 self._answered = time.monotonic()
-            except Exception:  # the board is gone, or does not answer: the other thread counts how long
+            except Exception:  # the board is unreachable: the other thread counts how long
                 continue
 
     def _judge(self) -> None:
-        """Thread: note progress; when there is none, find out whether anybody moves."""
+        """Thread: track progress; if there is none, find out whether any rank makes progress."""
         while not self._closed.wait(self.interval / 2):
             try:
                 text = self._look()
-            except Exception:  # a watchdog that fails must not fail in silence, nor for good
+            except Exception:  # the watchdog must report its own failure, and continue
                 traceback.print_exc()
                 continue
             if text:
@@ -274,7 +275,7 @@ class Watch:
                 return
 
     def _look(self) -> str:
-        """Why this rank must end; empty while it need not."""
+        """Why this rank must end; empty if it need not."""
         self.record.poll()
         now = time.monotonic()
         if self.record.progress != self._seen:
@@ -282,7 +283,7 @@ class Watch:
             return ""
         limit = self.record.limit
         late = self.idle - self.patience
-        if limit == float("inf"):  # the ranks have parted
+        if limit == float("inf"):  # no collective work any more
             return ""
         if self._verdict:
             return self._verdict
@@ -300,7 +301,7 @@ class Watch:
 
 
 def resident_bytes() -> int:
-    """Memory of this process in the host."""
+    """Resident memory of this process, in bytes."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -310,7 +311,7 @@ WAITING_IN = ("torch/distributed/", "torch/cuda/", "/threading.py", "/queue.py")
 
 
 def _where(frame: FrameType | None) -> tuple[str, bool]:
-    """Where the main thread is, and whether that is a place where threads wait."""
+    """The main thread's current function, and whether it is one in which threads wait."""
     if frame is None:
         return "", False
     code = frame.f_code
@@ -322,7 +323,7 @@ def _where(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def verdict(beats: Mapping[int, Beat], ranks: int, now: float, stale: float) -> str:
-    """Why nobody moves and since when, one line per rank that matters; empty while some rank makes progress."""
+    """Why no rank makes progress and since when, one line per relevant rank; empty if some rank makes progress."""
     age = {r: max(0.0, now - b["time"]) for r, b in beats.items()}
     idle = {r: b["idle"] + age[r] for r, b in beats.items()}
     silent = [r for r in beats if age[r] > stale]
@@ -358,7 +359,7 @@ def _at(beat: Beat) -> str:
 
 
 def _late(wait: dict[str, Any], beats: Mapping[int, Beat]) -> list[int]:
-    """Ranks that have not started the collective that another one waits for."""
+    """Ranks that have not started the collective that another rank waits for."""
     return [r for r in wait["ranks"] if r in beats and beats[r]["groups"].get(wait["group"], [0])[0] < wait["number"]]
 
 
@@ -376,7 +377,7 @@ def _waits(rank: int, beats: Mapping[int, Beat]) -> str:
 
 
 def _disagreement(beats: Mapping[int, Beat]) -> list[str]:
-    """What ranks that all wait do not agree about."""
+    """Where ranks that all wait disagree."""
     lines, named = [], set()
     for rank, beat in sorted(beats.items()):
         wait = beat["wait"]

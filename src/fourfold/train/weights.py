@@ -1,6 +1,6 @@
 """Initial weights from files: a Hugging Face folder (safetensors), or a distributed checkpoint (DCP) of torch.
 
-Every rank reads the boxes of the serial parameters that it holds and nothing else, straight into its optimizer's master copy,
+Every rank reads only the boxes of the serial parameters that it holds, directly into its optimizer's master copy,
 so nothing is gathered, and a model is never in memory twice:
 
     held box of a serial parameter  →  rows of stored tensors (model/families.py: Link)  →  view of the mapped file  →  copy
@@ -50,19 +50,19 @@ __all__ = [
 ]
 
 LONGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library has the same bound."""
+"""Maximum bytes of a header; the safetensors library has the same limit."""
 LARGEST_DIM = 2**31
 CHUNK = 64 << 20
 """Bytes that are copied at a time."""
 THREADS = 4
-"""Copies in flight: page faults of one wait while others read."""
+"""Number of concurrent copies: while one waits for page faults, others read."""
 PREFIXES = ("", "model.", "state.model.", "app.model.", "module.", "model.module.", "_orig_mod.", "model._orig_mod.")
-"""What savers of distributed checkpoints put before the names of a model."""
+"""Prefixes of model parameters in distributed checkpoints."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def open_source(path: str | Path) -> Source:
-    """The tensors in a folder; raises ConfigError for a folder without weights that can be read."""
+    """The tensors in a folder; raises ConfigError if it has no readable weights."""
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; model.init is 'random' or the path of a folder with weights")
@@ -79,7 +79,7 @@ def open_file(path: Path) -> Source:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a folder that its weights are in."""
+    """The files in a folder that contain its weights."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; it had the weights that this run started from")
     if (path / ".metadata").is_file():
@@ -167,7 +167,7 @@ def _no_weights(folder: Path) -> str:
 
 def _same_names(folder: Path, file: Path, wanted: set[str], found: set[str]) -> None:
     for name in sorted(wanted - found):
-        raise ConfigError(f"{folder}: the index says that {file.name} has {name}, but it has not")
+        raise ConfigError(f"{folder}: the index lists {name} in {file.name}, which does not contain it")
     for name in sorted(found - wanted):
         raise ConfigError(f"{folder}: {file.name} has {name}, which the index does not name")
 
@@ -177,7 +177,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _table(path: Path, text: bytes) -> dict[str, Any]:
-    """A JSON object in which no name is given twice."""
+    """A JSON object without duplicate names."""
     try:
         data = files.parse_json(text.decode("utf-8"), f"{path}: damaged", ConfigError)
     except UnicodeDecodeError:
@@ -231,7 +231,7 @@ def _header(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype, t
 
 
 def family_of_source(m: ModelConfig) -> Family:
-    """The family whose names the files of a model have."""
+    """The family whose tensor names the files of a model use."""
     if m.model_type not in FAMILIES:
         raise ConfigError(
             f"model.init = '{m.init}' needs model.model_type, the family of its names: one of {', '.join(FAMILIES)}"
@@ -242,7 +242,7 @@ def family_of_source(m: ModelConfig) -> Family:
 def check_weights(m: ModelConfig, *, again: bool = False) -> _Renamed:
     """Open the weights of a (resolved) model and compare them with what it needs; raises ConfigError naming what differs.
 
-    `again`: they were checked before, so that only headers are read.
+    `again`: they were checked before; only headers are read.
     """
     family = family_of_source(m)
     opened = open_source(m.init)
@@ -261,14 +261,14 @@ def check_weights(m: ModelConfig, *, again: bool = False) -> _Renamed:
         raise ConfigError(f"{where}: {_some(unknown)} not part of it")
     for name, shape in expected.items():
         if (found := source.tensors[name][0]) != shape:
-            raise ConfigError(f"{where}: {name} is {list(found)}, and {list(shape)} in the model")
+            raise ConfigError(f"{where}: {name} is {list(found)}, but {list(shape)} in the model")
     for name in set() if again else tied & set(source.tensors):
         _refuse_untied(source, name, next(x.theirs for x in links(family, m) if x.ours == "embed.tokens.weight"), where)
     return source
 
 
 def _canonical(source: Source, family: Family) -> _Renamed:
-    """Its tensors under the names of the table; what is no parameter is left out."""
+    """The source's tensors under the table's names, without those that are not parameters."""
     names: dict[str, str] = {}
     for name in source.tensors:
         known = canonical_name(family, name)
@@ -278,7 +278,7 @@ def _canonical(source: Source, family: Family) -> _Renamed:
 
 
 def _without_prefix(source: Source, family: Family, m: ModelConfig) -> _Renamed:
-    """The model's tensors in a distributed checkpoint, which has a prefix before their names and other tensors beside them."""
+    """The model's tensors in a distributed checkpoint, whose names have a prefix and which also holds other tensors."""
     families = [family]
     if family.model_type == "llama":
         newer = tuple((f"attention.w{x}", f"attention.qkv_linear.w{x}") for x in "qkv")
@@ -312,12 +312,12 @@ class _Renamed:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{listed} {'is' if len(names) == 1 else 'are'}"
 
 
 def _refuse_untied(source: Source, head: str, embedding: str, where: str) -> None:
-    """A head that is in the files although the config ties it must be the embedding."""
+    """If the config ties the head but the files contain it, check that it equals the embedding."""
     shape = source.tensors[embedding][0]
     same = source.tensors[head] == source.tensors[embedding]
     step = max(1, CHUNK // (8 * math.prod(shape[1:])))
@@ -334,13 +334,13 @@ def _refuse_untied(source: Source, head: str, embedding: str, where: str) -> Non
 
 
 def read_weights(loop: Loop) -> dict[str, str]:
-    """Fill the weights of a loop from the folder that its config names, unit by unit, on every rank its own pieces.
+    """Fill the weights of a loop from the folder in its config, unit by unit; every rank reads its own pieces.
 
-    Returns the type of every tensor there by name, as safetensors spells it.
+    Returns the dtype of every tensor in the folder by name, in safetensors' spelling.
     """
     m = loop.config.model
     source = check_weights(m, again=True)
-    for base in loop.bases:  # with LoRA, the only ones that files have
+    for base in loop.bases:  # with LoRA, the only units whose weights are in files
         fill(source, m, [Holding("", base.shard.detach(), base.shard_range[0], base.layout, base.pieces)])
     for unit in loop.units if not loop.bases else ():
         master = loop.optimizer.flats(unit)[""]
@@ -352,19 +352,19 @@ def read_weights(loop: Loop) -> dict[str, str]:
 
 
 def stored_types(source: Source) -> dict[str, str]:
-    """The type of every tensor by name, as safetensors spells it."""
+    """The dtype of every tensor by name, in safetensors' spelling."""
     spelled = {dtype: name for name, dtype in DTYPES.items()}
     return {name: spelled[dtype] for name, (_, dtype) in source.tensors.items()}
 
 
 @torch.no_grad()
 def fill(source: _Renamed, m: ModelConfig, holdings: Iterable[Holding]) -> None:
-    """Fill what this rank holds of the serial parameters."""
+    """Fill this rank's parts of the serial parameters."""
     fill_by(source, links(source.family, m), holdings)
 
 
 def fill_by(source: Source, stored: Iterable[Link], holdings: Iterable[Holding]) -> None:
-    """The same, with the tensors that are stored named."""
+    """The same, with an explicit list of stored tensors."""
     of: dict[str, list[Link]] = defaultdict(list)
     for link in stored:
         of[link.ours].append(link)
@@ -385,7 +385,7 @@ def _fill(source: Source, link: Link, box: Box, view: Tensor) -> None:
 
 
 def _runs(link: Link, box: Box, width: int) -> Iterator[tuple[int, Box, int]]:
-    """Where rows of a held box begin in it, which box of the stored tensor they are (as it is viewed), every how many rows."""
+    """For each run: first row in the held box, the box of the viewed stored tensor, and the stride of its rows."""
     (start, stop), *rest = box
     most = max(1, CHUNK // (width * max(1, math.prod(b - a for a, b in rest))))
     for run in link.runs:
@@ -397,7 +397,7 @@ def _runs(link: Link, box: Box, width: int) -> Iterator[tuple[int, Box, int]]:
 
 
 def _stored(source: Source, link: Link, box: Box) -> Tensor:
-    """A box of a stored tensor, as it is viewed and transposed."""
+    """A box of a stored tensor, after its view and transpose."""
     if link.shape != link.view:
         whole = source.read(link.theirs, tuple((0, n) for n in link.shape)).reshape(link.view)
         tensor = whole.mT if link.transposed else whole

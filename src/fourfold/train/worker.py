@@ -1,8 +1,8 @@
-"""Where the parts meet: one rank, assembled from a config and a plan. Reads like a recipe.
+"""Assembles one rank from a config and a plan, in `assemble`.
 
 Build the model without storage; put it on the tensor grid; make the units of this rank's stages, each with its parameters in one
-flat buffer and their initial values; chain them into stages; give the stages, their messages and the rank's program to an
-executor; give the units an optimizer; open the data; resume if there is something to resume; run the loop.
+flat buffer and their initial values; chain them into stages; create an executor for the stages, their messages and the rank's
+program; create the optimizer of the units; open the data; resume from a checkpoint if there is one; run the loop.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the steps done, and where it was written."""
+    """How a run ended: the steps done, and its run directory."""
 
     steps: int
     run_dir: Path
@@ -85,11 +85,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class UserParts:
-    """What a caller of `fit` brings; None: as the config says."""
+    """The caller's own parts in `fit`; None: from the config."""
 
     model: OwnModel | None = None
     opened: tuple[Samples, Samples | None, Loss | None] | None = None
-    """Samples and loss, where they were opened already."""
+    """Samples and loss, if already opened."""
 
 
 def fit(
@@ -103,16 +103,16 @@ def fit(
     resume: bool = False,
     console: IO[str] | None = None,
 ) -> Outcome:
-    """Train `config` by `plan` (default: every rank a replica), in this process as one rank of a job or as the only one.
+    """Train `config` under `plan` (default: every rank is a replica); this process is one rank of a job, or the only one.
 
-    Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the process group that
-    is there, or joins the one of torchrun or srun, or is alone. With `resume`, the run in `train.run_dir` continues from its
-    newest checkpoint.
+    Call it in every rank, from your own script; `fourfold train` starts the ranks itself. It uses the existing process group,
+    or joins that of torchrun or srun, or runs alone. With `resume`, the run in `train.run_dir` continues from its newest
+    checkpoint.
 
     Args:
         model: your own model instead of `config.model`: ordered layers, or a function that makes them (own_model.py). Needs
             `data` and `loss`.
-        data: your own dataset instead of `config.data`: an object with a length and samples by number (own_data.py;
+        data: your own dataset instead of `config.data`: an object with a length and samples by index (own_data.py;
             without `model` and `loss`: examples of tokens or text, data.py).
         loss: your own loss instead of the cross entropy: a function of (output, batch) (objective.py).
     """
@@ -120,7 +120,7 @@ def fit(
     plan = plan or Plan(mesh=Mesh(data=place.ranks))
     if model is not None and config.lora.rank:
         raise ConfigError(
-            "[lora] adapts models of ours, not your own: use lora.rank = 0, and adapt your model yourself"
+            "[lora] adapts built-in models, not your own: use lora.rank = 0, and adapt your model yourself"
         )
     own = OwnModel.of(model, config.train.seed) if model is not None else None
     if own is not None and (data is None or loss is None):
@@ -136,8 +136,8 @@ def fit(
     if own is None and config.model.init != "random" and not resume:
         check_weights(config.model)
     user = UserParts(own, open_run(config, data, loss, own_model=own is not None))
-    told = [*callbacks, _Resumed(resume, console)]
-    outcome = join_and_work(place, config, plan, layout, callbacks=told, resume=resume, console=console, user=user)
+    callbacks = [*callbacks, _Resumed(resume, console)]
+    outcome = join_and_work(place, config, plan, layout, callbacks=callbacks, resume=resume, console=console, user=user)
     if place.rank == 0 and outcome.steps < config.train.steps:
         print(
             f"stopped after step {outcome.steps} of {config.train.steps}; fit(…, resume=True) continues", file=console
@@ -146,7 +146,7 @@ def fit(
 
 
 class _Resumed(Callback):
-    """Says where a resumed run starts; the command line says it itself."""
+    """Prints where a resumed run starts; the command line prints this itself."""
 
     def __init__(self, resume: bool, console: IO[str] | None):
         self.resume, self.console = resume, console
@@ -168,7 +168,7 @@ def join_and_work(
     console: IO[str] | None = None,
     user: UserParts = UserParts(),
 ) -> Outcome:
-    """`fit` with a resolved config and a checked plan, of which `layout` is the lowered pipeline."""
+    """`fit` with a resolved config and a checked plan; `layout` is its lowered pipeline."""
     device, limits = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
@@ -185,7 +185,7 @@ def join_and_work(
 def _agree_on_plan(
     place: Place, config: Config, plan: Plan, layout: PipelineLayout, user: UserParts
 ) -> tuple[Plan, PipelineLayout]:
-    """Rank 0's plan, on all ranks: each may have made one, from what it found on its host."""
+    """Broadcast rank 0's plan: ranks may have planned from different hardware information."""
     if place.ranks == 1:
         return plan, layout
     mine = plan.to_dict()
@@ -198,10 +198,10 @@ def _agree_on_plan(
 
 
 def claim(place: Place, config: Config, plan: Plan, resume: bool) -> RunDir:
-    """The run directory, claimed by rank 0 for all; its refusal is raised on every rank.
+    """The run directory, claimed by rank 0 for all; if that fails, every rank raises its error.
 
-    A job that its launcher restarted continues the run that it began: one of its ranks says so, or the directory carries
-    the job's name.
+    A job that was restarted by its launcher continues its run: it is recognised by the restart count of one of its ranks, or
+    by the job's name in the directory.
     """
     restarted = any(_everyone(place.restarted, place))
     run, problem = RunDir(config.train.run_dir), None
@@ -242,7 +242,7 @@ def work(
     console: IO[str] | None = None,
     user: UserParts = UserParts(),
 ) -> Outcome:
-    """Be one rank of a run whose directory is claimed, config resolved and plan checked; `layout` is its lowered pipeline."""
+    """Run one rank: the run directory is claimed, the config resolved and the plan checked; `layout` is its lowered pipeline."""
     device, limits = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if dist.is_initialized():
@@ -260,10 +260,10 @@ def work(
             if place.rank == 0 and steps == config.train.steps:
                 from fourfold.train.export import write_final, write_own_final
 
-                del loop  # what the rank holds goes before weights are read whole
+                del loop  # free this rank's tensors before whole weights are read
                 gc.collect()
                 if user.model is None:
-                    write_final(run, config)  # a request to stop does not cut it short
+                    write_final(run, config)  # not interrupted by a request to stop
                 else:
                     write_own_final(run.checkpoints, run.final)
             if place.rank == 0:
@@ -274,7 +274,7 @@ def work(
 
 @contextlib.contextmanager
 def _leaving(joined: bool) -> Iterator[None]:
-    """Leave the process group in the end, if this call has joined it; after a failure only where that waits for no peer."""
+    """Leave the process group on exit, if this call has joined it; after a failure only if that waits for no peer."""
     try:
         yield
     except BaseException:
@@ -288,7 +288,7 @@ def _leaving(joined: bool) -> Iterator[None]:
 def _watch(
     place: Place, store: dist.Store | None, limits: Limits, board: Board | None, recorder: FailureRecorder
 ) -> contextlib.AbstractContextManager[object]:
-    """The watchdog of this rank. With it, a process group needs no timeout of its own; `store` is the launcher's."""
+    """The watchdog of this rank, which replaces the timeouts of process groups; `store` is the launcher's."""
     if board is None:
         return contextlib.nullcontext()
 
@@ -311,14 +311,14 @@ def assemble(
     console: IO[str] | None,
     user: UserParts = UserParts(),
 ) -> tuple[Loop, int]:
-    """The loop of one rank, and how many steps were done before."""
+    """The loop of one rank, and the number of steps done before."""
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=LONGEST_WAIT))
     world = dist.group.WORLD if place.ranks > 1 else None
     batch_group = mesh.group("data", "depth", "row", use="gradients")
     saving = mesh.group(*AXES, use="save", gloo=True)
     compute = DTYPES[plan.precision.compute]
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
-    peak_rate = peak_flops(device, compute)  # measured, it takes memory: before the rank has much
+    peak_rate = peak_flops(device, compute)  # measuring needs memory, so do it before the model is built
     guard = Guard(
         limits=limits,
         max_skipped=config.train.max_skipped,
@@ -341,7 +341,7 @@ def assemble(
     else:
         if len(set(_everyone(user.model.fingerprint(), place))) > 1:
             raise ConfigError(
-                "the weights of your model differ between ranks; call torch.manual_seed before it is built, or give fit a "
+                "the weights of your model differ between ranks; call torch.manual_seed before it is built, or pass fit a "
                 "function that builds it"
             )
         held = make_own_units(user.model, plan, mesh, layout, **sizes)
@@ -412,16 +412,16 @@ def assemble(
             loop.memory_parts,
         )
         if loop.trace.dropped:
-            print(f"trace/rank{place.rank}.jsonl: left out {loop.trace.dropped} damaged lines", flush=True)
+            print(f"trace/rank{place.rank}.jsonl: dropped {loop.trace.dropped} damaged lines", flush=True)
     if place.rank == 0:
-        run.write(config, plan)  # only now that the checkpoint is known to open under them
+        run.write(config, plan)  # after the checkpoint was opened under them
         schema.write_json(run.env_file, environment(place, device))
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
 
 
 def _check_base(place: Place, run: RunDir, config: Config, begins: bool) -> None:
-    """Rank 0 records, or compares, the files of the frozen weights; its refusal is raised on every rank."""
+    """Rank 0 records, or compares, the files of the frozen weights; every rank raises its error."""
     problem = None
     if place.rank == 0:
         try:
@@ -434,7 +434,7 @@ def _check_base(place: Place, run: RunDir, config: Config, begins: bool) -> None
 
 
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
-    """What the run runs on, for env.json."""
+    """Hardware and software of the run, for env.json."""
     return {
         "fourfold": fourfold.__version__,
         "torch": torch.__version__,
@@ -451,9 +451,9 @@ def environment(place: Place, device: torch.device) -> dict[str, Any]:
 
 
 def _prepare(config: Config, place: Place) -> tuple[torch.device, Limits]:
-    """This rank's device and timeouts, with torch set up as the config wants it."""
+    """This rank's device and timeouts; also configures torch."""
     device = choose_device(config.train.device, place)
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # less of the memory is lost to fragments; read at the first allocation
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # reduces fragmentation; read at the first allocation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if config.train.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -476,7 +476,7 @@ class Recorder(Callback):
         )
         if self.file.dropped:
             numbers = ", ".join(map(str, self.file.dropped[:10]))
-            self.progress.note(f"  metrics.jsonl: left out {len(self.file.dropped)} damaged lines: {numbers}")
+            self.progress.note(f"  metrics.jsonl: dropped {len(self.file.dropped)} damaged lines: {numbers}")
 
     def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
         self.file.write(metrics)
