@@ -399,8 +399,11 @@ def streaming(path: Path) -> None:
     )
     y = 44.0
     for title, stream in (
-        ("clipping and guard off: a layer's update starts when its gradient is complete", "early"),
-        ("with clipping: updates wait for the norm, run in forward order, and overlap with the next forward", "last"),
+        (
+            "a layer's update starts when its gradient is complete (with clipping: it is undone if the norm says so)",
+            "early",
+        ),
+        ("waiting for the norm (rollback off): updates run in forward order and overlap with the next forward", "last"),
     ):
         t = simulate(lower(build("1f1b", 1, count), units, buckets, stream=stream), costs)
         ops = [
