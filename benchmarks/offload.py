@@ -8,11 +8,14 @@ moment before. Beside each stands the bound: what the measured link and compute 
 on the host; `--quick` is a small shape.
 
     bound without clipping   max(compute, traffic)                    traffic = bytes of state / one direction of the duplex link
-    bound with clipping      compute + what of the traffic is neither staged nor hidden by the next forward, at least traffic
+    bound with clipping      compute + the part of the traffic that is neither staged nor overlapped with the next forward,
+                             at least traffic; where updates may be rolled back, nor with the last backward, of 6/5 of the traffic
 
-where compute is forward, backward and update with all state on the GPU, measured in the same turn.
+where compute is forward, backward and update with all state on the GPU, measured in the same turn. "May be rolled back, norm
+fine" has a threshold that no norm reaches; in "every step clips" all do, so that after three steps updates wait for the norm.
 
-Then: the update alone against the link; the largest model; activations on the host against recomputation.
+Then: the update alone against the link; the largest models, with kept gradients and clipping, and with consumed gradients and
+neither; activations on the host against recomputation.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -42,7 +46,7 @@ from fourfold.config import ModelConfig
 from fourfold.errors import HostMemoryError
 from fourfold.model.build import serial_model
 from fourfold.offload.activations import ActivationOffload
-from fourfold.offload.host import host_memory
+from fourfold.offload.host import available_bytes, host_memory
 from fourfold.offload.queues import make_queues
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU it runs, but measures nothing
@@ -148,7 +152,10 @@ def allocated() -> int:
 
 
 def peak() -> int:
-    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 1
+    """Most bytes of tensors on the GPU since `clean`; on the CPU, of the whole process since it began."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def clean() -> None:
@@ -231,16 +238,19 @@ def optimizer_rows(quick: bool) -> Iterator[Row]:
     log(f"{here.size / 1e9:.2f} B parameters; forward {forward:.3f} s, forward and backward {micro:.3f} s")
     fsdp = peer("fsdp_offload", quick)
     began, base = time.perf_counter(), allocated()
-    ours = Ours(here, clip=1.0, guard=True, staging=256 << 20 if quick else 16 * GIB)
+    ours = Ours(here, clip=1.0, guard=True, staging=256 << 20 if quick else 16 * GIB, rollback=1 << 62)
     streamer = ours.optimizer.streamer
-    log(f"{streamer.host_bytes / GIB:.1f} GiB of host memory made ready in {time.perf_counter() - began:.1f} s")
+    room = streamer.rollback_bytes
+    ready = f"{streamer.host_bytes / GIB:.1f} + {room / GIB:.1f} GiB of host memory made ready"
+    log(f"{ready} in {time.perf_counter() - began:.1f} s")
     for case, prepare in (
-        ("clipping, 16 GiB staged", None),
-        ("clipping, 4 buckets", shorten_ring),
-        ("no clipping, 4 buckets", drop_norm),
+        ("clipping, 16 GiB staged", partial(set_rollback, ours, 0)),
+        ("clipping, 4 buckets", partial(shorten_ring, ours)),
+        ("clipping, may be rolled back, norm fine", partial(set_rollback, ours, room, 1e9)),
+        ("clipping, may be rolled back, every step clips", partial(set_rollback, ours, room, 1e-6)),
+        ("no clipping, 4 buckets", partial(drop_norm, ours)),
     ):
-        if prepare is not None:
-            prepare(ours)
+        prepare()
         clean()
         resident = (allocated() - base + 4 * here.size) / GIB
         yield lower_is_better(case, "16 bytes a parameter", "GiB resident", resident, 16 * here.size / GIB)
@@ -250,6 +260,8 @@ def optimizer_rows(quick: bool) -> Iterator[Row]:
             link = rates["both"] / 2
             compute, traffic = count * per_step / rows[0].theirs, streamer.host_bytes / link
             exposed = (streamer.host_bytes - streamer.ring_bytes) / link - forward if ours.optimizer.clip else 0.0
+            if streamer.optimistic:
+                exposed = 1.2 * streamer.host_bytes / link - micro
             bound = max(traffic, compute + max(0.0, exposed))
             spent = count * per_step / rows[0].ours
             yield lower_is_better(rows[0].case, "bound of link and compute", "s a step", spent, bound)
@@ -273,7 +285,7 @@ def race(case: str, count: int, there: OnDevice, ours: Ours, ids: Tensor, fsdp: 
     mine, theirs = median(times["ours"]), median(times["theirs"])
     spread = max((max(t) - min(t)) / min(t) for t in times.values())
     rate = count * ids.numel()
-    name = f"{case}, {rate // 1024} k tokens"
+    name = f"{case}, {rate // 1024} k tokens" if rate >= 1024 else f"{case}, {rate} tokens"
     log(f"{name}: {mine:.3f} s, all on the GPU {theirs:.3f} s: {theirs / mine:.1%}")
     yield Row(name, "all on the GPU", "tokens/s", rate / mine, rate / theirs, theirs / mine, spread)
     if str(count) in fsdp:
@@ -291,13 +303,23 @@ def shorten_ring(ours: Ours, slots: int = 4) -> None:
     streamer.ring_bytes = size * len(streamer._free)
 
 
+def set_rollback(ours: Ours, room: int, clip: float = 1.0) -> None:
+    """The same optimizer with its spare places in use (`room` bytes) or not (0), and another threshold."""
+    optimizer, streamer = ours.optimizer, ours.optimizer.streamer
+    streamer.reload()
+    optimizer.clip, streamer.rollback_bytes, streamer.optimistic, streamer._late = clip, room, room > 0, None
+    streamer._unfine.clear()
+    streamer._learned = streamer.buckets[::-1] if room else list(streamer.buckets)
+    streamer._order = streamer._next_order()
+    optimizer._register()
+
+
 def drop_norm(ours: Ours) -> None:
     """The same optimizer without clipping and guard."""
-    optimizer = ours.optimizer
-    optimizer.streamer.reload()
-    optimizer.clip, optimizer.guard = 0.0, False
-    optimizer.streamer._order = optimizer.streamer.buckets[::-1]
-    optimizer._register()
+    set_rollback(ours, 0, 0.0)
+    ours.optimizer.guard, streamer = False, ours.optimizer.streamer
+    streamer._order = streamer._learned = streamer.buckets[::-1]
+    ours.optimizer._register()
 
 
 def update_alone(ours: Ours, rates: dict[str, float]) -> Iterator[Row]:
@@ -378,43 +400,65 @@ def fsdp_offload(quick: bool) -> None:
 def largest_rows(quick: bool) -> Iterator[Row]:
     """8 B with all state on the GPU; then what neither the GPU nor the host could hold alone."""
     wide = replace(SHAPE, hidden=5120, heads=40, kv_heads=8, ffn=13824)
-    cases = {
-        "8 B, on the GPU": (replace(wide, layers=28), "device"),
-        "14 B, auto": (replace(wide, layers=50), "auto"),
-        "16 B, auto": (replace(wide, layers=57), "auto"),
-        "17.6 B, auto": (replace(wide, layers=63), "auto"),
-    }
+    clipped: dict[str, Any] = {"clip": 1.0, "guard": True}
+    consumed: dict[str, Any] = {"consume": True}
+    tries: dict[str, Any] = {"clip": 1e9, "guard": True, "rollback": 1 << 62}
+    cases: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
+        "8 B, on the GPU": (replace(wide, layers=28), "device", clipped),
+        "14 B, auto": (replace(wide, layers=50), "auto", clipped),
+        "14 B, auto, may be rolled back, norm fine": (replace(wide, layers=50), "auto", tries),
+        "16 B, auto": (replace(wide, layers=57), "auto", clipped),
+        "17.6 B, auto": (replace(wide, layers=63), "auto", clipped),
+        "17.6 B, auto, consumed gradients": (replace(wide, layers=63), "auto", consumed),
+        "20 B, auto, consumed gradients": (replace(wide, layers=72), "auto", consumed),
+        "30 B, auto, consumed gradients, bf16 moments": (
+            replace(wide, layers=108), "auto", {**consumed, "moments": torch.bfloat16},
+        ),
+    }  # fmt: skip
     if quick:
-        cases = {"small": (SMALL, "device"), "small, auto": (SMALL, "auto")}
+        cases = {
+            "small": (SMALL, "device", clipped),
+            "small, auto": (SMALL, "auto", clipped),
+            "small, may be rolled back, norm fine": (SMALL, "host", tries),
+            "small, consumed gradients": (SMALL, "host", consumed),
+        }
     found: dict[str, dict[int, float]] = {}
-    for name, (shape, where) in cases.items():
+    for name, (shape, where, options) in cases.items():
         try:
-            found[name] = train_large(name, shape, where)
+            found[name] = train_large(name, shape, where, options)
         except (HostMemoryError, torch.OutOfMemoryError) as e:
             log(f"{name}: {type(e).__name__}: {e}")
     (small, those), *others = found.items()
     for large, these in others:
         for count, b in these.items():
-            a, k = those[count], count * SEQUENCES * SHAPE.seq_len // 1024
+            a, k = those[min(count, 2)], count * SEQUENCES * SHAPE.seq_len // 1024
             yield Row(f"{large}, {k} k tokens", small, "TFLOP/s of 6 N T", b / 1e12, a / 1e12, b / a)
 
 
-def train_large(name: str, shape: ModelConfig, placement: Any) -> dict[int, float]:
-    """FLOP/s of 6 N T with two micro-batches and with one; the device holds as much state as a step without it leaves free."""
+def train_large(name: str, shape: ModelConfig, placement: Any, options: dict[str, Any]) -> dict[int, float]:
+    """FLOP/s of 6 N T with two micro-batches and with one; the device holds as much state as a step without it leaves free.
+
+    With updates that may be rolled back also with 32, half a million tokens; gradients are consumed in one micro-batch only.
+    """
     rates = {}
-    for count in (2, 1):
+    consume, tries = options.get("consume", False), "rollback" in options
+    for count in (1,) if consume else (32, 2, 1) if tries and DEVICE.type == "cuda" else (2, 1):
         clean()
         model, ids, losses = Model(shape), tokens(shape), []
-        room = left_free(model, ids, count)
-        ours = Ours(model, lr=1e-5, clip=1.0, guard=True, placement=placement, device_bytes=room, ring=8)
-        there = ours.optimizer.streamer.host_bytes / GIB
-        log(f"{name}: {model.size / 1e9:.2f} B, state {10 * model.size / GIB:.0f} GiB, {there:.1f} of it on the host")
-        seconds = timed(partial(train_once, ours, ids, count, losses), 2, 2)
+        room = left_free(model, ids, min(count, 2), consume)
+        state = 10 * model.size - (room if placement == "auto" else 0)
+        made = {**options, "rollback": int(0.85 * available_bytes()) - state} if tries else options
+        ours = Ours(model, lr=1e-5, placement=placement, device_bytes=room, ring=8, **made)
+        streamer = ours.optimizer.streamer
+        there = f"{streamer.host_bytes / GIB:.1f} + {streamer.rollback_bytes / GIB:.1f} GiB on the host"
+        log(f"{name}: {model.size / 1e9:.2f} B, {there}, {streamer.device_bytes / GIB:.1f} on the device")
+        steps = 1 if count > 2 else 2
+        seconds = timed(partial(train_once, ours, ids, count, losses), steps, steps)
         ours.close()
         rates[count] = 6 * model.size * ids.numel() * count / seconds
         log(
-            f"{name}: {seconds:.2f} s for {count} x 16 k tokens, {rates[count] / 1e12:.0f} TFLOP/s, peak {peak() / GIB:.1f} GiB, "
-            f"losses {[round(float(x), 3) for x in losses]}"
+            f"{name}: {seconds:.2f} s for {count} x {ids.numel()} tokens, {count * ids.numel() / seconds:.0f} tokens/s, "
+            f"{rates[count] / 1e12:.0f} TFLOP/s, peak {peak() / GIB:.1f} GiB, losses {[round(float(x), 3) for x in losses]}"
         )
         del model, ours
     return rates
@@ -430,18 +474,27 @@ def train_once(ours: Ours, ids: Tensor, count: int, losses: list[Tensor]) -> Non
     ours.optimizer.zero_grad()
 
 
-def left_free(model: Model, ids: Tensor, count: int) -> int:
-    """Bytes that a step leaves free at its peak before the update, less the optimizer's ring of eight buckets and 2 GiB."""
+def left_free(model: Model, ids: Tensor, count: int, consume: bool) -> int:
+    """Bytes that a step leaves free at its peak before the update, less the optimizer's ring of eight buckets and 2 GiB.
+
+    `consume`: gradients are dropped as soon as they are there; the largest one is left room for, which waits for its update.
+    """
     if DEVICE.type == "cpu":
         return 2 * GIB
-    before = allocated()
+    before, hooks = allocated(), []
+    if consume:
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
     for _ in range(count):
         model(ids).backward()
     rises = peak() - before
+    if consume:
+        rises += max(p.nbytes for p in model.parameters())
+    for hook in hooks:
+        hook.remove()
     for p in model.parameters():
         p.grad = None
     clean()
-    return torch.cuda.mem_get_info()[0] - rises - 8 * 10 * (1 << 24) - 2 * GIB
+    return torch.cuda.mem_get_info()[0] - rises - 8 * 12 * (1 << 24) - 2 * GIB
 
 
 # ---- activations ----

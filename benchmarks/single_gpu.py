@@ -7,6 +7,9 @@ fused AdamW on an fp32 master; ours runs the same settings through the config, t
 in bf16 like the loop's. MFU is of 800 TFLOP/s, the rate of a large bf16 product on an H200; recomputation does not count, and
 neither does the embedding, which is a lookup. Many count six FLOPs for every parameter, so also for the embedding's: that is the
 second row.
+
+Then ours with all optimizer state on the host, against the same loop with all of it on the GPU: with clipping, where updates
+start in the backward and the norm is fine, and without clipping and guard, with gradients that the update consumes.
 """
 
 from __future__ import annotations
@@ -26,9 +29,18 @@ from fourfold.launch.place import Place
 from fourfold.model.spec import flops_per_token
 from fourfold.plan import Plan
 from fourfold.train.rundir import RunDir
+from fourfold.train.watch import Limits
 from fourfold.train.worker import assemble
 
 RATE = 800e12
+ON_HOST: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "state on the host, clipping": ({"optimizer": "host", "rollback": "64GiB"}, {"optim": {"clip": 1e9}}),
+    "state on the host, consumed gradients": (
+        {"optimizer": "host", "gradients": "consume"},
+        {"optim": {"clip": 0.0}, "train": {"guard": False}},
+    ),
+}
+"""By case: the plan's memory, and what of the config is not the default."""
 
 
 class Hand(OnDevice):
@@ -45,20 +57,22 @@ class Hand(OnDevice):
 def main() -> None:
     args = arguments("fourfold train and a hand-written loop on one GPU")
     rows = []
-    for recompute, compiled in ((True, False), (False, False), (False, True)):
+    cases: list[tuple[bool, bool, str]] = [(True, False, ""), (False, False, ""), (False, True, "")]
+    for recompute, compiled, hosted in [*cases, *((True, False, hosted) for hosted in ON_HOST)]:
         try:
-            rows += list(compare(args.quick, recompute, compiled))
+            rows += list(compare(args.quick, recompute, compiled, hosted))
         except Exception as e:
-            log(f"recompute {recompute}, compiled {compiled}: {type(e).__name__}: {e}")
+            log(f"recompute {recompute}, compiled {compiled}, {hosted}: {type(e).__name__}: {e}")
         clean()
         torch._dynamo.reset()
     show("one GPU", rows)
     finish("single_gpu", rows, args.json)
 
 
-def compare(quick: bool, recompute: bool, compiled: bool) -> Iterator[Row]:
+def compare(quick: bool, recompute: bool, compiled: bool, hosted: str) -> Iterator[Row]:
     shape = SMALL if quick else SHAPE
     case = f"{'full recomputation' if recompute else 'no recomputation'}{', compiled' if compiled else ''}"
+    case += f", {hosted}" if hosted else ""
     flops = flops_per_token(shape.resolve()) * SEQUENCES * shape.seq_len
     ids = tokens(shape)
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -71,7 +85,7 @@ def compare(quick: bool, recompute: bool, compiled: bool) -> Iterator[Row]:
         del hand
         clean()
         with tempfile.TemporaryDirectory() as folder:
-            step = ours(Path(folder), shape, recompute, compiled)
+            step = ours(Path(folder), shape, recompute, compiled, hosted)
             clean()
             seconds["ours"].append(timed(step, 10, 3))
             peaks["ours"] = peak()
@@ -88,19 +102,21 @@ def compare(quick: bool, recompute: bool, compiled: bool) -> Iterator[Row]:
     yield Row(case, "hand-written loop", "GiB at the peak", gib["ours"], gib["theirs"], gib["theirs"] / gib["ours"])
 
 
-def ours(folder: Path, shape: Any, recompute: bool, compiled: bool) -> Any:
+def ours(folder: Path, shape: Any, recompute: bool, compiled: bool, hosted: str) -> Any:
     """One step of `fourfold train`, as a function."""
+    memory, sections = ON_HOST[hosted] if hosted else ({}, {})
     config = Config.from_dict(
         {
             "model": schema.dump(shape),
             "data": {"source": "stdlib"},
-            "optim": {"lr": 1e-4, "weight_decay": 0.1},
+            "optim": {"lr": 1e-4, "weight_decay": 0.1, **sections.get("optim", {})},
             "train": {
                 "steps": 1000,
                 "global_batch": SEQUENCES,
                 "run_dir": str(folder / "run"),
                 "device": DEVICE.type,
                 "deterministic": False,
+                **sections.get("train", {}),
             },
             "log": {"trace": 0},
         }
@@ -109,12 +125,13 @@ def ours(folder: Path, shape: Any, recompute: bool, compiled: bool) -> Any:
         {
             "unit": [{"match": "blocks.*", "recompute": "full" if recompute else "none"}],
             "precision": {"compute": "bf16", "reduce": "bf16", "compile": compiled},
+            "memory": memory,
         }
     )
     layout = plan.check(config, 1)
     run = RunDir.create(config.train.run_dir, config, plan)
     with open("/dev/null", "w") as nowhere:
-        loop, _ = assemble(Place(), DEVICE, 600.0, config, plan, layout, run, (), nowhere)
+        loop, _ = assemble(Place(), DEVICE, Limits.of(600.0), config, plan, layout, run, (), nowhere)
     index = iter(range(1000))
     return lambda: loop.step(next(index))
 
