@@ -282,10 +282,11 @@ class _Sender:
                 self._put_light(name, structure, tensors)
                 return
             port.pool.borrow(tensors)
+            data = join_bytes(tensors)  # here, so that on a device what is computed includes the copies
             if port.sends_at_once:
-                self._hand_over((tensors, self._start(name, structure, tensors, None)))
+                self._hand_over((tensors, self._start(name, structure, tensors, data, None)))
             else:
-                self._hand_over((tensors, name, structure, port.computed()))
+                self._hand_over((tensors, name, structure, data, port.computed()))
         except RuntimeError as e:
             raise CommunicationError(f"rank {self.target} no longer takes messages ({plain(e)})") from e
 
@@ -325,7 +326,7 @@ class _Sender:
         try:
             while (job := self.jobs.get()) is not None:
                 tensors, *rest = job
-                works = rest[0] if len(rest) == 1 else self._start(rest[0], rest[1], tensors, rest[2])
+                works = rest[0] if len(rest) == 1 else self._start(rest[0], rest[1], tensors, rest[2], rest[3])
                 for work in works:
                     if work is not None:
                         work.wait()
@@ -339,8 +340,7 @@ class _Sender:
             with self._idle:
                 self._idle.notify_all()
 
-    def _start(self, name: Name, structure: Any, tensors: list[Tensor], computed: Any) -> list[Any]:
-        data = join_bytes(tensors)
+    def _start(self, name: Name, structure: Any, tensors: list[Tensor], data: Tensor, computed: Any) -> list[Any]:
         if data.numel() > self._capacity:
             self._generation, self._capacity = self._generation + 1, room_for(data.numel())
         header = torch.empty(self.transport.headers.size, dtype=torch.uint8)
