@@ -188,7 +188,7 @@ def test_an_own_model_under_pipelines(ranks: int, plan: dict[str, Any], alone: P
     run_ranks(_own, ranks, tmp_path / "run", plan)
     assert losses_in(tmp_path / "run") == pytest.approx(losses_in(alone), rel=1e-11)
     ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (alone, tmp_path / "run"))
-    assert ours.keys() == {n for n, _ in nn.Sequential(*layers()).named_parameters()}
+    assert ours.keys() == {n for n, _ in nn.Sequential(*layers()).named_parameters(remove_duplicate=False)}
     for name, value in ours.items():
         assert torch.allclose(theirs[name], value, rtol=0, atol=1e-9), name
 
@@ -281,9 +281,15 @@ class Frozen(nn.Sequential):
         super().__init__(nn.Linear(2, 2).requires_grad_(False))
 
 
-def shared() -> list[nn.Module]:
+def twice() -> list[nn.Module]:
     same = nn.Linear(2, 2)
     return [same, nn.ReLU(), same]
+
+
+def shared() -> list[nn.Module]:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight, other.bias = one.weight, one.bias
+    return [one, other]
 
 
 @pytest.mark.parametrize(
@@ -291,8 +297,12 @@ def shared() -> list[nn.Module]:
     [
         ({"model": Unordered()}, "a Unordered: the order of its layers is unknown"),
         ({"model": Outside()}, "'loose' belongs to no layer: parameters used outside of the layers"),
-        ({"model": shared}, "'0.weight' and '2.weight' are one parameter in two layers"),
-        ({"model": Frozen()}, "'0.weight' is frozen"),
+        ({"model": twice}, "'0' and '2' are one layer, used twice"),
+        ({"model": shared}, "'0.weight' and '1.weight' are one parameter, and so are '0.bias' and '1.bias'; only one"),
+        ({"model": Frozen()}, "all parameters are frozen; there is nothing to train"),
+        ({"grid_rules": {nn.Bilinear: print}}, "a rule for Bilinear, and no module of the model is one; there are"),
+        ({"grid_rules": {}}, "grid_rules is empty"),
+        ({"model": None, "grid_rules": {nn.Linear: print}}, "is for a model of your own"),
         ({"model": [nn.Linear(2, 2, device="meta")]}, "'0.weight' has no values"),
         ({"model": [nn.Linear(2, 2), nn.BatchNorm1d(2)]}, "'1' is a BatchNorm1d, whose running statistics"),
         ({"model": [nn.ReLU()]}, "has no parameters"),
@@ -323,7 +333,9 @@ def test_a_grid_is_refused_with_its_reason() -> None:
     plan = ff.Plan.from_dict({"mesh": {"row": 2}})
     from fourfold.train.own_model import OwnModel
 
-    with pytest.raises(ff.PlanError, match="mesh.row = 2: the layers of your own model run as they are"):
+    with pytest.raises(
+        ff.PlanError, match="mesh.row = 2: the layers of your own model run as they are.*give fit.…, grid_rules=…."
+    ):
         plan.check(config_for(Path("x")), 2, OwnModel.of(layers, 0).outline)
     with pytest.raises(ff.PlanError, match="your model has 7 layers, which cannot fill 8 stages; use 7 at most"):
         ff.Plan.from_dict({"mesh": {"pipe": 8}}).check(config_for(Path("x")), 8, OwnModel.of(layers, 0).outline)

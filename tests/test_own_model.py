@@ -1,12 +1,14 @@
-"""docs/own-model.md and the examples it names run as they stand."""
+"""docs/own-model.md and the examples it names run as they stand; own models with grid rules, frozen and tied parameters."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,10 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 import yaml
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+import fourfold as ff
 from fourfold.cli import main
+from fourfold.tensor.own_layers import on_grid
 from fourfold.testing.ranks import run_ranks
+from fourfold.train.objective import open_run
+from fourfold.train.rundir import RunDir, read_metrics
+from tests.helpers import series
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "own-model.md"
@@ -38,6 +49,211 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_dataset_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("own_dataset_and_loss.py", tmp_path, monkeypatch)
     assert (tmp_path / "runs" / "own-model" / "final" / "model.safetensors").exists()
+
+
+# ---- layers on the grid, frozen parameters, a parameter in two layers ----
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 10))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Block(nn.Module):
+    """Widths that two and three columns do not divide; sigmoid makes 0.5 of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(10), nn.Linear(10, 13), nn.Linear(13, 10)
+        self.gain = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.sigmoid(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def make_layers() -> list[nn.Module]:
+    table, frozen, partly = Table(), nn.Linear(10, 10), Block()
+    partly.up.weight.requires_grad_(False)
+    return [table, Block(), frozen.requires_grad_(False), partly, Block(), Tied(table.weight)]
+
+
+class Sentences:
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        ids = torch.arange(6) * (i + 1) % 12
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+def cross_entropy(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+
+
+def block_on_grid(block: Block, setting: Any) -> None:
+    block.up = on_grid(block.up, setting, outputs="split")  # type: ignore[assignment]
+    block.down = on_grid(block.down, setting, inputs="split")  # type: ignore[assignment]
+
+
+def linear_on_grid(linear: nn.Linear, setting: Any) -> nn.Module:
+    return on_grid(linear, setting)
+
+
+RULES: dict[type, Any] = {Block: block_on_grid, nn.Linear: linear_on_grid}
+
+
+def train_own(rank: int, ranks: int, run: Path, plan: dict[str, Any], rules: Any = RULES, steps: int = 3) -> None:
+    config = {"train": {"steps": steps, "global_batch": 12, "run_dir": str(run)}, "optim": {"lr": 0.01, "clip": 0.5}}
+    plan = plan | {"precision": {"compute": "fp64"}}
+    ff.fit(ff.Config.from_dict(config), ff.Plan.from_dict(plan), model=make_layers, data=Sentences(),
+           loss=cross_entropy, grid_rules=rules, resume=run.exists(), console=io.StringIO())  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("serial") / "run"
+    train_own(0, 1, run, {})
+    return run
+
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "three columns": (3, {"mesh": {"col": 3}}),
+    "rows, recomputed, kept": (
+        4,
+        {
+            "mesh": {"row": 2, "col": 2},
+            "tensor": {"keep": ["weights", "gradients"]},
+            "unit": [{"match": "*", "recompute": "full"}],
+            "memory": {"optimizer": "host"},
+        },
+    ),
+    "tied over a split backward": (
+        4,
+        {"mesh": {"pipe": 2, "col": 2}, "batch": {"micro_batches": 4}, "pipeline": {"schedule": "zb-h1"}},
+    ),
+    "tied on one rank of a wave": (
+        4,
+        {
+            "mesh": {"pipe": 2, "data": 2},
+            "batch": {"micro_batches": 3},
+            "pipeline": {"schedule": "wave"},
+            "unit": [{"match": "*", "mode": "zero3"}],
+        },
+    ),
+    "message-driven rows": (
+        4,
+        {
+            "mesh": {"pipe": 2, "row": 2},
+            "batch": {"micro_batches": 3},
+            "pipeline": {"executor": "message-driven", "layers": [3, 3]},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_grid_frozen_and_tied_layers_are_those_of_one_process(name: str, serial: Path, tmp_path: Path) -> None:
+    ranks, plan = PLANS[name]
+    run_ranks(train_own, ranks, tmp_path / "run", plan)
+    found, expected = (read_metrics(RunDir(run)) for run in (tmp_path / "run", serial))
+    for key in ("loss", "grad_norm"):
+        assert series(list(found), key) == pytest.approx(series(list(expected), key), rel=1e-10)
+    ours, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", serial))
+    model = nn.Sequential(*make_layers()).double()
+    assert ours.keys() == theirs.keys() == model.state_dict().keys()
+    assert all(torch.allclose(ours[n], theirs[n], rtol=0, atol=1e-10) for n in ours)
+    model.load_state_dict(ours)
+
+
+def test_an_own_grid_is_plain_torch(serial: Path) -> None:
+    """The first step's loss and gradient norm, and what is frozen stays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*make_layers()).double()
+    samples, _, _ = open_run(RunDir(serial).read()[0], Sentences(), cross_entropy, own_model=True)
+    batch = samples.rows(range(12))[0]  # type: ignore[attr-defined]
+    (cross_entropy(model(batch["inputs"]), batch) / 12).backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+    step = next(read_metrics(RunDir(serial)))
+    assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-10)
+    final = load_file(serial / "final" / "model.safetensors")
+    assert torch.equal(final["2.weight"], model[2].weight)
+    assert torch.equal(final["3.up.weight"], model[3].up.weight)
+    assert not torch.equal(final["3.down.weight"], model[3].down.weight)
+
+
+def scaled_inside(block: Block, setting: Any) -> None:
+    """Wrong: `gain` is used on the features of one column."""
+    block.up = on_grid(block.up, setting, outputs="split")  # type: ignore[assignment]
+    block.down = on_grid(block.down, setting, inputs="split")  # type: ignore[assignment]
+    block.forward = lambda x: x + block.down(block.gain * torch.sigmoid(block.up(block.norm(x))))  # type: ignore[method-assign]
+
+
+def refuse_own(rank: int, ranks: int, run: Path, rules: Any, message: str) -> None:
+    with pytest.raises((ff.ConfigError, RuntimeError), match=message):
+        train_own(rank, ranks, run, {"mesh": {"col": 2}}, rules)
+
+
+def tied_on_grid(module: Any, setting: Any) -> None:
+    module.weight = nn.Parameter(module.weight[:6])
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({Block: scaled_inside}, "the gradient of 'gain' differs between columns"),
+        ({Table: tied_on_grid}, "made the parameter 'weight', which the layer has not; keep names and shapes"),
+    ],
+)
+def test_rules_that_cannot_be_right_are_refused(rules: Any, message: str, tmp_path: Path) -> None:
+    run_ranks(refuse_own, 2, tmp_path / "run", rules, message)
+
+
+def test_other_frozen_weights_are_refused(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(serial, tmp_path / "run")
+    train_own(0, 1, tmp_path / "run", {}, steps=4)
+    monkeypatch.setattr(sys.modules[__name__], "make_layers", lambda: make_other(make_layers_as_they_are))
+    with pytest.raises(ff.ConfigError, match="the frozen parameters of your model are not those"):
+        train_own(0, 1, tmp_path / "run", {}, steps=5)
+
+
+make_layers_as_they_are = make_layers
+
+
+def make_other(make: Any) -> list[nn.Module]:
+    found: list[nn.Module] = make()
+    with torch.no_grad():
+        found[2].weight.mul_(1.5)  # type: ignore[union-attr,operator]
+    return found
+
+
+def test_the_example_of_a_grid_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run_example(0, 1, "own_grid_layer.py", tmp_path / "alone")
+    found = run_ranks(run_example, 4, "own_grid_layer.py", tmp_path / "grid")
+    assert found[0] == pytest.approx(alone, rel=1e-5)
+
+
+def run_example(rank: int, ranks: int, name: str, folder: Path) -> list[float]:
+    os.environ["WORLD_SIZE"] = str(ranks)
+    sys.argv, sys.stdout = [name, str(folder)], io.StringIO()
+    try:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    finally:
+        sys.stdout = sys.__stdout__
+        del os.environ["WORLD_SIZE"]
+    return series(list(read_metrics(RunDir(folder))), "loss")
 
 
 # ---- StreamedAdamW in other trainers ----

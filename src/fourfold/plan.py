@@ -367,7 +367,7 @@ class Plan:
             self.check_model(config.model)
         else:
             self._check_pipeline()
-            self._check_no_grid()
+            self._check_own_grid(own)
         from fourfold.program.stages import lay_out_pipeline  # it needs this module
 
         early = self.updates_early(config)
@@ -484,16 +484,22 @@ class Plan:
                 f"'synthesized', or executor = 'message-driven'"
             )
 
-    def _check_no_grid(self) -> None:
+    def _check_own_grid(self, own: OwnLayers) -> None:
         for axis in ("row", "col"):
-            if getattr(self.mesh, axis) > 1:
+            if getattr(self.mesh, axis) > 1 and not own.grid:
                 raise PlanError(
                     f"mesh.{axis} = {getattr(self.mesh, axis)}: the layers of your own model run as they are, and nothing says "
-                    f"how they and the loss lie on a tensor grid; use {axis} = 1, and pipe, data or depth for the rest"
+                    f"how they lie on a tensor grid; give fit(…, grid_rules=…), or use {axis} = 1, and pipe, data or depth for "
+                    "the rest"
                 )
+        if self.tensor.residual == "hidden":
+            raise PlanError(
+                "tensor.residual = 'hidden': between layers of your own model every column has all features; use 'sequence'"
+            )
+        self._check_flows()
 
     def _check_grid(self, model: ModelConfig) -> None:
-        mesh, tensor = self.mesh, self.tensor
+        mesh = self.mesh
         if mesh.col > model.heads:
             raise PlanError(
                 f"mesh.col = {mesh.col}: every column needs an attention head, and the model has {model.heads}; "
@@ -504,6 +510,10 @@ class Plan:
                 f"mesh.col = {mesh.col}: every column needs a token of a sequence, and model.seq_len = {model.seq_len}; "
                 f"use col = {model.seq_len} at most"
             )
+        self._check_flows()
+
+    def _check_flows(self) -> None:
+        mesh, tensor = self.mesh, self.tensor
         square = "summa" in (tensor.flow, *dataclasses.asdict(tensor.flows).values())
         if square and mesh.row != mesh.col:
             side = math.isqrt(mesh.row * mesh.col)

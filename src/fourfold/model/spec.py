@@ -9,7 +9,7 @@ Letters: L layers, D hidden, H heads, K kv_heads, E head_dim, F ffn, V vocab, T 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fourfold.config import ModelConfig
 
@@ -37,6 +37,10 @@ class OwnLayers:
     """What a plan needs to know about a user's own model: its layers in order, each a unit, with their parameter counts."""
 
     parameters: dict[str, int]
+    tied: dict[str, str] = field(default_factory=dict)
+    """Layers that use a parameter of an earlier layer, and which."""
+    grid: bool = False
+    """Whether rules say how layers lie on a tensor grid."""
 
     @property
     def names(self) -> list[str]:

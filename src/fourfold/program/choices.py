@@ -42,6 +42,7 @@ def resolve_units(model: ModelConfig | OwnLayers, plan: Plan) -> dict[str, Resol
         rule = sharing = plan.rule_for(name)
         if isinstance(model, OwnLayers):
             slices = _own_slices(name, rule.split)
+            sharing = plan.rule_for(model.tied.get(name, name))
         else:
             slices = _slices(name, rule.split, model, plan)
             sharing = plan.rule_for("embed") if name == "head" and model.tie else rule

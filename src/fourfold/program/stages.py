@@ -85,18 +85,28 @@ def lay_out_pipeline(
         lower(evaluation, described, prefetch=ahead),
         choices,
     )
-    if not isinstance(model, OwnLayers):
-        _check_tied(model, layout)
+    tied = model.tied if isinstance(model, OwnLayers) else {"head": "embed"} if model.tie else {}
+    for second, first in tied.items():
+        _check_tied(first, second, layout, own=isinstance(model, OwnLayers))
     return layout
 
 
-def _check_tied(model: ModelConfig, layout: PipelineLayout) -> None:
-    """Check that a tied weight on two ranks is reduced once per step."""
-    embed, head = layout.choices["embed"], layout.choices["head"]
-    on_two_ranks = layout.rank_of[embed.names[0]] != layout.rank_of[head.names[0]]
-    if model.tie and on_two_ranks and embed.reduce == "micro-batch":
+def _check_tied(first: str, second: str, layout: PipelineLayout, *, own: bool) -> None:
+    """Check that a tied weight on two ranks is reduced once per step, and that its last gradient is there by then."""
+    one, other = layout.choices[first], layout.choices[second]
+    on_two_ranks = layout.rank_of[one.names[0]] != layout.rank_of[other.names[0]]
+    if on_two_ranks and one.reduce == "micro-batch":
+        theirs = f"that of '{second}'" if own else "the head's"
         raise PlanError(
-            "unit 'embed': reduce = 'micro-batch', but its weight is tied to the head's on another rank; use reduce = 'step'"
+            f"unit '{first}': reduce = 'micro-batch', but its weight is tied to {theirs} on another rank; use reduce = 'step'"
+        )
+    stage_of = {unit: stage for stage, units in enumerate(layout.units) for unit in units}
+    two_stages = stage_of[one.names[0]] != stage_of[other.names[0]]
+    if own and layout.schedule.split and two_stages and not on_two_ranks:
+        raise PlanError(
+            f"'{first}' and '{second}' share a parameter and are in two stages of one rank, whose weight gradients may come in "
+            "any order when the backward is split; use pipeline.schedule = '1f1b', 'interleaved' or 'wave', or other "
+            "pipeline.layers"
         )
 
 

@@ -37,6 +37,7 @@ backward comes last, lends it.
 On a tensor grid, norms and biases are replicated over more ranks than matrices are. `sum_over` maps such parameters to the
 group that holds the other copies. They come last in the buffer, and one small all-reduce per group precedes the reduction,
 so layers need no collective for them. Without a reduction, nothing waits for these all-reduces before the end of the step.
+Where ranks of the group compute the same gradient (`silent`), one of them counts, and the others add zeros.
 
 [Note: slices]
 Operator splitting cuts layers into slices to save memory. A slice's gradient is allocated only when no other reduction is
@@ -46,7 +47,7 @@ slice and one full gradient of a layer exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -104,11 +105,14 @@ class Unit:
         reductions: Reductions | None = None,
         sums: Sequence[tuple[int, int, dist.ProcessGroup]] = (),
         sliced: bool = False,
+        silent: Collection[str] = (),
     ):
         self.name, self.layout, self.pieces, self.full = name, layout, dict(pieces), full
         self.params, self.borrowed, self.reduce_dtype = dict(params), dict(borrowed), reduce_dtype
         self.sharing, self.reductions, self.sums = sharing, reductions or Reductions(), tuple(sums)
         self.sliced = sliced  # a slice of a layer: [Note: slices]
+        self.silent = tuple(silent)
+        self.before_sums: Callable[[Unit], None] | None = None  # sees the gradients before they are summed over copies
         self.shard = full if sharing.shards == 1 else full.new_empty(layout.total // sharing.shards)
         self.grad: Tensor | None = None
         self.shard_grad: Tensor | None = None
@@ -150,6 +154,7 @@ class Unit:
         sum_over: Mapping[str, dist.ProcessGroup] | None = None,
         names: Sequence[str] | None = None,
         sliced: bool = False,
+        silent: Collection[str] = (),
     ) -> Unit:
         """Make a unit of `module`'s parameters (only shapes are read: they may be on the meta device), gathered and zero.
 
@@ -162,6 +167,7 @@ class Unit:
             sum_over: parameters replicated over more ranks than the unit, with the group of the other copies.
             names: use only these parameters; default all.
             sliced: whether the unit is a slice of a layer.
+            silent: parameters of `sum_over` whose gradient here counts as zero: another rank of the group has the same.
         """
         borrowed, also = dict(borrow or {}), dict(sum_over or {})
         found = dict(module.named_parameters())
@@ -179,7 +185,7 @@ class Unit:
         }
         sums = [_span([s for s in layout.slots if also.get(s.name) is group], group) for group in groups]
         own = {n: pieces[n] for n in params}
-        unit = cls(name, layout, own, full, params, borrowed, reduce, sharing, reductions, sums, sliced)
+        unit = cls(name, layout, own, full, params, borrowed, reduce, sharing, reductions, sums, sliced, silent)
         for n, parameter in params.items():
             unit.put(module, n, parameter)
         for n, source in borrowed.items():
@@ -430,6 +436,10 @@ class Unit:
         grad = self._full_grad()
         for name in self._unwritten.intersection(self.params):
             self.main_grad(name)
+        if self.before_sums is not None:
+            self.before_sums(self)
+        for name in self.silent:
+            self.main_grad(name).zero_()
         self.grad, self._grads = None, {n: g for n, g in self._grads.items() if n in self._borrowed_params}
         what = f"the sum of {self.name}'s gradients"
         sums = [all_reduce(grad[start:stop], group, f"{what} over their copies") for start, stop, group in self.sums]

@@ -32,9 +32,11 @@ from fourfold.tensor.layers import (
 )
 from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 
-__all__ = ["Rule", "parallelize", "pieces_of", "residual_side", "swap_norm"]
+__all__ = ["GRID_MODULES", "Rule", "parallelize", "pieces_of", "residual_side", "swap_norm"]
 
 Rule = Callable[[nn.Module, GridSettings], None]
+GRID_MODULES = (GridLinear, GridTable, GridPositions, GridNorm, GridHeadNorm)
+"""Modules that know the pieces of their parameters."""
 
 
 def parallelize(model: nn.Module, setting: GridSettings, rules: Mapping[type, Rule] | None = None) -> None:
@@ -64,7 +66,7 @@ def pieces_of(module: nn.Module, prefix: str, grid: Grid) -> dict[str, tuple[Pie
     found: dict[str, tuple[Piece, ...]] = {}
     for name, child in module.named_modules():
         inner = f"{name}." if name else ""
-        if isinstance(child, GridLinear | GridTable | GridPositions | GridNorm | GridHeadNorm):
+        if isinstance(child, GRID_MODULES):
             found |= {inner + n: p for n, p in child.pieces(f"{prefix}.{name}" if name else prefix).items()}
         else:
             for n, parameter in child.named_parameters(recurse=False):

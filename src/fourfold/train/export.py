@@ -72,15 +72,24 @@ def write_final(run: RunDir, config: Config) -> None:
     export(run, config, directory, run.final, merge=config.lora.merge)
 
 
-def write_own_final(checkpoints: Path, out: Path) -> None:
-    """final/ of a user's own model: the newest checkpoint's weights under the names of the model's state dict."""
+def write_own_final(
+    checkpoints: Path, out: Path, frozen: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None
+) -> None:
+    """final/ of a user's own model: the newest checkpoint's weights, and the frozen ones, under the state dict's names.
+
+    `aliases`: further names of shared parameters.
+    """
     directory = checkpoint.newest(checkpoints)
     assert directory is not None
     stored = read_index(directory)
     shapes = {name: at.shape for name, at in stored.items() if not name.startswith("optim.")}
-    tensors = [_Tensor(link, DTYPES[_trained_type(stored)]) for link in _as_they_are(shapes)]
+    shapes |= {name: tuple(value.shape) for name, value in frozen.items()}
+    found = _as_they_are(shapes)
+    known = {link.theirs: link for link in found}
+    found += [dataclasses.replace(known[n], theirs=alias) for alias, n in (aliases or {}).items() if alias not in known]
+    tensors = [_Tensor(link, DTYPES[_trained_type(stored)]) for link in found]
     out.mkdir(parents=True, exist_ok=True)
-    _write_safetensors(tensors, _Parameters(directory, stored, shapes), out)
+    _write_safetensors(tensors, _Parameters(directory, stored, shapes, frozen), out)
 
 
 def export(
@@ -181,8 +190,14 @@ class _Tensor:
 class _Parameters:
     """Serial parameters of a checkpoint; the last one is cached, since adjacent tensors of a file come from it."""
 
-    def __init__(self, directory: Path, index: Index, shapes: Mapping[str, tuple[int, ...]]):
-        self.directory, self.index, self.shapes = directory, index, shapes
+    def __init__(
+        self,
+        directory: Path,
+        index: Index,
+        shapes: Mapping[str, tuple[int, ...]],
+        others: Mapping[str, Tensor] | None = None,
+    ):
+        self.directory, self.index, self.shapes, self.others = directory, index, shapes, others or {}
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -192,6 +207,8 @@ class _Parameters:
         return self._last[1]
 
     def _read(self, name: str) -> Tensor:
+        if name in self.others:
+            return self.others[name].cpu()
         if name == "embed.types.weight" and name not in self.index:
             return torch.zeros(self.shapes[name])
         box = tuple((0, n) for n in self.index[name].shape)

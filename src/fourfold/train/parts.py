@@ -52,6 +52,7 @@ __all__ = [
     "RankStages",
     "RankUnits",
     "UnitHandle",
+    "grid_settings",
     "make_grid",
     "make_handles",
     "make_runner",
@@ -138,16 +139,14 @@ def make_grid(mesh: RankMesh, plan: Plan) -> Grid:
     return Grid(row, col, tuple(axis for axis in ("data", "depth") if mesh.size(axis) > 1))
 
 
-def put_on_grid(
-    model: Transformer, grid: Grid, config: Config, plan: Plan, compute: torch.dtype, reduce: torch.dtype
-) -> None:
-    """Replace the model's layers by those of the grid, if it has more than one rank."""
-    if grid.row.size * grid.col.size == 1:
-        return
-    setting = GridSettings(
+def grid_settings(
+    grid: Grid, config: Config, plan: Plan, compute: torch.dtype, reduce: torch.dtype, *, positions: int = 0
+) -> GridSettings:
+    """What the layers on a grid share; `positions`: of a sample of the user's own, whose rows are sequences of one token."""
+    return GridSettings(
         grid,
-        seq_len=config.model.seq_len,
-        tokens=plan.micro_batch_size(config.train.global_batch) * config.model.seq_len,
+        seq_len=1 if positions else config.model.seq_len,
+        tokens=plan.micro_batch_size(config.train.global_batch) * (positions or config.model.seq_len),
         flow=plan.tensor.flow,
         flows=asdict(plan.tensor.flows),
         residual=plan.tensor.residual,
@@ -156,7 +155,15 @@ def put_on_grid(
         keep=frozenset(plan.tensor.keep),
         micro_batches=plan.micro_batches(config.train.global_batch),
     )
-    parallelize(model, setting)
+
+
+def put_on_grid(
+    model: Transformer, grid: Grid, config: Config, plan: Plan, compute: torch.dtype, reduce: torch.dtype
+) -> None:
+    """Swap the model's layers for those of the grid, where it is more than one rank."""
+    if grid.row.size * grid.col.size == 1:
+        return
+    parallelize(model, grid_settings(grid, config, plan, compute, reduce))
     model.tie()
 
 
@@ -283,9 +290,9 @@ def make_stages(
     held: RankUnits,
     keeper: Keeper | None = None,
     *,
-    draws: bool = False,
+    own: bool = False,
 ) -> RankStages:
-    """This rank's stages, each a chain of its units' modules; `draws`: they may draw random numbers (dropout)."""
+    """This rank's stages, each a chain of its units' modules; `own`: of the user's own model, which may draw random numbers."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
     number_of = {name: i for i, choice in enumerate(layout.choices.values()) for name in choice.names}
     made = RankStages({}, {}, GradientSums(int(plan.tensor.overlap)))
@@ -308,7 +315,9 @@ def make_stages(
                     )
                 )
             reseed = (
-                _reseeder(config, mesh, [number_of[name] for name in names]) if config.model.dropout or draws else None
+                _reseeder(config, mesh, [number_of[name] for name in names], own)
+                if config.model.dropout or own
+                else None
             )
             watch = None
             if mesh.size("row", "col") > 1:
@@ -342,13 +351,13 @@ def make_handles(
     }
 
 
-def _reseeder(config: Config, mesh: RankMesh, numbers: list[int]) -> Callable[[int, int, int], None]:
-    """Seed torch by (seed, step, micro-batch, unit, rank without pipe) before a unit draws random numbers.
+def _reseeder(config: Config, mesh: RankMesh, numbers: list[int], own: bool) -> Callable[[int, int, int], None]:
+    """Seed torch by (seed, step, micro-batch, unit, rank but for pipe) before a unit draws random numbers.
 
-    `numbers`: the index in the model of each link's unit; slices of a unit share it. Ranks of a column hold different
-    tokens or features of one batch, so every rank has a separate random stream.
+    `numbers` are those of the links' units in the model; slices of a unit share its number. Ranks of a column hold other
+    tokens or features of one batch: every rank has a stream of its own. In the user's own model they hold the same.
     """
-    part = mesh.index("data", "depth", "row", "col")
+    part = mesh.index("data", "depth", "row", *(() if own else ("col",)))
 
     def reseed(step: int, micro_batch: int, link: int) -> None:
         key = f"{config.train.seed}:{step}:{micro_batch}:{numbers[link]}:{part}"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ from fourfold.offload.streamer import LAST_STEPS, TOO_MANY
 from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import PipelineLayout
 from fourfold.runtime.executor import Executor
+from fourfold.tensor.own_layers import OwnRule
 from fourfold.train import checkpoint
 from fourfold.train._torch import default_store
 from fourfold.train.adapters import check_base, check_lora
@@ -50,8 +52,10 @@ from fourfold.train.loop import Engine, Loop, RankContext, RunServices
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops, used_bytes
 from fourfold.train.objective import Loss, Objective, add_reference, open_run, samples_together
-from fourfold.train.own_model import OwnModel, make_own_units
+from fourfold.train.own_data import OwnSamples
+from fourfold.train.own_model import OwnModel, check_frozen, make_own_units
 from fourfold.train.parts import (
+    grid_settings,
     make_grid,
     make_handles,
     make_runner,
@@ -99,6 +103,7 @@ def fit(
     model: Any = None,
     data: Any = None,
     loss: Loss | None = None,
+    grid_rules: Mapping[type, OwnRule] | None = None,
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
     console: IO[str] | None = None,
@@ -115,14 +120,19 @@ def fit(
         data: your own dataset instead of `config.data`: an object with a length and samples by index (own_data.py;
             without `model` and `loss`: examples of tokens or text, data.py).
         loss: your own loss instead of the cross entropy: a function of (output, batch) (objective.py).
+        grid_rules: of your own model, how modules of a class lie on a tensor grid (tensor/own_layers.py).
     """
+    if grid_rules is not None and model is None:
+        raise ConfigError(
+            "fit(grid_rules=…) is for a model of your own: fit(…, model=…); built-in models have their rules"
+        )
     config, place = config.resolve(own_model=model is not None), current_place()
     plan = plan or Plan(mesh=Mesh(data=place.ranks))
     if model is not None and config.lora.rank:
         raise ConfigError(
             "[lora] adapts built-in models, not your own: use lora.rank = 0, and adapt your model yourself"
         )
-    own = OwnModel.of(model, config.train.seed) if model is not None else None
+    own = OwnModel.of(model, config.train.seed, grid_rules) if model is not None else None
     if own is not None and (data is None or loss is None):
         raise ConfigError(f"fit(model=…) needs your {'data' if data is None else 'loss'}, too: fit(…, data=…, loss=…)")
     layout = plan.check(config, place.ranks, own.outline if own is not None else None)
@@ -265,7 +275,7 @@ def work(
                 if user.model is None:
                     write_final(run, config)  # not interrupted by a request to stop
                 else:
-                    write_own_final(run.checkpoints, run.final)
+                    write_own_final(run.checkpoints, run.final, user.model.frozen, user.model.aliases)
             if place.rank == 0:
                 outcome = "finished" if steps == config.train.steps else "stopped"
                 note(run, "end", outcome=outcome, step=steps)
@@ -331,6 +341,7 @@ def assemble(
     train_samples, eval_samples, loss = user.opened or open_run(config)
     grid = make_grid(mesh, plan)
     sizes: dict[str, Any] = {"device": device, "compute": compute, "reduce": reduce}
+    parameters = parameter_count(config.model) if user.model is None else user.model.parameters
     if user.model is None:
         model = build_model(config.model)
         put_on_grid(model, grid, config, plan, compute, reduce)
@@ -344,11 +355,15 @@ def assemble(
                 "the weights of your model differ between ranks; call torch.manual_seed before it is built, or pass fit a "
                 "function that builds it"
             )
-        held = make_own_units(user.model, plan, mesh, layout, **sizes)
+        setting = grid_settings(grid, config, plan, compute, reduce, positions=_positions(train_samples))
+        frozen = user.model.fingerprint(frozen=True) if user.model.frozen_parameters() else ""
+        if place.rank == 0:  # it writes final/
+            user.model.frozen.update(user.model.frozen_parameters())
+        held = make_own_units(user.model, plan, mesh, grid, layout, setting, **sizes)
     units = list(held.units.values())
     optimizer = make_optimizer(config, plan, units, place.local_ranks)
     keeper = make_keeper(plan, device, place.local_ranks)
-    stages = make_stages(config, plan, mesh, layout, held, keeper, draws=user.model is not None)
+    stages = make_stages(config, plan, mesh, layout, held, keeper, own=user.model is not None)
     handles = make_handles(held, stages, optimizer)
     executor = Executor(
         layout.schedule.placement,
@@ -362,7 +377,6 @@ def assemble(
     )
     runner = make_runner(executor, plan, mesh, layout)
     mesh.connect(device)
-    parameters = parameter_count(config.model) if user.model is None else user.model.parameters
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameters)
     mine = list(callbacks) + extra_callbacks(config)
     objective = None
@@ -391,7 +405,9 @@ def assemble(
     done = checkpoint.resume(loop, run.checkpoints, saving, console, said)
     begins = checkpoint.newest(run.checkpoints) is None
     if config.model.lora is not None:
-        _check_base(place, run, config, begins)
+        _checked_by_rank_0(place, lambda: check_base(run.path / "hf", config.model, first=begins))
+    if user.model is not None and frozen:
+        _checked_by_rank_0(place, lambda: check_frozen(run.path, frozen, first=begins))
     if config.model.init != "random" and (begins or config.model.lora is not None):
         types = read_weights(loop)
         if place.rank == 0:
@@ -420,17 +436,23 @@ def assemble(
     return loop, done
 
 
-def _check_base(place: Place, run: RunDir, config: Config, begins: bool) -> None:
-    """Rank 0 records, or compares, the files of the frozen weights; every rank raises its error."""
+def _checked_by_rank_0(place: Place, check: Callable[[], None]) -> None:
+    """Rank 0 records, or compares, what the run began with; its refusal is raised on every rank."""
     problem = None
     if place.rank == 0:
         try:
-            check_base(run.path / "hf", config.model, first=begins)
+            check()
         except FourfoldError as e:
             problem = str(e)
     problem = _everyone(problem, place)[0]
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _positions(samples: Samples) -> int:
+    """Rows that a linear layer of the user's own model has for each sample, as far as its inputs show."""
+    shape = samples.shapes.get("inputs", ()) if isinstance(samples, OwnSamples) else ()
+    return max(1, math.prod(shape[:-1]))
 
 
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
