@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-gpu lint api docs site clean
+.PHONY: demo test test-fast test-gpu gpu-check lint api docs site clean
 
 demo: .venv/installed-run  ## plan and train a small GPT in eight processes and sample from it
 	$(BIN)/fourfold demo
@@ -12,11 +12,14 @@ test: .venv/installed-dev  ## run the tests
 test-fast: .venv/installed-dev  ## run the tests for the edit loop: all but whole training runs, plan searches and benchmarks
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
-test-gpu: .venv/installed-dev  ## run the tests of one NVIDIA GPU, a process to a test: CUDA forbids to fork once it has started
-	FOURFOLD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/test_kernels.py tests/test_cuda.py tests/test_nccl.py
-	for ranks in 2 4 8; do $(BIN)/fourfold verify --nproc $$ranks --device cuda --backend nccl --quick || exit 1; done
-	export FOURFOLD_TEST_DEVICE=cuda; $(BIN)/python -m pytest tests/offload -o addopts= --collect-only -q | grep :: \
-		| xargs -d '\n' -n 1 -P 8 $(BIN)/python -m pytest -q
+# with the Python at hand where there is no .venv: nothing is installed on a machine with a GPU
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+test-gpu:  ## run the tests of one NVIDIA GPU, and verify over NCCL; under ten minutes, with a summary
+	$(GPU_PYTHON) -m tests.gpu tests
+
+gpu-check:  ## print the figures of one NVIDIA GPU: the life of a run of 1.2 B parameters, killed and stopped ranks over NCCL
+	$(GPU_PYTHON) -m tests.gpu check
 
 lint: .venv/installed-dev  ## check style and types
 	$(BIN)/ruff check .

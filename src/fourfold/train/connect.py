@@ -17,6 +17,7 @@ group is made, or in its own threads, without a call of the peer: `connect` does
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,8 @@ __all__ = ["connect", "warm_up"]
 SIZES = (1, 1 << 22)
 """Elements of the collectives that are tried, rounded up to the size of the group: NCCL has one algorithm for short ones and
 another for long ones (here 16 MiB)."""
+SHARED_SIZES = (1, 1 << 16)
+"""The same where ranks share a GPU and take turns on it: 16 MiB would take most of a second."""
 
 Collective = Callable[[Tensor, dist.ProcessGroup, str], object]
 
@@ -75,7 +78,7 @@ def warm_up(groups: Sequence[tuple[GroupSpec, dist.ProcessGroup]], rank: int, de
             _messages(spec, group, rank, device)
             continue
         ranks = len(spec.members)
-        for size in SIZES:
+        for size in SHARED_SIZES if "NCCL_HOSTID" in os.environ else SIZES:
             whole = torch.zeros(-(-size // ranks) * ranks, device=device)
             for kind in kinds:
                 x = whole[: len(whole) // ranks] if kind == "all_gather" else whole  # its output is as long as `whole`
