@@ -189,7 +189,10 @@ def random_plan(draw: random.Random) -> dict[str, Any]:
         "mesh": mesh,
         "batch": {"micro_batches": draw.choice([1, 2])},
         "unit": [{"match": "*.mlp", "split": split, **rule}, {"match": "*", **rule}],
-        "memory": {"optimizer": draw.choice(["device", "device", "host"])},
+        "memory": {
+            "optimizer": draw.choice(["device", "device", "host"]),
+            "logits": "6KiB" if split == 1 else "all",
+        },
         **({"pipeline": pipeline} if "pipe" in mesh else {}),
         **({"tensor": tensor} if mesh.keys() & {"row", "col"} else {}),
     }

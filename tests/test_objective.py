@@ -445,7 +445,7 @@ def test_dpo_is_plain_torch(dpo_alone: Path, pairs: Path) -> None:
     [
         (2, {"mesh": {"pipe": 2}, "batch": {"micro_batches": 4}, "pipeline": {"schedule": "zb-h1"}}),
         (2, {"mesh": {"data": 2}, "unit": [{"match": "*", "mode": "zero3"}], "batch": {"micro_batches": 2}}),
-        (2, {"mesh": {"col": 2}, "unit": [{"match": "*", "recompute": "full"}]}),
+        (2, {"mesh": {"col": 2}, "unit": [{"match": "*", "recompute": "full"}], "memory": {"logits": "6KiB"}}),
         (4, {"mesh": {"row": 2, "col": 2}, "unit": [{"match": "head", "split": 3}], "tensor": {"residual": "hidden"}}),
         (
             4,

@@ -278,6 +278,7 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "batch": {"micro_batches": 2},
             "pipeline": {"schedule": "zb-h1"},
             "unit": [{"match": "*.attn", "recompute": "selective"}],
+            "memory": {"logits": "6KiB"},
         },
     ),
     "depth and columns, hidden residual": (

@@ -221,8 +221,24 @@ class Memory:
     """consume: a unit's gradient is freed by its update in the backward. auto: kept; the planner may choose consume."""
     activations: Literal["device", "host"] = "device"
     """Where saved activations are kept until the backward."""
+    logits: str = "auto"
+    """Bytes of logits (in the compute type) that exist on a rank at a time: the head's loss and gradient are computed a chunk of
+    tokens at a time. all: no chunks; auto: chunks where a rank's micro-batch has more than 2^28 logits."""
     prefetch: int = 1
     """Number of units gathered ahead; 0: neither gathers nor reductions overlap with compute, least memory."""
+
+    def logit_rows(self, tokens: int, width: int, element: int) -> int:
+        """Tokens whose logits exist at a time, for `tokens` tokens of `width` logits of `element` bytes; 0: all, no chunks."""
+        if self.logits == "all":
+            return 0
+        limit = AUTO_LOGITS
+        if self.logits != "auto":
+            limit = schema.parse_bytes(self.logits, "memory.logits", PlanError) // element
+        if tokens * width <= limit:
+            return 0
+        chunks = -(-tokens // max(1, limit // width))
+        rows = -(-tokens // chunks)
+        return rows if rows < 64 else min(-(-rows // 64) * 64, tokens)  # chunks of equal size, aligned
 
     @property
     def host_share(self) -> float:
@@ -231,6 +247,10 @@ class Memory:
 
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)
+        if self.logits not in ("auto", "all") and not schema.parse_bytes(self.logits, "memory.logits", PlanError):
+            raise PlanError(
+                "memory.logits = 0 leaves no room for a token's logits; use 'auto', 'all' or a size such as 512MiB"
+            )
         if self.device_state:
             schema.parse_bytes(self.device_state, "memory.device_state", PlanError)
             if self.optimizer != "auto":
@@ -256,6 +276,8 @@ class Memory:
             raise PlanError(f"memory.prefetch = {self.prefetch} must be at least 0")
 
 
+AUTO_LOGITS = 1 << 28
+"""memory.logits = "auto": logits of a chunk, at most. Fewer tokens at a time would make the sum of dW's chunks slow."""
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 

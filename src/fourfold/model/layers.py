@@ -31,6 +31,7 @@ from fourfold.config import ModelConfig, RopeScaling
 from fourfold.model.adapter import LoraLinear
 from fourfold.model.attention import Documents, blocked_attention, document_attention
 from fourfold.model.fused import embed_qk, gated, rotate, soft_cap
+from fourfold.model.head_loss import IGNORE, ChunkedLoss, chunked_loss
 
 __all__ = [
     "IGNORE",
@@ -48,9 +49,6 @@ __all__ = [
     "activate",
     "make_norm",
 ]
-
-IGNORE = -100
-"""Target of a token that is not predicted."""
 
 
 class Rotary(nn.Module):
@@ -428,6 +426,12 @@ class TokenLoss(nn.Module):
         loss = F.cross_entropy(logits_nv, targets_bt.flatten(), ignore_index=IGNORE, reduction=reduction)
         return loss.view_as(targets_bt) if self.per_token else loss
 
+    def in_chunks(self, h_btd: Tensor, proj: Any, targets_bt: Tensor, how: ChunkedLoss) -> Tensor:
+        """The same from what the projection reads, without all logits at once."""
+        h_nd, targets_n = h_btd.flatten(0, 1), targets_bt.flatten()
+        loss = chunked_loss(h_nd, proj.weight, proj.bias, targets_n, how, per_token=self.per_token)
+        return loss.view_as(targets_bt) if self.per_token else loss
+
 
 class Head(nn.Module):
     """The residual stream to logits [B, T, V], or with targets [B, T] to the sum of the tokens' cross entropies.
@@ -444,8 +448,12 @@ class Head(nn.Module):
         self.scale, self.softcap = m.logit_scale, m.logit_softcap
         self.tied = bool(m.tie)
         self.loss: Any = TokenLoss()
+        self.chunked: ChunkedLoss | None = None
+        """How to compute the loss a chunk of tokens at a time; None: all logits at once."""
 
     def forward(self, x_btd: Tensor, targets_bt: Tensor | None = None) -> Tensor:
+        if targets_bt is not None and self.chunked is not None:
+            return self.loss.in_chunks(self.feed(x_btd), self.proj, targets_bt, self.chunked)
         logits_btv = self.cap(self.proj(self.feed(x_btd)))
         if targets_bt is None:
             return logits_btv

@@ -210,7 +210,7 @@ def _checked(plan: Plan, problem: PlanProblem) -> tuple[ParallelLayout, PlanProb
     plan.check_units([u.name for u in spec.units])
     if spec.config is not None:
         plan.check_model(spec.config)
-    problem = replace(problem, precision=plan.precision, moments=plan.memory.moments)
+    problem = replace(problem, precision=plan.precision, moments=plan.memory.moments, logits=plan.memory.logits)
     return layout_of_plan(plan, problem), problem
 
 

@@ -42,6 +42,8 @@ class PlanProblem:
     """The system that runs the plan; set it with `with_engine`."""
     machine: Cluster | None = None
     """The cluster itself, where `cluster` is as the engine uses it."""
+    logits: str = "auto"
+    """See `Memory.logits`."""
     together: int = 1
     """Consecutive sequences that must be in one micro-batch."""
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
 from fourfold.offload_sizes import HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
-from fourfold.plan import Mesh, Plan, Tensor, UnitRule
+from fourfold.plan import Memory, Mesh, Plan, Tensor, UnitRule
 from fourfold.planner.compute_cost import host_seconds, unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
 from fourfold.planner.layouts import GridShape, ParallelLayout
@@ -350,8 +350,13 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
     """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
     unit, mesh, cluster = problem.spec.kinds[kind], layout.mesh, problem.cluster
     tokens, e = layout.micro_batch_size * problem.spec.seq_len, problem.compute_bytes
-    if unit.cast and layout.on_grid and choice.split == 1:
-        unit = _loss_on_grid(unit, e)
+    if unit.cast and choice.split == 1:
+        width = -(-problem.spec.config.vocab // mesh.col) if problem.spec.config is not None else 0
+        rows = Memory(logits=problem.logits).logit_rows(tokens, width, e) if problem.engine.name == "fourfold" else 0
+        if rows and layout.tensor.flow != "summa":
+            unit = _loss_in_chunks(unit, tokens, rows, e)
+        elif layout.on_grid:
+            unit = _loss_on_grid(unit, e)
     sharding = sharding_cost(problem, layout, kind, choice)
     deferred, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
     vectors = calls * cluster.call
@@ -414,6 +419,36 @@ def _loss_on_grid(unit: UnitSpec, width: int) -> UnitSpec:
         backward=back(unit.backward),
         split=back(unit.split),
         cast=0.0,
+    )
+
+
+@lru_cache(maxsize=256)
+def _loss_in_chunks(unit: UnitSpec, tokens: int, rows: int, width: int) -> UnitSpec:
+    """The head with its loss a chunk of `rows` tokens at a time (model/head_loss.py), in elements per token.
+
+    A chunk's logits have an fp32 copy; dW is summed in fp32, next to a chunk's part of it in the compute type. Nothing of the
+    logits is saved; dW, which exists between a forward and the backward that follows it, is in the workspace of both.
+    """
+    v, none = unit.cast, unit.saved["none"]
+    chunk, d = v * rows / tokens, unit.closing / 2
+    dw = 0.0 if unit.frozen else v * d / tokens
+    capped = 1.0 if any(o.name == "softcap" for o in unit.operators) else 0.0
+    logits = Held((1.0 + capped) * chunk, 0.0 if width >= 4 else chunk)
+    sums = Held(d + (dw if width < 4 else 0.0), dw)
+    saved = Held(none.narrow - capped * v + d, none.wide - v)
+    full = (Moment(Held(d), logits), Moment(Held(d), full=d))
+    return replace(
+        unit,
+        saved={**unit.saved, "none": saved, "selective": saved},
+        forward={
+            "none": (Moment(sums, logits, full=2 * d),),
+            "selective": (Moment(sums, logits, full=2 * d),),
+            "full": full,
+        },
+        backward=(Moment(sums, logits, full=2 * d), Moment(Held(d), grads=1.0, full=2 * d)),
+        split=(Moment(sums, logits, full=2 * d), Moment(Held(d), full=2 * d)),
+        cast=0.0,
+        for_weight_grad=Held(max(0.0, unit.for_weight_grad.narrow - d - v)),
     )
 
 

@@ -42,6 +42,15 @@ class PipelineLayout:
         """The pipeline rank that holds each unit."""
         return {unit: self.schedule.placement[s] for s, names in enumerate(self.units) for unit in names}
 
+    def in_flight(self, stage: int) -> int:
+        """The most micro-batches whose forward on a stage is done and whose backward is not, in the schedule's order."""
+        most = now = 0
+        for op in self.schedule.order[self.schedule.placement[stage]]:
+            if op.stage == stage:
+                now += {"F": 1, "B": -1, "I": -1}.get(op.kind, 0)
+                most = max(most, now)
+        return most
+
     def edges(self) -> set[tuple[int, int]]:
         """Pairs of pipeline ranks (sender, receiver) that exchange messages."""
         place = self.schedule.placement

@@ -215,6 +215,15 @@ class Matmul:
                 parts = zip(_broadcasts(col, x), _broadcasts(row, w), strict=True)
                 return functools.reduce(torch.add, (x_t @ w_t.t() for x_t, w_t in parts)), x
 
+    def gathered(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is multiplied by W (`os`: x of all columns), and what is saved of x for the backward."""
+        inputs = self._inputs(x).get()
+        return inputs, inputs if self.keeps_inputs else x
+
+    def scattered(self, dx: Tensor) -> PendingTensor:
+        """Start the sum over col of the gradient of all columns' inputs (`os`)."""
+        return _start_scatter_sum(dx, self.grid.col, self.takes_tokens)
+
     def inputs(self, kept: Tensor) -> PendingTensor:
         """What the weight gradient needs of x, from what the forward saved."""
         return PendingTensor(kept) if self.keeps_inputs else self._inputs(kept)
@@ -260,7 +269,10 @@ class Matmul:
 
     def weight_product(self, inputs: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """dw before the reduction over row: from this row's tokens only."""
-        dw = (kept.t() @ inputs).to(dtype)
+        return self.padded((kept.t() @ inputs).to(dtype))
+
+    def padded(self, dw: Tensor) -> Tensor:
+        """dw with rows that every rank of the row has a part of."""
         return _pad(dw, round_up(dw.shape[0], self.grid.row.size))
 
     def row_sum(self, dw: Tensor) -> PendingTensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fourfold.model.attention import Documents
+from fourfold.model.head_loss import ChunkedLoss, VocabPart, gradients_later, losses_in_chunks
 from fourfold.model.layers import IGNORE, PerHeadNorm
 from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
@@ -296,6 +297,15 @@ class GridCrossEntropy(nn.Module):
         loss = _CrossEntropy.apply(logits_btv.flatten(0, 1), targets_n, self.col, first, filled, each)
         return loss.view_as(targets_bt) if each else loss
 
+    def in_chunks(self, x: Tensor, proj: GridLinear, targets_bt: Tensor, how: ChunkedLoss) -> Tensor:
+        """The same from what the projection (flow `os`) reads, without all of this column's logits at once."""
+        part = VocabPart(self.vocab.filled(self.col.index), self.col.index * self.vocab.size, self.col)
+        x = x if proj.inputs.tokens else x.flatten(0, -2)
+        needs = torch.is_grad_enabled()
+        each, at_once = self.per_token, how.at_once and not self.per_token
+        loss = _InChunks.apply(x, proj.weight, proj.bias, targets_bt.flatten(), proj, how, part, each, at_once, needs)
+        return loss.view_as(targets_bt) if each else loss
+
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -328,6 +338,53 @@ class _CrossEntropy(torch.autograd.Function):
         d.mul_((dy * valid)[:, None])
         d, padded = d.to(logits.dtype), logits.shape[1] - ctx.filled
         return F.pad(d, (0, padded)) if padded else d, None, None, None, None, None
+
+
+class _InChunks(torch.autograd.Function):
+    """The projection and its loss; x is gathered over col and W over row once, not by chunk. See model/head_loss.py."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        targets: Tensor,
+        proj: GridLinear,
+        how: ChunkedLoss,
+        part: VocabPart,
+        per_token: bool,
+        at_once: bool,
+        needs: bool,
+    ) -> Tensor:
+        matmul, wanted = proj.matmul, ctx.needs_input_grad[:3]
+        inputs, kept = matmul.gathered(x)
+        wanted = wanted if needs and at_once else (False, False, False)
+        losses, log_sums, grads = losses_in_chunks(inputs, proj.whole(), b, targets, how, part, wanted)
+        ctx.proj, ctx.how, ctx.part, ctx.at_once = proj, how, part, at_once
+        if at_once:
+            dx = None if grads.h is None else matmul.scattered(grads.h).get()
+            ctx.save_for_backward(dx, grads.w, grads.b)
+        elif needs:
+            ctx.save_for_backward(kept, b, targets, log_sums)
+        return losses if per_token else losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        proj, matmul = ctx.proj, ctx.proj.matmul
+        if ctx.at_once:
+            dx, dw, db = (None if g is None else g.mul_(grad) for g in ctx.saved_tensors)
+        else:
+            kept, b, targets, log_sums = ctx.saved_tensors
+            inputs = matmul.inputs(kept).get()
+            dx, dw, db = gradients_later(
+                inputs, proj.whole(), b, targets, log_sums, grad, ctx.how, ctx.part, ctx.needs_input_grad[:3]
+            )
+            dx = None if dx is None else matmul.scattered(dx).get()
+        if dw is not None:
+            dw = proj.take_weight_product(dw)
+        return dx, dw, db, None, None, None, None, None, None, None
 
 
 def _less(wide: Tensor, amount: Tensor, source: Tensor) -> Tensor:

@@ -220,6 +220,18 @@ class GridLinear(nn.Module):
             self._unsummed += self.matmul.weight_product(inputs, kept, kept.dtype)
         return True
 
+    def take_weight_product(self, dw: Tensor) -> Tensor | None:
+        """The same from the gradient of this row's tokens; without a unit, returns the sum over row for autograd."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        dw = self.matmul.padded(dw.to(wide))
+        if self._sums is None or self._add is None:
+            return self.matmul.row_sum(dw).get().to(self.weight.dtype)
+        if "gradients" not in self.setting.keep or self.setting.grid.row.size == 1:
+            self._sums.start(self.matmul.row_sum(dw), self._add)
+        else:
+            self._unsummed = dw if self._unsummed is None else self._unsummed.add_(dw)
+        return None
+
     def flush(self) -> None:
         """Start the reduction over row of kept gradients."""
         if self._unsummed is not None and self._sums is not None and self._add is not None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fourfold.config import Config
 from fourfold.model.adapter import freeze
 from fourfold.model.build import fill_initial
+from fourfold.model.head_loss import ChunkedLoss
 from fourfold.model.lora import is_adapter
 from fourfold.model.spec import tied_parameters
 from fourfold.model.transformer import Transformer
@@ -62,6 +63,7 @@ __all__ = [
     "make_units",
     "message_shape",
     "put_on_grid",
+    "set_loss_chunks",
 ]
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -165,6 +167,23 @@ def put_on_grid(
         return
     parallelize(model, grid_settings(grid, config, plan, compute, reduce))
     model.tie()
+
+
+def set_loss_chunks(model: Transformer, config: Config, plan: Plan, layout: PipelineLayout) -> None:
+    """Let the head compute its loss a chunk of tokens at a time, where the plan says so.
+
+    Not where the vocabulary is split into slices, whose logits do not all exist at once either, nor with the flow `summa`, which
+    broadcasts W in parts. Gradients are computed with the loss where the last stage's backward follows its forward.
+    """
+    head, col = model.head, plan.mesh.col
+    tokens = plan.micro_batch_size(config.train.global_batch) * config.model.seq_len
+    rows = plan.memory.logit_rows(tokens, -(-config.model.vocab // col), plan.precision.compute_bytes)
+    if not rows or layout.choices["head"].slices > 1:
+        return
+    if isinstance(head.proj, GridLinear) and head.proj.matmul.flow != "os":
+        return
+    one = layout.in_flight(len(layout.units) - 1) == 1 and plan.pipeline.executor == "ordered"
+    head.chunked = ChunkedLoss(rows, head.softcap, at_once=one)
 
 
 def make_units(
@@ -301,13 +320,14 @@ def make_stages(
             links = []
             for name in names:
                 part = held.slices[name]
+                chunked = getattr(part.module, "chunked", None) is not None  # a loop with a gradient of its own
                 links.append(
                     ChainLink(
                         name,
                         held.units[name],
                         part.module,
-                        recompute[name],
-                        plan.precision.compile,
+                        "none" if chunked and recompute[name] == "selective" else recompute[name],
+                        plan.precision.compile and not chunked,
                         part.adds,
                         part.takes_extra,
                         getattr(part.module, "takes_documents", False),

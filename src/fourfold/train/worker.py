@@ -63,6 +63,7 @@ from fourfold.train.parts import (
     make_transport,
     make_units,
     put_on_grid,
+    set_loss_chunks,
 )
 from fourfold.train.remote import RemoteFolder, check_own, check_url
 from fourfold.train.rundir import RunDir
@@ -346,6 +347,7 @@ def assemble(
         model = build_model(config.model)
         put_on_grid(model, grid, config, plan, compute, reduce)
         model.head.loss.per_token = loss is not None
+        set_loss_chunks(model, config, plan, layout)
         model.to(compute)
         held = make_units(config, plan, mesh, grid, layout, model, **sizes)
         materialize_buffers(model, device, compute)

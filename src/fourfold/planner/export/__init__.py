@@ -53,7 +53,9 @@ def export(plan: Plan, problem: PlanProblem, system: Literal["torchtitan", "mega
     """The plan for another system. `csv`: name of the schedule's file, where one is needed."""
     if system not in ("torchtitan", "megatron"):
         raise PlanError(f"plans are exported to torchtitan and megatron; found '{system}'")
-    problem = replace(problem, precision=plan.precision, moments=plan.memory.moments).with_engine(system)
+    problem = replace(
+        problem, precision=plan.precision, moments=plan.memory.moments, logits=plan.memory.logits
+    ).with_engine(system)
     if system == "torchtitan":
         from fourfold.planner.export.torchtitan import to_torchtitan
 
