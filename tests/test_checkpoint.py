@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -20,14 +21,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from fourfold.errors import CheckpointError, RankFailure
 from fourfold.model.build import serial_model
 from fourfold.piece import Piece
 from fourfold.shard.layout import lay_out
 from fourfold.testing.ranks import run_ranks
-from fourfold.train import checkpoint
-from fourfold.train.checkpoint import Checkpointer, Holding, holding_of
+from fourfold.train import checkpoint, checkpoint_files, checkpoint_folder
+from fourfold.train.checkpoint import Checkpointer, Holding, holding_of, verify
 from fourfold.train.export import load_model
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import MODELS, make_config, run_training, series
@@ -181,14 +183,59 @@ def test_fused_padded_and_sharded_parameters(tmp_path: Path, ranks: int) -> None
 # ---- whole, or not there ----
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are written in pieces by several threads, as large ones are."""
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 100_000)
+    for module in (checkpoint_files, checkpoint_folder):
+        monkeypatch.setattr(module, "PIECE", 30_000)
+
+
 def _save_for_ever(path: Path, background: bool) -> None:
-    x = torch.zeros(200_000)
+    x = torch.zeros(4, 50_000)
     saver = Checkpointer(path, background=background)
     for step in range(1, 10**6):
         x.fill_(step)
-        saver.save(step, [holding_of("x", x)], {"step": step})
+        saver.save(step, [holding_of(f"x{i}", row) for i, row in enumerate(x)], {"step": step})
 
 
+@pytest.mark.usefixtures("small_pieces")
+def test_files_are_written_and_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    tensors = {f"w{i}": torch.randn(40_000 + 1000 * i) for i in range(6)} | {"small": torch.randn(3, 2)}
+    Checkpointer(tmp_path).save(1, [holding_of(n, t) for n, t in tensors.items()], {"step": 1})
+    folder = tmp_path / "step-000001"
+    listed = json.loads((folder / "complete.json").read_text())["files"]
+    written = sorted(p.name for p in folder.glob("*.distcp"))
+    assert written == [f"__0_{i}.distcp" for i in range(4)]
+    for name in written:
+        data = (folder / name).read_bytes()
+        assert listed[name] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert max(listed[n]["bytes"] for n in written) < 2 * min(listed[n]["bytes"] for n in written)
+    theirs = {n: torch.zeros_like(t) for n, t in tensors.items()}
+    dcp.load(theirs, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    ours = {n: torch.zeros_like(t) for n, t in tensors.items()}
+    checkpoint.load(folder, [holding_of(n, t) for n, t in ours.items()])
+    for name, tensor in tensors.items():
+        assert torch.equal(theirs[name], tensor)
+        assert torch.equal(ours[name], tensor)
+    with open(folder / "__0_2.distcp", "r+b") as f:
+        f.seek(-20_000, os.SEEK_END)
+        f.write(b"?")
+    assert [str(p) for p in verify(folder) if "__0_2.distcp is damaged: its checksum" in p]
+    # a disk that fails in the middle of one of the files: its own error, and nothing is left
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data) if len(data) < 20_000 else _no_space())
+    with pytest.raises(CheckpointError, match="no space left on the disk"):
+        Checkpointer(tmp_path).save(2, [holding_of(n, t) for n, t in tensors.items()], {"step": 2})
+    assert not (tmp_path / "step-000002").exists()
+
+
+def _no_space() -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.usefixtures("small_pieces")
 def test_killed_at_any_moment_the_newest_complete_checkpoint_is_whole(tmp_path: Path) -> None:
     """SIGKILL at 30 random instants of a process that does nothing but save."""
     chance = random.Random(0)
@@ -209,8 +256,8 @@ def test_killed_at_any_moment_the_newest_complete_checkpoint_is_whole(tmp_path: 
         os.waitpid(pid, 0)
         last = checkpoint.newest(path)
         assert last is not None
-        x = torch.zeros(200_000)
-        state = checkpoint.load(last, [holding_of("x", x)])
+        x = torch.zeros(4, 50_000)
+        state = checkpoint.load(last, [holding_of(f"x{i}", row) for i, row in enumerate(x)])
         assert (x == state["step"]).all()
         complete = len(list(path.glob("step-*/complete.json")))
         found.append((complete, len(list(path.glob("step-*")))))

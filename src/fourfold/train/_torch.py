@@ -1,4 +1,5 @@
-"""The private torch names that this package uses, in one place: NCCL communicators, fake groups, the default group's store.
+"""The private torch names that this package uses, in one place: NCCL communicators, fake groups, the default group's store,
+records of DCP.
 
 `_get_backend`, `eager_connect_single_device` and `_comm_ptr` exist in 2.11, 2.12 and 2.13; the list of process groups is the
 one that `torch.distributed` itself looks groups up in.
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["communicator", "default_store", "fake_store", "make_communicator", "process_groups"]
+__all__ = ["communicator", "default_store", "fake_store", "make_communicator", "process_groups", "stored_at"]
 
 
 def make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -41,6 +42,13 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def stored_at(file: str, offset: int, length: int) -> Any:
+    """DCP's record of where a tensor lies in a checkpoint's files."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def default_store() -> dist.Store:

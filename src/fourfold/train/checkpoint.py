@@ -1,8 +1,9 @@
 """Checkpoints: a set of pieces, so that one saved under any plan opens under any other.
 
 A rank's state maps each serial tensor that it holds a part of to a list of (box in the tensor, view of local memory). torch's
-distributed checkpoint (DCP) writes these, one file per rank, and refuses gaps and overlaps, so every save is complete.
-One of a piece's copies is written; replicas share the work. A rank reads the boxes that its own layout needs.
+distributed checkpoint (DCP) writes these, up to four files per rank (checkpoint_files.py), and refuses gaps and overlaps, so
+every save is complete. One of a piece's copies is written; replicas share the work. A rank reads the boxes that its own layout
+needs.
 
     checkpoints/step-000040/
         __0_0.distcp …      tensors: <name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>
@@ -45,6 +46,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from fourfold import files, schema
 from fourfold.errors import CheckpointError, ConfigError, FileError
 from fourfold.piece import Box, intersect, offset_box, shape_of
+from fourfold.train.checkpoint_files import FileWriter, HostCopies
 from fourfold.train.checkpoint_folder import (
     STATE,
     STEP,
@@ -52,6 +54,7 @@ from fourfold.train.checkpoint_folder import (
     complete,
     describe,
     doomed,
+    in_threads,
     is_file,
     newest,
     read_state,
@@ -268,7 +271,7 @@ def read_box(directory: Path, index: Index, name: str, box: Box) -> Tensor:
 
 
 def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
-    """Fill the views from the files; each file is opened once and read in order."""
+    """Fill the views from the files; each file is opened once and read in order, up to four at a time."""
     reads: dict[str, list[tuple[StoredChunk, StoredTensor, list[tuple[Box, Box, Tensor]]]]] = {}
     for name, chunks in wanted.items():
         stored = index.get(name)
@@ -289,12 +292,16 @@ def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
                     copies.append((*inside, view))
             if copies:
                 reads.setdefault(chunk.file, []).append((chunk, stored, copies))
-    for file, parts in reads.items():
+
+    def read(job: tuple[str, list[Any]]) -> None:
+        file, parts = job
         with files.open_for_reading(directory / file, CheckpointError, follow=False) as f:
             for chunk, stored, copies in sorted(parts, key=lambda part: part[0].at):
                 tensor = read_tensor(f, chunk, _dtype(stored.dtype), directory / file, CheckpointError)
                 for to, source, view in copies:
                     narrow(view, to).copy_(narrow(tensor, source))
+
+    in_threads(read, reads.items())
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -352,6 +359,7 @@ class Checkpointer:
         self.prunes = prunes or group is None
         """With `remote`: one rank of every host removes old local copies."""
         self.rank = _place(group)[0]
+        self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[Path] = []
@@ -364,8 +372,9 @@ class Checkpointer:
         if not self.background or last:
             self._write(path, owned, state)
             return
-        for chunks in owned.values():
-            chunks.views = {offset: view.to("cpu", copy=True) for offset, view in chunks.views.items()}
+        for name, chunks in owned.items():
+            chunks.views = {at: self._copies.copy((name, at), view) for at, view in chunks.views.items()}
+        self._copies.finish()
         self._thread = threading.Thread(target=self._guarded, args=(path, owned, dict(state)), name=f"save-{step}")
         self._thread.start()
 
@@ -394,14 +403,15 @@ class Checkpointer:
         size = sum(view.nbytes for chunks in owned.values() for view in chunks.views.values())
         try:
             _together(lambda: self._clear(path), self.group)
+            writer = FileWriter(path)
             metadata = dcp.save(
                 owned,
-                storage_writer=dcp.FileSystemWriter(path),
+                storage_writer=writer,
                 planner=ChunkPlanner(),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
-            listed = self._listed(path)
+            listed = {name: info for each in _exchange(writer.written, self.group) for name, info in each.items()}
             _together(lambda: self._finish(path, metadata, listed, state), self.group)
         except (dcp.CheckpointException, CheckpointError, OSError) as e:
             why = _root_cause(e, path, size)
@@ -438,20 +448,6 @@ class Checkpointer:
         remote.upload_marker(path, path.name)
         for old in remote.doomed(self.keep, self.keep_every):
             remote.remove(old)
-
-    def _listed(self, path: Path) -> dict[str, Any]:
-        """Size and checksum of every rank's files; an error of one rank is raised on all."""
-        mine: dict[str, Any] = {}
-        problem = None
-        try:
-            mine = {p.name: describe(p) for p in path.glob(f"__{self.rank}_*.distcp")}
-        except OSError as e:
-            problem = f"{files.why(e)} (rank {self.rank})"
-        found = _exchange((mine, problem), self.group)
-        for _, text in found:
-            if text is not None:
-                raise CheckpointError(text)
-        return {name: info for each, _ in found for name, info in each.items()}
 
     def _clear(self, path: Path) -> None:
         """Make an empty folder; an incomplete save of this step, or a link, is removed first."""

@@ -7,24 +7,31 @@ renamed, never the content of a file; links are ignored.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fourfold import files, schema
 from fourfold.errors import CheckpointError
-from fourfold.train.checkpoint_index import MARKER, read_index, read_marker
+from fourfold.train.checkpoint_index import MARKER, FileInfo, read_index, read_marker
 
 __all__ = [
+    "FILES",
+    "PIECE",
     "STATE",
     "STEP",
     "check_state",
     "complete",
     "describe",
     "doomed",
+    "hash_file",
+    "in_threads",
     "is_file",
     "newest",
     "read_state",
@@ -34,8 +41,15 @@ __all__ = [
     "verify",
 ]
 
+FILES = 4
+"""Files that a rank writes, hashes or reads at the same time, at most."""
+PIECE = 8 << 20
+"""Bytes that are hashed while they are written, or while the next ones are read."""
 STATE = "state.json"
 STEP = re.compile(r"step-(\d{6,18})")
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 def steps_in(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -117,24 +131,12 @@ def check_state(state: Mapping[str, Any], directory: Path) -> None:
 
 def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:
     """Describe the damaged files among every `shares`-th file from `share`, and a damaged index or state."""
-    problems = []
     try:
         listed = read_marker(directory)
     except CheckpointError as e:
         return [str(e)]
-    for name, expected in sorted(listed.items())[share::shares]:
-        path = directory / name
-        try:
-            with files.open_for_reading(path, CheckpointError, follow=False) as f:
-                size = os.fstat(f.fileno()).st_size
-                if size != expected.bytes:
-                    problems.append(f"{path} is damaged: {size} bytes instead of {expected.bytes}")
-                elif hashlib.file_digest(f, "sha256").hexdigest() != expected.sha256:
-                    problems.append(f"{path} is damaged: its checksum is not the one it was saved with")
-        except CheckpointError as e:
-            problems.append(f"{path} is missing" if not os.path.lexists(path) else str(e))
-        except OSError as e:
-            problems.append(f"{path}: cannot be read: {files.why(e)}")
+    mine = [(directory / name, expected) for name, expected in sorted(listed.items())[share::shares]]
+    problems = [p for p in in_threads(_problem, mine) if p is not None]
     if not problems and share == 0:
         for read in (read_state, read_index):
             try:
@@ -142,6 +144,51 @@ def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:
             except CheckpointError as e:
                 problems.append(str(e))
     return problems
+
+
+def _problem(job: tuple[Path, FileInfo]) -> str | None:
+    """What is wrong with a file, if anything."""
+    path, expected = job
+    try:
+        with files.open_for_reading(path, CheckpointError, follow=False) as f:
+            size = os.fstat(f.fileno()).st_size
+            if size != expected.bytes:
+                return f"{path} is damaged: {size} bytes instead of {expected.bytes}"
+            if hash_file(f, size) != expected.sha256:
+                return f"{path} is damaged: its checksum is not the one it was saved with"
+    except CheckpointError as e:
+        return f"{path} is missing" if not os.path.lexists(path) else str(e)
+    except OSError as e:
+        return f"{path}: cannot be read: {files.why(e)}"
+    return None
+
+
+def hash_file(file: io.BufferedReader, size: int) -> str:
+    """SHA-256 of an open file, in hexadecimal; the next piece is read while one is hashed."""
+    found = hashlib.sha256()
+    if size <= 2 * PIECE:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    buffers = [bytearray(PIECE), bytearray(PIECE)]
+    ready: threading.Thread | None = None
+    for number in range(-(-size // PIECE)):
+        buffer = buffers[number % 2]
+        count = file.readinto(buffer)
+        if ready is not None:
+            ready.join()
+        ready = threading.Thread(target=found.update, args=(memoryview(buffer)[:count],))
+        ready.start()
+    if ready is not None:
+        ready.join()
+    return found.hexdigest()
+
+
+def in_threads(work: Callable[[A], T], jobs: Iterable[A], most: int = FILES) -> list[T]:
+    """`work` of every job, at most `most` at a time, in the order of the jobs; the first error is raised when all have ended."""
+    todo = list(jobs)
+    if len(todo) <= 1:
+        return [work(job) for job in todo]
+    with ThreadPoolExecutor(min(most, len(todo)), thread_name_prefix="checkpoint") as pool:
+        return [future.result() for future in [pool.submit(work, job) for job in todo]]
 
 
 def describe(path: Path) -> dict[str, Any]:
