@@ -24,7 +24,7 @@ PARTS = ("exhaustive", "published_layouts", "tensor_layers")
 
 QUICK: dict[str, list[str]] = {
     "pipeline": ["--quick", "--only", "overhead"],
-    "startup": ["--quick", "--only", "counts"],
+    "startup": ["--quick", "--only", "counts", "disk"],
 }
 """A few seconds each; parts of other benchmarks are run by the test beside each."""
 ARGUMENTS = {"monotone": ["--seconds", "5"], "soak": ["--steps", "100"], "fuzz": ["--count", "200"]}
