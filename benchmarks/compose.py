@@ -26,6 +26,7 @@ import random
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -403,35 +404,70 @@ def complete(report: Report, folder: Path, say: Any) -> dict[tuple[str, str], st
     return found
 
 
+WORKS, EXCLUDED = "·", "-"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
 def write_matrix(path: Path, report: Report, pairs: dict[tuple[str, str], str]) -> None:
-    """The support matrix, as Markdown."""
+    """The support matrix, as Markdown: one line of a code block per feature, one character per pair."""
     names = list(FEATURES)
-    reasons: dict[str, int] = {}
+    reasons: dict[str, str] = {}
     for why in pairs.values():
         if why:
-            reasons.setdefault(_general(why), len(reasons) + 1)
+            reasons.setdefault(_general(why), LETTERS[len(reasons)])
+    works = sum(not why for why in pairs.values())
+    width = max(map(len, names)) + 3
+    refused = len(pairs) - works
+    runs = (
+        "Written by `python -m benchmarks.compose --matrix docs/support.md` from runs of real processes (gloo, CPUs) in fp64, each "
+        "compared with one process: losses, gradient norms and evaluation are equal to 1e-9. "
+        f"{len(report.passed)} random plans of 2 to 16 ranks, with up to six features besides their axes; {report.resumed} pairs of "
+        f"random plans, of which the second resumes what the first saved; {len(report.failed)} failures. Pairs of features that no "
+        "random plan had were run alone, on the smallest mesh that has both. "
+        f"Of {len(pairs)} pairs that can meet, {works} work, and {refused} are refused with a reason before any process starts."
+    )
+    legend = (
+        f"`{WORKS}` works. A letter is the reason, listed below, for which the pair is refused. `{EXCLUDED}`: the two exclude each "
+        "other (two schedules), or one implies the other (a schedule and the pipe axis). Columns have the numbers of the rows."
+    )
     lines = [
         "# Which features go together",
         "",
-        "Written by `python -m benchmarks.compose --matrix docs/support.md`, from runs: every pair below was trained in fp64 by "
-        "real processes and compared with one process, losses, gradient norms and evaluation to 1e-9. "
-        f"{len(report.passed)} random plans of 2 to 16 ranks, {report.resumed} pairs of plans for resuming, "
-        f"{len(report.failed)} failures; pairs that no random plan had were run alone.",
+        *textwrap.wrap(runs, 140),
         "",
-        "`·` works; a number is a reason below for which a plan is refused before it starts; empty: the two exclude each other "
-        "(two schedules, say) or one implies the other.",
+        *textwrap.wrap(legend, 140),
         "",
-        "| |" + "|".join(str(i) for i in range(1, len(names) + 1)) + "|",
-        "|---|" + "---|" * len(names),
+        "```text",
+        *_header(len(names), width),
     ]
     for i, a in enumerate(names):
         cells = []
         for b in names[:i]:
             why = pairs.get((b, a))
-            cells.append(" " if why is None else f"[{reasons[_general(why)]}]" if why else "·")
-        lines.append(f"| {i + 1} {a} |" + "|".join(cells + [" "] * (len(names) - i)) + "|")
-    lines += ["", *(f"{number}. {why}" for why, number in reasons.items()), ""]
-    path.write_text("\n".join(lines))
+            cells.append(EXCLUDED if why is None else reasons[_general(why)] if why else WORKS)
+        lines.append(f"{i + 1:2d} {a:<{width}}{' '.join(cells)}".rstrip())
+    lines += ["```", "", "| | why a pair is refused |", "|---|---|"]
+    lines += [f"| {letter} | {why.replace('|', chr(92) + '|')} |" for why, letter in reasons.items()]
+    path.write_text("\n".join([*lines, ""]))
+
+
+def _header(count: int, width: int) -> list[str]:
+    """The numbers of the columns, tens over ones."""
+    numbers = range(1, count)
+    tens = " ".join(str(n // 10) if n >= 10 else " " for n in numbers)
+    return [" " * (width + 3) + row for row in (tens, " ".join(str(n % 10) for n in numbers))]
+
+
+def read_matrix(text: str) -> tuple[list[str], dict[tuple[str, str], str]]:
+    """The features of a support matrix, and the character of every pair."""
+    rows = [line for line in text.split("```")[1].splitlines() if re.match(r" ?\d+ ", line)]
+    width = max(map(len, FEATURES)) + 3
+    names = [row[3 : 3 + width].strip() for row in rows]
+    found = {}
+    for i, row in enumerate(rows):
+        for b, cell in zip(names[:i], row[3 + width :].split(), strict=True):
+            found[b, names[i]] = cell
+    return names, found
 
 
 def _general(why: str) -> str:

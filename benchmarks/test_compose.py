@@ -48,3 +48,24 @@ def test_pairs_that_are_refused_say_why(tmp_path: Path) -> None:
     assert "message-driven" in compose.refusal(compose.smallest(features), tmp_path)
     fine = dataclasses.replace(compose.smallest(features[1:]))
     assert not compose.refusal(fine, tmp_path)
+
+
+def test_the_support_matrix_is_that_of_the_code(tmp_path: Path) -> None:
+    """Every pair that it calls refused is, for its reason; a sample of those that work may run (others run in compose itself)."""
+    text = (Path(__file__).parent.parent / "docs" / "support.md").read_text()
+    names, cells = compose.read_matrix(text)
+    assert names == list(compose.FEATURES)
+    reasons = {line[2]: line for line in text.splitlines() if line.startswith("| ") and line[3:5] == " |"}
+    chance = random.Random(0)
+    tried = 0
+    for (a, b), cell in cells.items():
+        pair = compose.FEATURES[a], compose.FEATURES[b]
+        excluded = pair[0].group == pair[1].group or a in pair[1].needs
+        assert (cell == compose.EXCLUDED) == excluded, (a, b)
+        if excluded or "LoRA" in (a, b) or (cell == compose.WORKS and chance.random() > 0.15):
+            continue  # LoRA needs a folder of weights, which a run makes
+        tried += 1
+        why = compose.refusal(compose.smallest(pair), tmp_path)
+        assert bool(why) == (cell != compose.WORKS), (a, b, why)
+        assert not why or compose._general(why).replace("|", "\\|") in reasons[cell], (a, b)
+    assert tried > 100

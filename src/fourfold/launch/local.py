@@ -194,13 +194,13 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
         if end.failed and deadline == float("inf"):
             hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
             killed = min(end.failed.values()) < 0  # nobody is in doubt about who was first
-            deadline = time.monotonic() + GRACE * (1 / 6 if killed else 1 / 3 if hang else 1)
+            deadline = time.monotonic() + GRACE * (1 / 12 if killed else 1 / 3 if hang else 1)
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
             _signal(list(waiting.values()), signal.SIGUSR2)
             _signal(list(waiting.values()), signal.SIGCONT)  # one that is stopped writes its stack then
-            time.sleep(0.3)  # for the stacks to be written
+            time.sleep(0.2)  # for the stacks to be written
             _signal(list(waiting.values()), signal.SIGKILL)
             deadline = time.monotonic() + GRACE
     end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}

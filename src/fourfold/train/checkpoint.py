@@ -499,6 +499,8 @@ def _root_cause(error: BaseException, path: Path, size: int) -> str:
     if "PytorchStreamWriter" in text or "inline_container" in text or "unexpected pos" in text:
         try:
             free = shutil.disk_usage(path).free
+        except FileNotFoundError:  # rank 0 has removed the folder, and freed its space
+            return f"no space left on the disk, or it refused the data{rank}"
         except OSError as e:
             return files.why(e) + rank
         if free < size:
