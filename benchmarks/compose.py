@@ -419,16 +419,18 @@ def write_matrix(path: Path, report: Report, pairs: dict[tuple[str, str], str]) 
     width = max(map(len, names)) + 3
     refused = len(pairs) - works
     runs = (
-        "Written by `python -m benchmarks.compose --matrix docs/support.md` from runs of real processes (gloo, CPUs) in fp64, each "
-        "compared with one process: losses, gradient norms and evaluation are equal to 1e-9. "
-        f"{len(report.passed)} random plans of 2 to 16 ranks, with up to six features besides their axes; {report.resumed} pairs of "
-        f"random plans, of which the second resumes what the first saved; {len(report.failed)} failures. Pairs of features that no "
-        "random plan had were run alone, on the smallest mesh that has both. "
-        f"Of {len(pairs)} pairs that can meet, {works} work, and {refused} are refused with a reason before any process starts."
+        "Written by `python -m benchmarks.compose --matrix docs/support.md` from runs of real processes (gloo, CPUs) in fp64, "
+        "each compared with one process: losses, gradient norms and evaluation are equal to 1e-9. "
+        f"{len(report.passed)} random plans of 2 to 16 ranks, with up to six features besides their axes; {report.resumed} "
+        "pairs of random plans, of which the second resumes what the first saved; "
+        f"{len(report.failed)} failures. Pairs of features that no random plan had were run alone, on the smallest mesh that "
+        f"has both. Of {len(pairs)} pairs that can meet, {works} work, and {refused} are refused with a reason before any "
+        "process starts."
     )
     legend = (
-        f"`{WORKS}` works. A letter is the reason, listed below, for which the pair is refused. `{EXCLUDED}`: the two exclude each "
-        "other (two schedules), or one implies the other (a schedule and the pipe axis). Columns have the numbers of the rows."
+        f"`{WORKS}` works. A letter is the reason, listed below, for which the pair is refused. `{EXCLUDED}`: the two exclude "
+        "each other (two schedules), or one implies the other (a schedule and the pipe axis). Columns have the numbers of the "
+        "rows."
     )
     lines = [
         "# Which features go together",
