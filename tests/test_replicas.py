@@ -85,7 +85,9 @@ def test_a_changed_bit_is_found_before_it_is_saved(tmp_path: Path, monkeypatch: 
     assert says in str(error.value)
     steps = [m["step"] for m in read_metrics(RunDir(tmp_path / "run")) if "loss" in m]
     assert steps == [1, 2, 3]  # the first two passed
-    assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} <= {"step-000001", "step-000002"}
+    saved = {p.parent.name for p in (tmp_path / "run" / "checkpoints").glob("*/complete.json")}
+    assert saved == {"step-000001", "step-000002"}  # the save in flight was finished, the next one not begun
+    assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} == saved
 
 
 def test_a_tied_copy_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import json
 import re
 import threading
@@ -42,7 +43,7 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import DataError
 
-__all__ = ["Chat", "ChatTemplate", "PlainExample", "parse_example", "parse_examples", "time_limit"]
+__all__ = ["Chat", "ChatTemplate", "PlainExample", "clock", "parse_example", "parse_examples", "time_limit"]
 
 START, END = "\ue000", "\ue001"
 """Mark the trained characters of a rendered chat; both are private-use code points."""
@@ -478,17 +479,25 @@ class _Timeout(BaseException):
     """Raised in a thread that takes too long; not an Exception, so that no `except Exception` catches it."""
 
 
+PROCESSOR_TIME = hasattr(time, "pthread_getcpuclockid")  # not on macOS
+clock = time.thread_time if PROCESSOR_TIME else time.monotonic
+
+
 @contextmanager
 def time_limit(what: str, seconds: float = SECONDS) -> Iterator[list[float]]:
-    """Raise DataError when more than `seconds` pass after the time in the yielded list, which the caller updates.
+    """Raise DataError when more than `seconds` pass after the time in the yielded list, which the caller sets to `clock()`.
 
-    A template may loop; Python code can only be interrupted from another thread.
+    A template may loop; Python code can only be interrupted from another thread. Processor time of the caller's thread counts:
+    on a busy machine any text takes long.
     """
-    since, thread, over = [time.monotonic()], threading.get_ident(), threading.Event()
+    since, thread, over = [clock()], threading.get_ident(), threading.Event()
+    now = (
+        functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread)) if PROCESSOR_TIME else time.monotonic
+    )
 
     def watch() -> None:
         while not over.wait(0.25):
-            if time.monotonic() - since[0] > seconds:
+            if now() - since[0] > seconds:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Timeout))
                 return
 
@@ -497,7 +506,7 @@ def time_limit(what: str, seconds: float = SECONDS) -> Iterator[list[float]]:
     try:
         yield since
     except _Timeout:
-        raise DataError(f"{what} takes longer than {seconds:g} s for one chat: does its template loop?") from None
+        raise DataError(f"{what} takes longer than {seconds:g} s to render: does its template loop?") from None
     finally:
         over.set()
         watcher.join()

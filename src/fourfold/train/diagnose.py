@@ -21,7 +21,7 @@ from fourfold import schema
 from fourfold.cluster import Cluster, preset_names
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, PlanError
-from fourfold.plan import Plan
+from fourfold.plan import Batch, Plan
 from fourfold.program.groups import coordinates_of
 from fourfold.train.checkpoint_folder import complete
 from fourfold.train.flight import Flight, read_flights, read_history
@@ -217,7 +217,7 @@ def _failed(
         case _:
             line = flight.text("message").splitlines()[0] if flight and flight.text("message") else ""
             how = f"rank {rank} raised {kind}{_at(flight, ' at ')}{f': {line}' if line else ''}"
-            advice = f"Its traceback is in {run.flight / f'rank{rank}.jsonl'}. {again}"
+            advice = f"Correct the cause; the traceback is in {run.flight / f'rank{rank}.jsonl'}. {again}"
     rows = [_row(f) for f in flights.values()]
     return Diagnosis(
         "failed",
@@ -295,7 +295,7 @@ def _hang(message: str, again: str, run: RunDir) -> tuple[str, str]:
     if len(waiting) > 2:
         how += f"; {len(waiting) - 2} more wait"
     if any("is stopped" in x for x in rest):
-        advice = "Something stopped the process (SIGSTOP: a debugger, a shell's Ctrl-Z, a scheduler)."
+        advice = "Find out what stopped the process (SIGSTOP: a debugger, a shell's Ctrl-Z, a scheduler)."
     elif any("not answered" in x or "never reported" in x for x in rest):
         advice = "Look at that rank's host: is it up and reachable, is the process alive?"
     elif any("hangs" in x and "waits for no other" in x for x in rest):
@@ -364,7 +364,7 @@ def _memory(
         made, room = _smaller(config, plan, cluster, predicted, held + more if on_gpu else 0)
     except PlanError as e:
         return how, f"The planner finds no plan that needs less on {cluster.ranks} ranks ({e}); use more ranks", None
-    changed = _changes(plan, made)
+    changed = _changes(_explicit(plan, config), _explicit(made, config))
     time_ratio = ""
     old, new = (p.predicted["seconds"] if p.predicted else 0 for p in (plan, made))
     if old and new:
@@ -412,6 +412,11 @@ def _smaller(config: Config, plan: Plan, cluster: Cluster, predicted: int, found
     device = dataclasses.replace(cluster.device, memory=str(int(room / (1 - cluster.device.margin)) + reserve))
     made = plan_run(config, dataclasses.replace(cluster, device=device), plan.precision)
     return made, room
+
+
+def _explicit(plan: Plan, config: Config) -> Plan:
+    """The plan with its number of micro-batches, where that is the default."""
+    return dataclasses.replace(plan, batch=Batch(micro_batches=plan.micro_batches(config.train.global_batch)))
 
 
 def _changes(old: Plan, new: Plan) -> str:

@@ -47,7 +47,7 @@ import numpy.typing as npt
 
 from fourfold import files
 from fourfold.errors import DataError
-from fourfold.train.chats import PLAIN, Chat, ChatTemplate, PlainExample, parse_examples, time_limit
+from fourfold.train.chats import PLAIN, Chat, ChatTemplate, PlainExample, clock, parse_examples, time_limit
 
 __all__ = [
     "Encoder",
@@ -418,12 +418,12 @@ class Encoder:
             for batch in _batched(found, BATCH):
                 texts, trained = [], []
                 for where, example in batch:
-                    since[0] = time.monotonic()
+                    since[0] = clock()
                     rendered = self._rendered(where, example)
                     if rendered is not None:
                         texts.append(rendered[0])
                         trained.append(rendered[1:])
-                since[0] = time.monotonic() + 600.0  # the library encodes; no template runs
+                since[0] = clock() + 600.0  # the library encodes; no template runs
                 locate = any(spans is not None for spans, *_ in trained)
                 for (ids, tokens), marks in zip(self.codec.encode_all(texts, locate=locate), trained, strict=True):
                     yield self._finished(ids, tokens, *marks)

@@ -9,6 +9,7 @@ A step depends on the weights, the step number and the seed, not on the number o
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.collectives import all_gather, all_reduce
-from fourfold.errors import CommunicationError
+from fourfold.errors import CheckpointError, CommunicationError, ReplicaError
 from fourfold.model.attention import Documents
 from fourfold.model.spec import flops_per_token
 from fourfold.offload.split import square_sum
@@ -460,7 +461,12 @@ class Loop:
     def check_replicas(self, step: int, holdings: Sequence[Holding]) -> None:
         """Raise ReplicaError if copies of a weight, or of its optimizer state, differ between ranks."""
         self.guard.compare(step)
-        compare_replicas(step, holdings, self.units, self.ties, self.mesh, self.world)
+        try:
+            compare_replicas(step, holdings, self.units, self.ties, self.mesh, self.world)
+        except ReplicaError:  # raised by all ranks: a save of an earlier step, in flight, can be finished
+            with contextlib.suppress(CheckpointError):
+                self.checkpointer.wait()
+            raise
 
     def _flip(self, name: str) -> None:
         holdings = self.holdings()
