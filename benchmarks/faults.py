@@ -451,7 +451,9 @@ def replan(count: int, chance: random.Random, folder: Path) -> Promise:
             kept = int(saved.name[5:]) if saved is not None else 0
         good = seconds <= 60 and first == list(range(1, len(first) + 1)) and len(first) > kept
         found = f"{len(first)} steps, {kept} of them saved before, starts {len(_started(run))}"
-        promise.add(good, f"{kind}: {seconds:.0f} s, {found}\n{(folder / f'hosts{i}.log').read_text()[-3000:]}", seconds)
+        promise.add(
+            good, f"{kind}: {seconds:.0f} s, {found}\n{(folder / f'hosts{i}.log').read_text()[-3000:]}", seconds
+        )
     return promise
 
 
