@@ -38,7 +38,7 @@ from fourfold.planner.uniform import uniform_plans
 from fourfold.schema import format_bytes, format_seconds
 from fourfold.view.plan_report import report_data
 
-__all__ = ["LONGEST", "Described", "Question", "ask", "choices", "cluster_fields", "problem_of"]
+__all__ = ["FIRST", "LONGEST", "Described", "Question", "ask", "choices", "cluster_fields", "problem_of"]
 
 LONGEST = 256 * 1024
 """Bytes of a question, at most: a config.json has a few thousand."""
@@ -49,6 +49,10 @@ _COMPARED = 60
 _TOP = 5
 _EVERY = 0.1
 """Seconds between two reports of progress, at least."""
+
+
+FIRST = {"cluster": {"preset": "h100-sxm", "nodes": 1}, "model": "llama-3.1-8b", "batch": 64, "seq_len": 8192}
+"""The question of a page that is opened without one (the defaults of planner.js)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +176,13 @@ def cluster_fields(d: Described) -> dict[str, Any]:
 
 
 def choices() -> dict[str, Any]:
-    """Models and clusters to choose from, with the numbers that one may replace."""
+    """Models and clusters to choose from, with the numbers that one may replace; and whether the first question fits, so that a
+    page shows an answer before its Python has loaded."""
     from fourfold.presets import PRESETS
 
     specs = {name: ModelSpec.from_hf_config(config, name) for name, config in _models().items()}
     return {
+        "first": {"question": FIRST, "answer": json.loads(ask("glance", json.dumps(FIRST)))},
         "models": [{"name": n, "parameters": s.parameters, "seq_len": s.seq_len} for n, s in specs.items()],
         "clusters": [
             {

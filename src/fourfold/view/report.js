@@ -433,7 +433,7 @@ const FourfoldReport = (() => {
     if (data.alternatives.length < 2) return null;
     const best = data.alternatives[0].seconds;
     const rows = data.alternatives.map((a, i) => [String(i + 1), a.name, a.units, seconds(a.seconds), i ? `+${percent(a.seconds / best - 1)}` : "", percent(a.mfu), bytes(a.bytes), seconds(a.exposed + a.grid, 3), seconds(a.bubble, 3)]);
-    return section("Alternatives", el("p", { class: "dim" }, "“16 × 1” are 16 micro-batches of one sequence on every rank."), table(["", "plan", "units", "step", "", "MFU", "memory", "network", "bubble"], rows, { text: [1, 2], wrap: [2], chosen: 0 }));
+    return section("Alternatives", el("p", { class: "dim" }, "“16 × 1” are 16 micro-batches of one sequence on every rank."), table(["", "plan", "units", "step", "", "MFU", "memory", "network", "bubble"], rows, { text: [1, 2], wrap: [1, 2], chosen: 0 }));
   }
 
   // ---- files to copy ----

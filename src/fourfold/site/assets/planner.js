@@ -179,12 +179,16 @@
     let q;
     try { q = question(); } catch (e) { verdict(null, e.message); return; }
     $("verdict").classList.add("stale");
-    const answer = await engine.ask("glance", q);
+    const { first } = choices, known = JSON.stringify(sorted(q)) === JSON.stringify(sorted(first.question));
+    const answer = known ? first.answer : await engine.ask("glance", q);
     if (mine !== glances) return;
     $("verdict").classList.remove("stale");
     if (answer.error) { verdict(null, answer.error); return; }
     verdict(answer.fits, answer.text);
     if (!$("batch").value) $("batch").placeholder = `${count(answer.batch)}: about 4 million tokens`;
+  }
+  function sorted(value) {  // the same question has the same text, whatever the order of its fields
+    return value && typeof value === "object" ? Object.fromEntries(Object.keys(value).sort().map(k => [k, sorted(value[k])])) : value;
   }
   function verdict(fits, text) {
     const word = $("fit-word");
