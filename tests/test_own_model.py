@@ -49,6 +49,8 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_dataset_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("own_dataset_and_loss.py", tmp_path, monkeypatch)
     assert (tmp_path / "runs" / "own-model" / "final" / "model.safetensors").exists()
+    assert main(["view", "runs/own-model", "--html"]) == 0
+    assert main(["why", "runs/own-model"]) == 0
 
 
 # ---- layers on the grid, frozen parameters, a parameter in two layers ----

@@ -433,7 +433,8 @@ def assemble(
             print(f"trace/rank{place.rank}.jsonl: dropped {loop.trace.dropped} damaged lines", flush=True)
     if place.rank == 0:
         run.write(config, plan)  # after the checkpoint was opened under them
-        schema.write_json(run.env_file, environment(place, device))
+        own = {} if user.model is None else {"own_layers": user.model.outline.parameters}
+        schema.write_json(run.env_file, environment(place, device) | own)
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
 

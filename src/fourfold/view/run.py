@@ -15,16 +15,27 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from fourfold import schema
 from fourfold.errors import RunDirError, ScheduleError
+from fourfold.model.spec import OwnLayers
 from fourfold.plan import Plan
 from fourfold.program import Costs, Op, Schedule, Timeline, simulate
 from fourfold.program.groups import coordinates_of
-from fourfold.program.stages import lay_out_pipeline
+from fourfold.program.stages import PipelineLayout, lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_trace
 from fourfold.view.page import PageSpan, Panel, Row, panel_of
 from fourfold.view.steps import Part, TracedStep, axes_of, read_steps
 
-__all__ = ["StepComparison", "compare_step", "measured_panel", "planned_panel", "planned_timeline", "rank_name"]
+__all__ = [
+    "StepComparison",
+    "compare_step",
+    "layout_of_run",
+    "measured_panel",
+    "own_layers",
+    "planned_panel",
+    "planned_timeline",
+    "rank_name",
+]
 
 
 @dataclass(frozen=True)
@@ -46,10 +57,23 @@ class _TracedStep:
     ops: dict[Op, tuple[float, float]]
 
 
+def own_layers(run: RunDir) -> OwnLayers | None:
+    """The layers of a user's own model; None for a model of the config."""
+    env = schema.read(run.env_file, RunDirError, follow=False) if run.env_file.exists() else {}
+    found = env.get("own_layers")
+    return OwnLayers({str(name): int(count) for name, count in found.items()}) if isinstance(found, dict) else None
+
+
+def layout_of_run(run: RunDir) -> PipelineLayout:
+    """Stages and programs of a run."""
+    config, plan = run.read()
+    return lay_out_pipeline(own_layers(run) or config.model, plan, config.train.global_batch)
+
+
 def compare_step(run: RunDir, step: int | None = None) -> StepComparison:
     """Compare a traced step of a run (default: the last) with its simulation."""
-    config, plan = run.read()
-    layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
+    plan = run.read()[1]
+    layout = layout_of_run(run)
     ranks = _ranks(run, plan.mesh.ranks // plan.mesh.pipe, plan.mesh.pipe)
     traces = [_read(run, rank, set(ops)) for rank, ops in zip(ranks, layout.schedule.order, strict=True)]
     common = sorted(set.intersection(*({s.step for s in t} for t in traces)))
@@ -130,8 +154,7 @@ def planned_timeline(run: RunDir, steps: Sequence[TracedStep]) -> Timeline:
     the least that was seen from when the last rank started it to when some rank had waited for it: one that is overlapped ends
     before it is waited for.
     """
-    config, plan = run.read()
-    layout = lay_out_pipeline(config.model, plan, config.train.global_batch)
+    layout = layout_of_run(run)
     later = [s for s in steps if s.step > 1] or list(steps)
     ops: dict[tuple[int, str], list[float]] = {}
     started: dict[tuple[Any, ...], float] = {}

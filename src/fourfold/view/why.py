@@ -31,9 +31,9 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, UnitRule
 from fourfold.program.groups import coordinates_of
 from fourfold.program.ops import Op
-from fourfold.program.stages import lay_out_pipeline
 from fourfold.schema import format_bytes, format_seconds
 from fourfold.train.rundir import RunDir, read_metrics
+from fourfold.view.run import layout_of_run, own_layers
 from fourfold.view.steps import CAUSES, COMPUTE, TracedStep, axes_of, read_steps
 
 __all__ = ["Change", "Explanation", "TimeLoss", "explain_run"]
@@ -143,8 +143,8 @@ class _Case:
         self.seconds = mean(s.seconds for s in self.steps)
         self.degrees = self.plan.mesh.degrees
         self.micro_batches = self.plan.micro_batches(self.config.train.global_batch)
-        self.layout = lay_out_pipeline(self.config.model, self.plan, self.config.train.global_batch)
-        self.cluster = cluster or _cluster_of(run, self.plan)
+        self.layout, self.own = layout_of_run(run), own_layers(run) is not None
+        self.cluster = None if self.own else cluster or _cluster_of(run, self.plan)
         self.predicted = self._prediction(cluster is not None)
         self.measured_cluster = self.cluster is not None and self.cluster.name != "local"
         self.ranks = sorted(set.intersection(*(set(s.ranks) for s in self.steps)))
@@ -496,7 +496,9 @@ class _Case:
             if slow:
                 first = ", ".join(map(str, slow[:5])) + (" …" if len(slow) > 5 else "")
                 yield f"{len(slow)} of {len(times)} steps took more than twice the median: {first}."
-        if self.cluster is None:
+        if self.own:
+            yield "No prediction: the planner does not know the operators of a model of your own."
+        elif self.cluster is None:
             yield "No prediction for this machine: give --cluster, a preset or a file that `fourfold calibrate` wrote."
         elif not self.measured_cluster:
             yield (
