@@ -135,13 +135,13 @@ def test_the_backend_by_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("auto", "cuda", 4, 4).name == both
     shared = choose_backend("auto", "cuda", 4, 1)
     assert shared.name == "gloo"
-    assert shared.note.startswith("4 ranks share 1 GPU: what they send goes through host memory")
+    assert shared.note.startswith("4 ranks share 1 GPU: communication goes through host memory")
     tested = choose_backend("nccl", "cuda", 4, 2)
     assert tested.name == both
     assert tested.own_hosts
     assert "for tests, not for speed" in tested.note
     assert choose_backend("gloo", "cuda", 2, 2).name == "gloo"
-    with pytest.raises(ConfigError, match="'nccl' needs a GPU, and the ranks run on the CPU; use 'auto' or 'gloo'"):
+    with pytest.raises(ConfigError, match="'nccl' needs a GPU, but the ranks run on the CPU; use 'auto' or 'gloo'"):
         choose_backend("nccl", "cpu", 2, 0)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match="built without NCCL"):
@@ -218,7 +218,7 @@ def _joined(rank: int, ranks: int) -> bool:
     try:
         check_joined("nccl")
     except ConfigError as e:
-        return "the process group that is there has 'cpu:gloo" in str(e)
+        return "the existing process group has 'cpu:gloo" in str(e)
     return False
 
 

@@ -242,7 +242,7 @@ def meet(store: dist.Store, order: list[int]) -> list[int]:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     with pytest.raises(
-        RankFailure, match=r"rank 0 waited 0 s for the other ranks of the job: ranks \[1, 2\] never came"
+        RankFailure, match=r"rank 0 waited 0 s for the other ranks of the job: ranks \[1, 2\] never joined"
     ):
         agree(dist.HashStore(), 0, 3, timeout=0.3)
 
@@ -374,7 +374,7 @@ def test_supervisors_go_on_without_a_host(tmp_path: Path, monkeypatch: pytest.Mo
     assert "1 of 2, local 1 of 2, attempt 1" in ran
     monkeypatch.setattr("fourfold.launch.supervise.ABSENT", 0.5)
     codes, _ = supervised(tmp_path, [0, 1, 2], Restarts(1, 0.01), "0 1")
-    assert "tasks [2] did not come back within 0 s; --on-fault replan" in codes[0]
+    assert "tasks [2] did not return within 0 s; --on-fault replan" in codes[0]
 
 
 @pytest.mark.skipif("FOURFOLD_SLOW_TESTS" not in os.environ, reason="seven interpreters; set FOURFOLD_SLOW_TESTS=1")

@@ -58,12 +58,12 @@ BOMBS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "json nan": (files.parse_json, '{"a": NaN}', "NaN is not a JSON number"),
     "json infinity": (files.parse_json, '{"a": -Infinity}', "-Infinity is not a JSON number"),
     "json 1e400": (files.parse_json, '{"a": 1e400}', "too large for a float"),
-    "json twice": (files.parse_json, '{"a": 1, "a": 2}', "the key 'a' stands twice"),
+    "json twice": (files.parse_json, '{"a": 1, "a": 2}', "the key 'a' appears twice"),
     "json surrogate": (files.parse_json, r'{"a": "\ud800"}', "not valid Unicode"),
     "json many keys": (
         files.parse_json,
         "{" + ",".join(f'"{i}":1' for i in range(10**5)) + ',"7":1}',
-        "'7' stands twice",
+        "'7' appears twice",
     ),
     "toml depth": (files.parse_toml, "a = " + "[" * DEEP, "nested deeper than 64"),
     "toml digits": (files.parse_toml, "a = " + "1" * 5000, "4300 digits"),
@@ -201,7 +201,7 @@ def test_files_that_a_run_writes_do_not_go_through_links(tmp_path: Path) -> None
         run.lock()
     (run.path / ".lock").unlink()
     os.link(precious, run.path / ".lock")
-    with pytest.raises(RunDirError, match="not a file of its own"):
+    with pytest.raises(RunDirError, match="hard link to another file"):
         run.lock()
     for name in (".plan.json.partial", ".config.json.partial"):
         (run.path / name).symlink_to(precious)

@@ -362,7 +362,7 @@ def test_damaged_files(folders: dict[str, Path], tmp_path: Path) -> None:
     with_header(b"{}}")
     assert "damaged: not valid JSON" in refused(folder)
     with_header(json.dumps(header)[:-1].encode() + b', "transformer.wte.weight": 1}')
-    assert "'transformer.wte.weight' stands twice" in refused(folder)
+    assert "'transformer.wte.weight' appears twice" in refused(folder)
     name = "transformer.ln_f.bias"
     for entry in (
         {"dtype": "F32", "shape": [-48], "data_offsets": [0, 192]},

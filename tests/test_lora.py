@@ -463,7 +463,7 @@ def test_random_weights_are_not_adapted(tmp_path: Path) -> None:
         fit(config)
     data = config.to_dict()
     assert "lora" not in data["model"]
-    with pytest.raises(ConfigError, match=r"unknown field 'model.lora'; LoRA has a section of its own"):
+    with pytest.raises(ConfigError, match=r"unknown field 'model.lora'; LoRA has a separate section"):
         Config.from_dict(data | {"model": data["model"] | {"lora": {"rank": 4}}})
     assert Config.from_dict(data) == config
 

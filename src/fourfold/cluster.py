@@ -40,12 +40,11 @@ LOCAL_RESERVE = "256MiB"
 TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9))
 """Matmul tiles: rows and columns of output that one multiprocessor computes at once, and the relative efficiency."""
 ALIGNED = ((64, 1.0), (32, 0.88), (16, 0.82), (8, 0.7), (4, 0.55), (1, 0.4))
-"""Speed of a matmul whose inner or output width is a multiple of so many elements, and of no more. NVIDIA's guide to matmul
-performance asks for 64 elements on an A100 and later, 8 on a V100; multiples of 8 are the least
-that matrix units take without padding."""
+"""Relative speed of a matmul, by the largest of these numbers of elements that divides its inner or output width. NVIDIA's guide
+to matmul performance recommends 64 elements on an A100 and later, 8 on a V100; others than multiples of 8 need padding."""
 ATTENTION_TOKENS, ATTENTION_HALF = 3072, 500
-"""Tokens of a sequence for which a device's `attention` is stated; tokens at which attention reaches half of the rate that it has
-for long sequences (FlashAttention-2's published figures on an A100, causal, heads of 128)."""
+"""Sequence length for which a device's `attention` is stated; sequence length at which attention reaches half of its rate for
+long sequences (FlashAttention-2's published figures on an A100, causal, heads of 128)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Device:
     efficiency: float = 0.8
     """Fraction of the peak that large matmuls reach."""
     attention: float = 0.65
-    """Fraction of `efficiency` that its best kernel of fused attention reaches, for sequences of 3,072 tokens."""
+    """Fraction of `efficiency` that its best fused attention kernel reaches, for sequences of 3,072 tokens."""
     flash_2: float = 1.0
     """Speed of FlashAttention-2 relative to that kernel."""
     attention_backward: float = 2.5
@@ -77,7 +76,7 @@ class Device:
     processors: int = 0
     """Multiprocessors, to model partly filled waves of matmul tiles; 0: not modelled."""
     alignment: int = 64
-    """Elements: matmuls whose inner or output width is no multiple of so many are slower."""
+    """Alignment in elements: matmuls whose inner or output width is not a multiple of it are slower."""
     memory_rate: float = 2.0e12
     """Memory bandwidth in bytes/s that large memory-bound operators reach."""
     eager: float = 1.0
@@ -132,7 +131,7 @@ class Level:
     latency: float = 5e-6
     """Latency of one hop, in seconds."""
     start: float = 0.0
-    """Seconds of every collective besides its hops and bytes: launch, and waiting for each other."""
+    """Fixed seconds of every collective besides its hops and bytes: launch, and synchronisation of the ranks."""
     factor: dict[str, float] = field(default_factory=dict)
     """By collective: its time relative to an ideal ring; default 1."""
     congestion: float = 0.0
@@ -256,7 +255,7 @@ class Cluster:
         if isinstance(data.get("device"), list):
             raise ClusterError(
                 f"{len(data['device'])} kinds of device; a cluster has one [device] table, since a step ends when its "
-                "slowest rank does: give the slowest device, or plan for the others alone"
+                "slowest rank does: give the slowest device, or plan for one kind of device only"
             )
         base = data.pop("preset", None)
         if base is None:
@@ -333,7 +332,7 @@ class Cluster:
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     def collective(self, kind: Collective, size: float, members: int, stride: int = 1) -> float:
-        """Seconds of a collective over a buffer of `size` bytes among `members` ranks with numbers `stride` apart."""
+        """Seconds of a collective over a buffer of `size` bytes among `members` ranks whose numbers differ by `stride`."""
         if members <= 1 or size <= 0:
             return 0.0
         known = self._rings.get((kind, members, stride))
@@ -353,7 +352,7 @@ class Cluster:
         return factor * (latency + share * size / bandwidth)
 
     def message(self, size: float, distance: int) -> float:
-        """Seconds of a message of `size` bytes to a rank `distance` away, on the innermost level that connects so many."""
+        """Seconds of a message of `size` bytes to a rank `distance` away, on the innermost level that connects the two."""
         _, hops, crossed = self._crossed(2, distance)
         return self._factor(crossed, "message", size, 2) * (hops + size / crossed[-1].bandwidth)
 

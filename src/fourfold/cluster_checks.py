@@ -115,7 +115,7 @@ def _check_level(where: str, level: Level) -> None:
     _rate(f"{where}: bandwidth", level.bandwidth, "bytes", "25e9")
     for name in ("latency", "start"):
         _between(f"{where}: {name}", getattr(level, name), 0.0, LONGEST, "seconds")
-    _between(f"{where}: congestion", level.congestion, 0.0, 10.0, "of the bandwidth, for every doubling")
+    _between(f"{where}: congestion", level.congestion, 0.0, 10.0, "of the bandwidth per doubling")
     for kind, factor in level.factor.items():
         if kind not in COLLECTIVES:
             raise ClusterError(f"{where}: factor of '{kind}'{schema.nearest(kind, COLLECTIVES)}")

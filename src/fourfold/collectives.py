@@ -1,4 +1,4 @@
-"""The collectives of the project: one interface for every supported torch, and errors that say what was being waited for.
+"""The collectives of the project: one interface for every supported torch, with errors that name what was waited for.
 
 Every call takes a description (`what`). If a peer died or hangs, the wait ends with `CommunicationError` (within the group's
 timeout at the latest), and its message contains that description; torch's own would only say that a connection was closed.

@@ -2,8 +2,8 @@
 
     defaults  <  file (TOML, JSON, YAML)  <  --section.field value
 
-`Config.load` reads a file; `Config.resolve` fills what was left to the family's defaults and checks every rule, so that
-a resolved config says everything. A zero in a size field means "the default", as the field's text says.
+`Config.load` reads a file; `Config.resolve` fills in the family's defaults and checks every rule, so that a resolved config is
+complete. A zero in a size field means "the default", as described at the field.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ MOST = {
     "train.eval_batches": 2**20,
     "train.seed": 2**53,
 }
-"""Bounds of whole numbers by field, far above what machines can hold; MOST_COUNT for those not named."""
+"""Upper bounds of integers by field, far above what machines can hold; MOST_COUNT for the others."""
 LONGEST_WAIT = 30 * 24 * 3600
-"""Seconds: what torch's groups are given where they are to wait for as long as it takes."""
+"""Seconds: the timeout of torch's process groups when the watchdog replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class RopeScaling:
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
     """linear: all frequencies / factor. llama3: low ones only, blended. yarn: ramp between dimensions, scaled tables.
-    longrope: every frequency has a factor of its own, scaled tables."""
+    longrope: a separate factor for every frequency, scaled tables."""
     factor: float
     """How many times longer than `original_positions`."""
     original_positions: int = 0
@@ -102,25 +102,25 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """LoRA: the weights stay as they are, and linear layers get trainable factors. y = x Wᵀ + alpha / rank · x Aᵀ Bᵀ."""
+    """LoRA: the weights are frozen, and linear layers get trainable factors: y = x Wᵀ + alpha / rank · x Aᵀ Bᵀ."""
 
     rank: int = 0
     """Rank of the factors A [rank, inputs] and B [outputs, rank]; 0: no LoRA, all weights are trained."""
     alpha: float = 0.0
     """The product of the factors is multiplied by alpha / rank; 0: twice the rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers that are adapted, as in the model's files (q_proj, down_proj; also with what comes before,
-    self_attn.q_proj); default: all of the blocks."""
+    """Names of the adapted linear layers, as in the model's files (q_proj, down_proj; or longer, self_attn.q_proj); default: all
+    in the blocks."""
     dropout: float = 0.0
     """Must be 0: results would depend on the plan."""
     merge: bool = False
-    """Write final/ as a whole model, the factors multiplied and added to the weights, and not as an adapter."""
+    """Write final/ as a whole model, with the adapters merged into the weights, instead of as an adapter."""
 
     def __post_init__(self) -> None:
         _require(self, "lora", rank=0, alpha=0)
         if self.dropout:
             raise ConfigError(
-                f"lora.dropout = {self.dropout:g} is not supported: every rank would draw other masks, and results would depend "
+                f"lora.dropout = {self.dropout:g} is not supported: ranks would draw different masks, and results would depend "
                 "on the plan; use 0"
             )
         if not self.rank and (self.alpha or self.targets or self.merge):
@@ -131,7 +131,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of the two factors."""
+        """The factor alpha / rank."""
         return (self.alpha or 2.0 * self.rank) / self.rank
 
 
@@ -167,7 +167,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
     },
 }
-"""What a family computes where the config does not say."""
+"""Defaults of each family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class ModelConfig:
     """Initial weights: random, or the path of a folder to read them from (Hugging Face safetensors, or a distributed checkpoint
     of torch); default: the folder of `hf`, random without one."""
     model_type: str = ""
-    """Hugging Face model_type, as which weights are read and written; default: what `hf` says, else the one that fits."""
+    """Hugging Face model_type for reading and writing weights; default: that of `hf`, or else one that matches the model."""
     layers: int = 0
     """Number of blocks."""
     hidden: int = 0
@@ -202,7 +202,7 @@ class ModelConfig:
     positions: int = 0
     """gpt, bert: rows of the position embedding, the maximum sequence length; 0: seq_len."""
     token_types: int = 0
-    """bert: rows of the token type table, of which the first is added to every token; 0: no table."""
+    """bert: rows of the token type table, whose first row is added to every token; 0: no table."""
     rope_theta: float = 0.0
     """llama: base of the rotary frequencies; 0: 10000."""
     rope_scaling: RopeScaling | None = None
@@ -224,7 +224,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     """llama: factor of the embedding (Gemma: sqrt(hidden)), rounded to the compute type."""
     residual_scale: float = 1.0
-    """llama: factor of what a part adds to the residual stream (Granite)."""
+    """llama: factor of each branch before it is added to the residual stream (Granite)."""
     logit_scale: float = 1.0
     """llama: factor of the logits, before soft-capping (Granite, Cohere)."""
     block: Literal["pre", "post", "output", "sandwich", "parallel", "parallel-shared"] | None = None
@@ -240,7 +240,7 @@ class ModelConfig:
     gated: bool | None = None
     """llama: the MLP is activation(gate) · up; default true."""
     activation: Literal["silu", "gelu", "gelu_tanh"] | None = None
-    """Of the MLP; default gelu_tanh (gpt), gelu (bert) or silu (llama)."""
+    """Activation of the MLP; default gelu_tanh (gpt), gelu (bert) or silu (llama)."""
     qkv_bias: bool | None = None
     """llama: bias on the q, k and v projections (Qwen 2); default false."""
     out_bias: bool | None = None
@@ -249,7 +249,7 @@ class ModelConfig:
     """llama: bias in the MLP; default false."""
     qk_norm: bool | Literal["all", "per-head"] | None = None
     """llama: norm of q and k before the rotary embedding. true: over each head, one weight of head_dim for all heads (Qwen 3).
-    per-head: over each head, a weight for every head (Cohere). all: over all heads at once (OLMo 2). Default false."""
+    per-head: over each head, with a separate weight per head (Cohere). all: over all heads at once (OLMo 2). Default false."""
     tie: bool | None = None
     """Head and embedding share one weight; default true for gpt and bert, false for llama."""
     norm_eps: float = 0.0
@@ -259,7 +259,7 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of initial matrices (projections back to the residual stream: divided by sqrt(2 layers))."""
     lora: LoraConfig | None = None
-    """Adapters on its linear layers, as the section `lora` says; then all other parameters are frozen."""
+    """Adapters on its linear layers, from the section `lora`; all other parameters are then frozen."""
 
     def __post_init__(self) -> None:
         sizes = ("heads", "kv_heads", "head_dim", "ffn", "positions", "rope_theta", "norm_eps", "rope_dim")
@@ -275,21 +275,21 @@ class ModelConfig:
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions are rows of a table, and not a rotary embedding."""
+        """Whether positions are learned rather than rotary."""
         return self.family != "llama"
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees no later ones."""
+        """Whether attention is causal."""
         return self.family != "bert"
 
     @property
     def masked_lm(self) -> bool:
-        """Whether the embedding has a norm, and the head a layer and a bias of its own (BERT)."""
+        """Whether the embedding has a norm, and the head an additional layer and a bias (BERT)."""
         return self.family == "bert"
 
     def window(self, layer: int) -> int:
-        """Tokens that a query of a layer attends to; 0: all, also where the window is not shorter than the sequence."""
+        """Window of a layer in tokens; 0: none, or at least as long as the sequence."""
         found = self.windows[layer % len(self.windows)] if self.windows else 0
         return found if found < self.seq_len else 0
 
@@ -298,7 +298,7 @@ class ModelConfig:
         return not self.learned_positions and (not self.rope_layers or self.rope_layers[layer % len(self.rope_layers)])
 
     def has_local_rope(self, layer: int) -> bool:
-        """Whether it is the one of layers with a window."""
+        """Whether a layer uses the rotary embedding of layers with a window."""
         return bool(self.rope_local_theta and self.windows and self.windows[layer % len(self.windows)])
 
     def resolve(self) -> ModelConfig:
@@ -323,7 +323,7 @@ class ModelConfig:
             )
         kv_heads, head_dim = m.kv_heads or heads, m.head_dim or m.hidden // heads
         if not llama:
-            # what the other families do in one way only; the value they imply is allowed, so that resolving twice is too
+            # fixed in the other families; the implied value is allowed, so that a resolved config can be resolved again
             implied = {"kv_heads": heads, "head_dim": m.hidden // heads, "rope_theta": 0.0, "rope_scaling": None}
             implied |= {"qkv_bias": True, "qk_norm": False}
             for name, value in implied.items():
@@ -368,7 +368,7 @@ class ModelConfig:
         if dropout and (m.attn_softcap or any(m.windows)):
             what = "attn_softcap" if m.attn_softcap else "windows"
             raise ConfigError(
-                f"model.dropout = {m.dropout} and model.{what} do not go together: dropout of attention weights is done by "
+                f"model.dropout = {m.dropout} and model.{what} cannot be combined: dropout of attention weights is done by "
                 "torch's fused kernel, which has neither windows nor soft-capping; use dropout = 0"
             )
         positions = m.positions or m.seq_len
@@ -414,7 +414,7 @@ _LLAMA_ONLY: dict[str, Any] = {
     **{"embed_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "norm_plus_one": False},
     **dict.fromkeys(FAMILY_DEFAULTS["llama"]),
 }
-"""Fields that family llama alone leaves open, with the value that says nothing."""
+"""Fields that only family llama has, with the value that means the default."""
 
 
 def _check_layer_pattern(name: str, pattern: tuple[Any, ...], layers: int) -> None:
@@ -429,27 +429,27 @@ class DataConfig:
     source: str = "stdlib"
     """stdlib (the running Python's own source), or a file, folder or glob: text, JSONL, parquet, a token file (docs/data.md)."""
     sources: tuple[str, ...] = ()
-    """Several sources in place of `source`: each a path, or a weight and a path ("0.5 code/*.jsonl"), which is how many times
-    an epoch has its examples."""
+    """Several sources instead of `source`: each a path, or a weight and a path ("0.5 code/*.jsonl"). The weight is how many times
+    an epoch contains the source's examples."""
     eval_source: str = ""
-    """A source of its own for evaluation; default: `eval_fraction` of the training data."""
+    """A separate source for evaluation; default: `eval_fraction` of the training data."""
     tokenizer: str = ""
-    """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files carry their own. Default: the one
-    in the folder of `model.hf`, bytes without one."""
+    """bytes (256 ids), or the path of a Hugging Face tokenizer.json (extra `hf`); token files include their own. Default: the one
+    in the folder of `model.hf`, otherwise bytes."""
     eval_fraction: float = 0.01
     """Fraction of the corpus, at its end, held out for evaluation."""
     template: str = "auto"
     """How chats become text: auto (the template next to the tokenizer), plain ("role: content"), or the path of a jinja file."""
     template_date: str = "2024-07-26"
-    """What a template that asks for today's date is told, so that data does not depend on the day."""
+    """Date for chat templates that use today's date, so that data does not depend on the day."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens of an example that the loss counts: the assistant's turns or the answer, or all of them."""
+    """Tokens of an example that contribute to the loss: the assistant's turns or the answer, or all of them."""
     packing: Literal["auto", "documents", "none", "concat"] = "auto"
-    """documents: several whole examples in a window, none of which sees another. none: a sample is one whole example, padded.
-    concat: documents one after another, cut into windows. auto: documents for chats and for prompts with answers (none if the
+    """documents: several whole examples in a window, which do not attend to each other. none: a sample is one whole example,
+    padded. concat: concatenated documents, cut into windows. auto: documents for chats and for prompts with answers (none if the
     model has dropout), concat for text."""
     overlong: Literal["auto", "cut", "split", "drop", "error"] = "auto"
-    """Examples longer than seq_len, where packing keeps them whole: cut at the end, split into several, left out, or refused.
+    """Examples longer than seq_len, if packing keeps them whole: cut at the end, split into several, dropped, or refused.
     auto: split for text, cut for others."""
     mask_rate: float = 0.15
     """bert: fraction of tokens to predict (80 % masked, 10 % random, 10 % unchanged)."""
@@ -559,7 +559,7 @@ class TrainConfig:
     guard: bool = True
     """Skip steps with a non-finite loss or gradient; false: streamed updates do not wait for the gradient norm."""
     check_replicas: int = 0
-    """Compare the bits of all replicas' weights and optimizer state every N steps; 0: before every save only; -1: never."""
+    """Compare all replicas' weights and optimizer state bit by bit every N steps; 0: only before every save; -1: never."""
     deterministic: bool = True
     """Use torch's deterministic kernels, so that the same plan twice is bit-identical."""
 
@@ -591,7 +591,7 @@ class CheckpointConfig:
     keep: int = 2
     """Number of complete checkpoints to keep, at least 2 (a machine may fail while the newest is written)."""
     keep_every: int = 0
-    """Besides those, keep the checkpoints of every N-th step; 0: none."""
+    """Also keep the checkpoints of every N-th step; 0: none."""
     mode: Literal["async", "sync"] = "async"
     """async: a thread writes a copy while training continues; sync: training waits."""
     timeout: float = 0.0
@@ -606,8 +606,8 @@ class DpoConfig:
     """Preference training (DPO): pairs of a chosen and a rejected answer, against the initial weights as the reference."""
 
     beta: float = 0.0
-    """How far the model may move from the reference for a preference, usually 0.1; 0: no preference training. The data has
-    `prompt`, `chosen` and `rejected`, and train.global_batch counts sequences, two for each pair."""
+    """DPO's beta: higher values keep the model closer to the reference; usually 0.1. 0: no preference training. The data has
+    `prompt`, `chosen` and `rejected`, and train.global_batch counts sequences, two per pair."""
 
     def __post_init__(self) -> None:
         _require(self, "dpo")
@@ -647,7 +647,7 @@ class Config:
 
     def __post_init__(self) -> None:
         lora = self.lora if self.lora.rank else None
-        if self.model.lora != lora:  # the section says it; all that takes a model sees it there
+        if self.model.lora != lora:  # copied from the section, so that functions of a model see it
             object.__setattr__(self, "model", dataclasses.replace(self.model, lora=lora))
 
     @property
@@ -667,7 +667,7 @@ class Config:
         data = schema.read(path)
         if "model_type" in data:
             raise ConfigError(
-                f"{path}: this is a Hugging Face file, which says nothing about training; name it in a config file: "
+                f"{path}: this is a Hugging Face config without training settings; name it in a config file: "
                 f'[model] hf = "{path}"'
             )
         with schema.in_file(path, ConfigError, "a config", data):
@@ -680,12 +680,12 @@ class Config:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
         if isinstance(model := data.get("model"), dict) and "lora" in model:
-            raise ConfigError("unknown field 'model.lora'; LoRA has a section of its own, [lora]")
+            raise ConfigError("unknown field 'model.lora'; LoRA has a separate section, [lora]")
         return schema.build(cls, data)
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = schema.dump(self)
-        data["model"].pop("lora", None)  # it is the section's
+        data["model"].pop("lora", None)  # it has its own section
         return data
 
     def with_short_warmup(self) -> Config:
@@ -694,9 +694,9 @@ class Config:
         return dataclasses.replace(self, optim=dataclasses.replace(self.optim, warmup=warmup))
 
     def resolve(self, *, own_model: bool = False) -> Config:
-        """A copy with all defaults filled in and all values checked; `own_model`: `[model]` says nothing about it."""
+        """A copy with all defaults filled in and all values checked; `own_model`: `[model]` is ignored."""
         if not self.train.run_dir:
-            raise ConfigError("train.run_dir is missing: say where the run is to be written")
+            raise ConfigError("train.run_dir is missing: set the directory for the run")
         if self.optim.warmup > self.train.steps:
             raise ConfigError(
                 f"optim.warmup = {self.optim.warmup} is longer than train.steps = {self.train.steps}; "

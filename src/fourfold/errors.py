@@ -1,7 +1,7 @@
-"""Every error a user can meet.
+"""The errors that users can see.
 
-An error says what was found, the rule it breaks and the nearest thing that works. `exit_code` is what the command line
-returns: 2 when the input is at fault (nothing was started), 1 when a run failed.
+A message states the value found, the rule it breaks and the nearest value that works. `exit_code` is the exit code of the
+command line: 2 if the input is invalid (nothing was started), 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ClusterError(FourfoldError, ValueError):
 
 
 class ScheduleError(FourfoldError, ValueError):
-    """A schedule or program is not valid, or cannot be built as asked."""
+    """A schedule or program is not valid, or cannot be built as requested."""
 
     exit_code = 2
 
@@ -116,16 +116,16 @@ class RankFailure(FourfoldError):
     """A rank died, raised or hung; says which one was first."""
 
     after_stop = False
-    """Whether the user had already asked the ranks to stop."""
+    """Whether the user had already requested a stop."""
     rank = -1
     """The rank at fault; -1: none in particular."""
     kind = ""
-    """What it died of: the name of an exception, or of a signal."""
+    """The cause: the name of an exception, or of a signal."""
 
     def __init__(self, *args: object):
         super().__init__(*args)
         self.reports: dict[int, dict[str, Any]] = {}
-        """What the launcher knows of every rank, for the flight record."""
+        """What the launcher knows about every rank, for the flight record."""
 
 
 class OverBudget(FourfoldError, MemoryError):
@@ -133,7 +133,7 @@ class OverBudget(FourfoldError, MemoryError):
 
 
 class HostMemoryError(FourfoldError, MemoryError):
-    """The host has too little memory for what is to be kept there."""
+    """The host has too little memory for offloaded state."""
 
 
 class NetworkError(FourfoldError):

@@ -3,8 +3,8 @@
 Every file that Fourfold reads or writes goes through here, so that each rule is written once:
 
 - **Reading.** The file must be a regular one (opening a FIFO or a device would hang) and no larger than a bound that is checked
-  before anything is read. Inside a run directory links are refused (`follow=False`): whoever hands over a run directory must
-  not choose which other files of the user are read.
+  before anything is read. Inside a run directory links are refused (`follow=False`): the author of a run directory must
+  not be able to choose which other files of the user are read.
 - **Parsing.** JSON, TOML and YAML of at most `DEPTH` levels, with numbers and strings that can be printed and stored again.
   Whatever a parser raises (`ValueError`, `RecursionError`, `MemoryError`) becomes the caller's error type with one sentence.
 - **Writing.** A new temporary file in the same folder (`O_EXCL`, never through a link), fsync, rename over the target, fsync of
@@ -125,7 +125,7 @@ def read_json_lines(
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Number and object of every line of a JSONL file of ours; None for a line that is damaged (cut off, or changed).
 
-    A crash or a full disk cuts the last line, and a disk may change any: what is left is still worth having.
+    A crash or a full disk may truncate the last line, and a bad disk may change any; the other lines are still useful.
     """
     with open_for_reading(path, error, follow=follow) as f:
         number = 0
@@ -152,13 +152,13 @@ def _next_line(f: IO[bytes], path: str | Path, longest: int, error: type[Fourfol
 
 
 def check_not_link(path: str | Path, error: type[FourfoldError] = FileError) -> None:
-    """Refuse a link: it would be followed out of the folder it lies in."""
+    """Refuse a link: it could lead out of its folder."""
     if os.path.islink(path):
         raise error(f"{path}: is a link; links are not followed here. Move what it points to in its place")
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether a name out of a file names something in the same folder: one component, printable, not `.` or `..`."""
+    """Whether a name read from a file is a plain file name: one component, printable, not `.` or `..`."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= 255
@@ -258,7 +258,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:100]!r} stands twice in one table")
+        raise ValueError(f"the key {twice[:100]!r} appears twice in one table")
     return table
 
 
@@ -267,7 +267,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _check(value: Any, finite: bool) -> None:
-    """Raise ValueError where a value cannot be stored and printed again: depth, range of numbers, kind of text."""
+    """Raise ValueError if a value cannot be stored and printed again: depth, range of numbers, invalid text."""
     stack = [(value, 1)]
     while stack:
         item, depth = stack.pop()
@@ -293,7 +293,7 @@ def _check(value: Any, finite: bool) -> None:
 
 
 def _is_unicode(text: str) -> bool:
-    """No half of a surrogate pair, which no encoding can write."""
+    """Whether a text has no unpaired surrogate, which no encoding can represent."""
     if text.isascii():
         return True
     try:
@@ -333,7 +333,7 @@ def why(e: OSError) -> str:
 
 @contextlib.contextmanager
 def create(path: str | Path, error: type[FourfoldError] = FileError) -> Iterator[IO[bytes]]:
-    """A file open for writing that appears at `path`, whole, when the block ends without an error.
+    """A file open for writing that replaces `path` atomically when the block ends without an error.
 
     A link at `path` is replaced, never written through.
     """
@@ -352,7 +352,7 @@ def create(path: str | Path, error: type[FourfoldError] = FileError) -> Iterator
                 os.unlink(partial)
             raise
         sync_folder(path.parent)
-    except FourfoldError:  # of whoever writes: some are ValueErrors, too
+    except FourfoldError:  # raised by the caller's code: some are ValueErrors, too
         raise
     except OSError as e:
         raise error(f"{path}: cannot be written: {why(e)}") from None
@@ -367,17 +367,17 @@ def write_bytes(path: str | Path, data: bytes, error: type[FourfoldError] = File
 
 
 def write_text(path: str | Path, text: str, error: type[FourfoldError] = FileError) -> None:
-    """Write UTF-8 text, whole or not at all."""
+    """Write UTF-8 text atomically."""
     write_bytes(path, text.encode("utf-8"), error)
 
 
 def write_json(path: str | Path, data: Any, error: type[FourfoldError] = FileError, indent: int | None = 2) -> None:
-    """Write JSON, whole or not at all."""
+    """Write JSON atomically."""
     write_text(path, json.dumps(data, indent=indent) + "\n", error)
 
 
 def append_to(path: str | Path, error: type[FourfoldError] = FileError) -> IO[str]:
-    """A text file open for appending, made if there is none; never a link, nor a second name of another file."""
+    """A text file open for appending, created if missing; never a symbolic or hard link."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as e:
@@ -385,12 +385,12 @@ def append_to(path: str | Path, error: type[FourfoldError] = FileError) -> IO[st
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(handle)
-        raise error(f"{path}: cannot be written: it is not a file of its own")
+        raise error(f"{path}: cannot be written: it is a hard link to another file")
     return os.fdopen(handle, "a", buffering=1, encoding="utf-8")
 
 
 def append_line(f: IO[str], path: str | Path, line: str, error: type[FourfoldError] = FileError) -> None:
-    """Add a line to a file that `append_to` opened; a disk that has no room for it gives a sentence."""
+    """Add a line to a file opened by `append_to`; disk errors become `error`."""
     try:
         f.write(f"{line}\n")
     except OSError as e:
@@ -398,7 +398,7 @@ def append_line(f: IO[str], path: str | Path, line: str, error: type[FourfoldErr
 
 
 def sync_folder(path: str | Path) -> None:
-    """Make the names in a folder survive a loss of power; where folders cannot be synced (some networks), do nothing."""
+    """Sync a folder, so that its names survive a loss of power; does nothing if folders cannot be synced (some networks)."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Sizes of what is offloaded, shared by the engine and the planner. No torch."""
+"""Buffer sizes of offloading, shared by the engine and the planner. No torch."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ LEAST_ACTIVATION_BYTES = 1 << 20
 HOST_PAGE_BYTES = 1 << 16
 """Host buffers of activations are multiples of this."""
 ACTIVATION_BUFFER_BYTES = 2 << 30
-"""Activations on the device that are on their way to the host, or are back early."""
+"""Bytes of activations on the device that are being copied to the host, or were prefetched."""

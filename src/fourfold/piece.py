@@ -1,11 +1,11 @@
-"""Which part of what: every local parameter knows which parts of which serial parameters it is.
+"""Pieces: which parts of which serial parameters a local parameter holds.
 
 A **serial parameter** is a parameter of the model as one process would hold it, by its name there. A local parameter
 (on some rank, on some grid, cut or fused or padded) is a list of pieces; elements of it that no piece covers are padding.
 Initial weights, the gradient norm, checkpoints, import, export and "are these replicas equal?" are functions of pieces.
 
-A **box** is a tuple of (start, stop) per dim. A local parameter that lies in a flat buffer, of which a rank holds only
-the range [lo, hi), is cut into boxes by `flat_boxes`: a flat range of an n-dim tensor is at most 2n - 1 boxes.
+A **box** is a tuple of (start, stop) per dim. If a rank holds only the range [lo, hi) of a parameter's flat buffer, `flat_boxes`
+cuts it into boxes: a flat range of an n-dim tensor is at most 2n - 1 boxes.
 
 No torch here: these are facts about shapes.
 """
@@ -58,7 +58,7 @@ class Piece:
 
 
 def whole(name: str, shape: tuple[int, ...], copies_over: tuple[str, ...] = ()) -> Piece:
-    """The piece that is all of a serial parameter, held as it is."""
+    """The piece that is a whole serial parameter."""
     box = tuple((0, n) for n in shape)
     return Piece(name, shape, box, box, copies_over)
 
@@ -74,7 +74,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def offset_box(box: Box, origin: Box, target: Box) -> Box:
-    """`box`, given inside `origin`, at the same place inside `target` (a box of the same shape as `origin`)."""
+    """`box`, given inside `origin`, translated to `target` (a box of the same shape as `origin`)."""
     return tuple((i - o + t, j - o + t) for (i, j), (o, _), (t, _) in zip(box, origin, target, strict=True))
 
 
@@ -120,7 +120,7 @@ class PiecePart:
 
 
 def parts_of_range(shape: tuple[int, ...], pieces: tuple[Piece, ...], start: int, stop: int) -> Iterator[PiecePart]:
-    """What the flat range [start, stop) of a local parameter holds, as parts of serial parameters."""
+    """The parts of serial parameters in the flat range [start, stop) of a local parameter."""
     for inside, at in flat_boxes(shape, start, stop):
         for piece in pieces:
             common = intersect(inside, piece.local_slice)

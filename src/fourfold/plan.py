@@ -1,8 +1,8 @@
 """The Plan: a small readable file that defines how one model is trained on one cluster.
 
 A plan is written by hand in TOML, or by the planner in JSON (which adds `predicted`, `certificate`, `alternatives`).
-Everything but `[mesh]` has a default. `Plan.check` proves a plan against a config before any process starts, with the
-arithmetic that failed and the nearest value that works.
+Everything but `[mesh]` has a default. `Plan.check` validates a plan against a config before any process starts; its errors state
+the arithmetic that failed and the nearest value that works.
 
 Mesh axes, slowest link first: pipe, data, depth, row, col; their product is the number of ranks. Tokens are split over
 data × depth × row, so a step's sequences divide as  global_batch = data·depth·row · micro_batches · micro_batch_size.
@@ -44,7 +44,7 @@ __all__ = [
 
 AXES = ("pipe", "data", "depth", "row", "col")
 MOST_RANKS, MOST_MICRO_BATCHES, MOST_SPLIT = 1_000_000, 100_000, 4096
-"""Bounds far above what machines have: numbers beyond are typing errors, and lists of that length fill the memory."""
+"""Bounds far above what machines have: larger numbers are typing errors, and lists of that length would fill the memory."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "wave", "zb-h1", "zb-v", "synthesized")
 Recompute = Literal["none", "selective", "full", "per-slice"]
 
@@ -58,7 +58,7 @@ class Mesh:
     data: int = 1
     """Data parallelism: replicas, or shards of units."""
     depth: int = 1
-    """Tensor grid: its copies, which hold other sequences."""
+    """Tensor grid: copies of the grid, with different sequences."""
     row: int = 1
     """Tensor grid: sequences and the rows of matrices are split."""
     col: int = 1
@@ -243,7 +243,7 @@ class Memory:
     @property
     def host_share(self) -> float:
         """Limit on host memory for activations; further activations stay on the device."""
-        return 0.9 if self.optimizer == "device" else 0.5  # optimizer state is made after them, and needs room, too
+        return 0.9 if self.optimizer == "device" else 0.5  # optimizer state is allocated later, and needs memory, too
 
     def __post_init__(self) -> None:
         schema.parse_bytes(self.staging, "memory.staging", PlanError)
@@ -255,7 +255,7 @@ class Memory:
             schema.parse_bytes(self.device_state, "memory.device_state", PlanError)
             if self.optimizer != "auto":
                 raise PlanError(
-                    f"memory.device_state = {self.device_state} says how much optimizer = 'auto' keeps on the device, but "
+                    f"memory.device_state = {self.device_state} is the state that optimizer = 'auto' keeps on the device, but "
                     f"memory.optimizer = '{self.optimizer}'; leave it out, or use optimizer = 'auto'"
                 )
         if self.rollback != "auto":
@@ -429,7 +429,7 @@ class Plan:
         self.check_sharding(units)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise PlanError unless the pipeline and the grid suit the model."""
+        """Raise PlanError unless the model can run on the pipeline and the grid."""
         self._check_pipeline()
         self._check_grid(model)
 
@@ -495,14 +495,14 @@ class Plan:
                 if value:
                     raise PlanError(
                         f"unit '{rule.match}': {what} = '{value}': the message-driven executor's order depends on time, so "
-                        f"replicas would meet in different collectives; use {what} = '{instead}' or executor = 'ordered'"
+                        f"replicas would issue collectives in different orders; use {what} = '{instead}' or executor = 'ordered'"
                     )
 
     def _check_pipeline(self) -> None:
         p = self.pipeline
         if p.slack and p.executor == "ordered" and p.schedule not in ("1f1b", "synthesized"):
             raise PlanError(
-                f"pipeline.slack = {p.slack}: the ordered executor follows '{p.schedule}' as it is; use schedule = '1f1b' or "
+                f"pipeline.slack = {p.slack}: the ordered executor follows '{p.schedule}' exactly; use schedule = '1f1b' or "
                 f"'synthesized', or executor = 'message-driven'"
             )
 

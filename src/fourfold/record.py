@@ -1,14 +1,14 @@
 """What this rank is doing: its phase and op, the collectives it has started and finished, and what it waits for.
 
-Collectives, the executor and the loop write it; the watchdog (train/watch.py) reads it from its own thread, to tell a rank that
-waits from one that is waited for. One record per process: like a log, it is written from everywhere.
+Collectives, the executor and the loop write it; the watchdog (train/watch.py) reads it from its own thread, to distinguish a rank
+that waits from one that is waited for. There is one record per process: like a log, it is written from everywhere.
 
 Collectives of a group are numbered in the order in which they are started, which is the same on all ranks of the group. On CPUs
 one is finished when the wait for it returns. On CUDA a wait only orders streams: an event is recorded behind it, and the
-collective (or the computation before it) is finished when the device has reached that event; `poll` looks, and never waits.
+collective (or the computation before it) is finished when the device has reached that event; `poll` checks without waiting.
 
-The last `EVENTS` things that happened are kept for the flight record (train/flight.py). A launcher on the same machine shares a
-few bytes of memory with the rank (`mirror`): what the rank was doing is known there even when it was killed.
+The last `EVENTS` events are kept for the flight record (train/flight.py). A launcher on the same machine shares a few bytes of
+memory with the rank (`mirror`), from which it knows what the rank was doing even if it was killed.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Event(NamedTuple):
 
 
 class StepTrace:
-    """Events of a traced step, beside its ops. `mark` marks a moment; on CUDA that is an event in the current stream.
+    """Events of a traced step other than ops. `mark` records a time; on CUDA that is an event in the current stream.
 
-    `memory` returns the bytes in use now, `parts` what they are made of: called when there are more than ever in the step.
+    `memory` returns the bytes in use, `parts` their breakdown, which is requested at each new peak of the step.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class StepTrace:
         self.peak: tuple[Any, int, dict[str, int]] | None = None
 
     def add(self, kind: str, what: str, begun: Any, *, size: int = 0, peer: int = -1) -> None:
-        """Something that began at a mark and ends now."""
+        """Add an event that began at a mark and ends now."""
         self.events.append(Event(kind, what, begun, begun, self.mark(), size, peer=peer))
 
     def weigh(self, at: Any) -> None:
-        """Note the memory in use, at a mark that was just taken."""
+        """Record the memory in use, at a mark that was just recorded."""
         if self._memory is None:
             return
         used = self._memory()
@@ -127,12 +127,12 @@ class Record:
         self.setting = ""  # the config's name of that limit
         self.progress = 0
         self.waiting: Ticket | None = None  # what the main thread is blocked on
-        self.watched = False  # somebody polls
-        self.trace: StepTrace | None = None  # of the step under way, if it is traced
+        self.watched = False  # whether a watchdog polls
+        self.trace: StepTrace | None = None  # of the current step, if it is traced
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
         self._recorded: deque[Ticket] = deque()  # issued to the device, in order
-        self._unreached: list[Ticket] = []  # of these, what the poller has taken over
-        self._events: deque[Any] = deque()  # to be used again
+        self._unreached: list[Ticket] = []  # those that the poller has taken over
+        self._events: deque[Any] = deque()  # for reuse
         # (time, what happened, to what), oldest first
         self.events: deque[tuple[float, str, str]] = deque(maxlen=EVENTS)
 
@@ -211,7 +211,7 @@ class Record:
 
     @contextmanager
     def part(self, kind: str, what: str) -> Iterator[None]:
-        """Within, a part of the step is done; if the step is traced, recorded from the end of the part before."""
+        """A context for a part of the step; in a traced step it is recorded, from the end of the previous part."""
         yield
         if (trace := self.trace) is not None:
             trace.add(kind, what, trace.done)

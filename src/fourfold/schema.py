@@ -44,7 +44,7 @@ __all__ = [
 T = TypeVar("T")
 
 MOST = 2**53
-"""Bound on whole numbers of a file: what a float holds exactly, and more than any machine has of anything."""
+"""Upper bound on integers in a file: the largest that a float represents exactly."""
 
 KINDS: dict[str, tuple[str, ...]] = {
     "a config": ("model", "data", "optim", "train", "checkpoint", "log"),
@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "a set of programs": ("placement", "programs", "units"),
     "a Hugging Face config": ("model_type",),
 }
-"""Files by what stands at the top of them."""
+"""Kinds of files, by their top-level names."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
@@ -103,13 +103,13 @@ def read(
 def in_file(
     path: str | Path, error: type[FourfoldError], what: str = "", data: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Errors raised inside name the file; and its kind, where its `data` are rather those of another than `what`."""
+    """Errors raised inside name the file, and its kind if its `data` look like another kind than `what`."""
     try:
         yield
     except error as e:
-        alike = {kind: len(data.keys() & set(names)) for kind, names in KINDS.items()} if data else {}
-        best = max(alike, key=lambda kind: alike[kind], default=what)
-        wrong = bool(alike) and alike[best] > alike[what]
+        matches = {kind: len(data.keys() & set(names)) for kind, names in KINDS.items()} if data else {}
+        best = max(matches, key=lambda kind: matches[kind], default=what)
+        wrong = bool(matches) and matches[best] > matches[what]
         raise error(f"{path}: this is {best}, not {what}" if wrong else f"{path}: {e}") from None
 
 
@@ -217,7 +217,7 @@ def _join(where: str, key: Any) -> str:
 
 
 def dump(value: Any) -> Any:
-    """The inverse of `build`: plain dicts, lists and scalars; fields that are None are left out."""
+    """The inverse of `build`: plain dicts, lists and scalars; fields that are None are omitted."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {name: dump(v) for name, v in items if v is not None}
@@ -266,7 +266,7 @@ def _toml_value(value: Any) -> str:
 def check_writable(
     path: str | Path, what: str, error: type[FourfoldError], endings: tuple[str, str] = (".json", ".toml")
 ) -> None:
-    """Refuse a file that could not be written in the end, before the work for it starts."""
+    """Refuse a path that cannot be written, before the work for it starts."""
     path = Path(path)
     if path.is_dir():
         raise error(f"{path}: is a folder; name a file, for example {path / 'file.json'}")
@@ -283,7 +283,7 @@ def check_writable(
 
 
 def whole(value: Any, least: int = 0) -> bool:
-    """Whether it is a whole number, and not a truth value, of at least `least`."""
+    """Whether it is an integer (not a bool) of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -309,7 +309,7 @@ def parse_bytes(text: str | int, where: str, error: type[FourfoldError] = Config
 
 
 def format_seconds(seconds: float) -> str:
-    """A time for people, four digits of it: `24.14 s`, `276.1 ms`, `37.2 min`."""
+    """A time as text, with four digits: `24.14 s`, `276.1 ms`, `37.2 min`."""
     for unit, size, least in (
         ("days", 86400, 172800),
         ("h", 3600, 7200),
@@ -323,7 +323,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people: `1.50 GiB`."""
+    """Bytes as text: `1.50 GiB`."""
     for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"

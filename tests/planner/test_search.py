@@ -415,7 +415,7 @@ def test_the_plan_says_how_much_optimizer_state_stays_on_the_device() -> None:
     assert again.predicted["peak_bytes"] <= cluster.usable
     less = replace(plan, memory=replace(plan.memory, device_state="1GiB"))
     assert predict(less, PlanProblem(spec, cluster, 16, plan.precision)).peak.peak < again.predicted["peak_bytes"]
-    with pytest.raises(PlanError, match="device_state = 1GiB says how much optimizer = 'auto' keeps"):
+    with pytest.raises(PlanError, match="device_state = 1GiB is the state that optimizer = 'auto' keeps"):
         replace(plan.memory, optimizer="host", device_state="1GiB")
 
 

@@ -1,1 +1,1 @@
-"""How ranks start: on this machine."""
+"""Starting ranks: on this machine, under torchrun, under srun."""

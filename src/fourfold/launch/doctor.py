@@ -76,19 +76,21 @@ def _backends() -> list[Finding]:
             Finding("gloo", "two ranks agree over loopback" if good else "wrong sum", "good" if good else "bad")
         )
     except Exception as e:
-        advice = "ranks cannot talk on this machine: is the loopback interface up? (GLOO_SOCKET_IFNAME names another)"
+        advice = (
+            "ranks cannot communicate on this machine: is the loopback interface up? (GLOO_SOCKET_IFNAME names another)"
+        )
         found.append(Finding("gloo", str(e).splitlines()[0], "bad", advice))
     return found
 
 
 def _sum_over_loopback() -> list[float]:
-    """The sum of the rank numbers 0 and 1 as each of two ranks finds it; the ranks are threads of this process."""
+    """The sum of the ranks 0 and 1, as computed by two ranks; the ranks are threads of this process."""
     import torch
     import torch.distributed as dist
 
     store = dist.HashStore()
 
-    groups = []  # all are kept until both ranks are done: a rank that leaves closes its connections
+    groups = []  # kept until both ranks are done: deleting a group closes its connections
 
     def rank_sum(rank: int) -> float:
         group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10))

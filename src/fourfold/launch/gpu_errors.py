@@ -1,7 +1,7 @@
-"""Errors of CUDA and NCCL as sentences: what is wrong, and the way out.
+"""Explains errors of CUDA and NCCL: what is wrong, and what to do.
 
-`explain` looks at the text of an exception, because torch raises most of these as plain RuntimeError. A text that it does not
-know stays as it is: a wrong explanation is worse than none.
+`explain` matches the text of an exception, because torch raises most of these as plain RuntimeError. An unknown text is not
+changed: a wrong explanation is worse than none.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ EXPLANATIONS: tuple[tuple[str, str | Callable[[Match], str]], ...] = (
     ),
     (
         r"CUDA error: out of memory|Cuda failure 2? ?'out of memory'",
-        "the GPU has no memory left, not even for a start: other processes hold it (nvidia-smi lists them); end them or "
+        "the GPU has too little free memory to start: other processes use it (nvidia-smi lists them); end them or "
         "choose another GPU (CUDA_VISIBLE_DEVICES)",
     ),
     (
         r"Duplicate GPU detected : rank (\d+) and rank (\d+)",
         lambda found: (
             f"ranks {found[2]} and {found[1]} share a GPU, which NCCL refuses; start one rank per GPU, or use "
-            "--train.backend gloo (for tests also nccl, with a host name of its own for every rank: NCCL_HOSTID)"
+            "--train.backend gloo (for tests also nccl, with a different host name for every rank: NCCL_HOSTID)"
         ),
     ),
     (r"Mismatched NCCL version detected : rank (\d+) version (\d+) rank (\d+) version (\d+)", _nccl_version),
@@ -113,11 +113,11 @@ EXPLANATIONS: tuple[tuple[str, str | Callable[[Match], str]], ...] = (
     ),
     (r"Connect to (\S+?)(?:<\d+>)? failed|ncclRemoteError", _unreachable),
 )
-"""Patterns, the most telling first, and what they mean."""
+"""Patterns, the most specific first, and their explanations."""
 
 
 def explain(error: BaseException) -> str | None:
-    """What an error of CUDA or NCCL means, in a sentence with the way out; None: not one of those known."""
+    """Explain an error of CUDA or NCCL in a sentence, with a remedy; None: unknown."""
     text = str(error)
     for pattern, sentence in EXPLANATIONS:
         found = re.search(pattern, text)
@@ -128,7 +128,7 @@ def explain(error: BaseException) -> str | None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Errors of CUDA and NCCL raised inside become DeviceError, with their sentence; others pass."""
+    """Convert known errors of CUDA and NCCL raised inside to DeviceError; others are not changed."""
     try:
         yield
     except RuntimeError as e:

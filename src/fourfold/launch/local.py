@@ -1,14 +1,14 @@
-"""Start the ranks of a job on this machine, watch them, and say which failed first.
+"""Start the ranks of a job on this machine, watch them, and report which failed first.
 
 The launcher imports torch once and forks the ranks, so four of them start in a tenth of a second. Each rank writes to its own
-log file; rank 0 also gets the console. Ranks talk over the loopback interface alone and find each other through a file.
+log file; rank 0 also has the console. Ranks communicate over the loopback interface only, with a file for the rendezvous.
 The kernel kills them when their launcher dies, and one rank's failure ends the others.
 
-Ctrl-C, SIGTERM or SIGUSR1 asks the ranks to stop (of training: after the step in progress, with a checkpoint); a second Ctrl-C or
-SIGTERM kills them.
+Ctrl-C, SIGTERM or SIGUSR1 requests a stop (in training: after the current step, with a checkpoint); a second Ctrl-C or SIGTERM
+kills the ranks.
 
-When a rank fails, the others get a few seconds to end by themselves. One that does not is what they were waiting for: it hangs,
-or is stopped. The launcher asks every rank that is left for its stack (SIGUSR2; it goes to the rank's log) before ending it.
+When a rank fails, the others have a few seconds to end by themselves. One that does not hangs or is stopped, and is what the
+others were waiting for. Before ending it, the launcher requests its stack (SIGUSR2), which is written to the rank's log.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Job = Callable[[Place, dist.Store, IO[str] | None], object]
 """What a rank does: (place, store, console of rank 0)."""
 
 GRACE = 3.0
-"""Seconds the other ranks get to end by themselves after the first failure."""
+"""Seconds that the other ranks have to end by themselves after the first failure."""
 HANGS = "hangs"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask the ranks to stop. SIGUSR1, which Slurm can send before a job's time is up, never kills them."""
+"""Signals that request a stop. SIGUSR1, which Slurm can send before a job's time is up, never kills the ranks."""
 
 
 def launch_local(
@@ -57,8 +57,8 @@ def launch_local(
 ) -> bool:
     """Run `job` in `ranks` forked processes; raises RankFailure about the one that failed first.
 
-    False: ranks that were asked to stop (the console then shows `stopping`) ended before they had begun their job. Raises
-    Interrupted when a second request killed them.
+    Returns False if a stop was requested (the console then shows `stopping`) before the ranks had begun their job. Raises
+    Interrupted if a second request killed them.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console, _mirrors(ranks) as mirrors:
@@ -122,7 +122,7 @@ def _ended(processes: list[BaseProcess]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
-    """Signals that come in here are delivered at the end: when all ranks are there to be told."""
+    """Signals that arrive inside are delivered at the end, when all ranks exist and can receive them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -132,7 +132,7 @@ def _held() -> Iterator[None]:
 
 @dataclass
 class _Asked:
-    """What the user has asked of the ranks."""
+    """The user's requests to stop."""
 
     stopped: bool = False
     killed: bool = False
@@ -171,16 +171,16 @@ def _signal(processes: list[BaseProcess], number: int) -> None:
 
 @dataclass
 class _End:
-    """How the ranks ended: exit codes of those that failed by themselves, and what those did that had to be ended."""
+    """How the ranks ended: exit codes of those that failed, and the state of those that had to be ended."""
 
     failed: dict[int, int] = field(default_factory=dict)
     hung: dict[int, str] = field(default_factory=dict)
     doing: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Phase and op of every rank, before those that were left were ended."""
+    """Phase and op of every rank, before the remaining ones were ended."""
 
 
 def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryview]) -> _End:
-    """Wait for all ranks; some time after a first failure, end the others (at once, where they agreed that the job hangs)."""
+    """Wait for all ranks; some time after a first failure, end the others (at once, if they agreed that the job hangs)."""
     end = _End()
     waiting = dict(enumerate(processes))
     deadline = float("inf")
@@ -189,7 +189,7 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
         wait([p.sentinel for p in waiting.values()], timeout=None if left == float("inf") else max(0.0, left))
         for rank in [rank for rank, p in waiting.items() if not p.is_alive()]:
             code = waiting.pop(rank).exitcode or 0
-            if code and not end.hung:  # later deaths are our doing
+            if code and not end.hung:  # later deaths are caused by the launcher
                 end.failed[rank] = code
         if end.failed and deadline == float("inf"):
             hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
@@ -242,7 +242,7 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         text = "\n".join([hangs[0], *lines, f"stacks of all ranks are in {logs}"])
         return failure(text, next(iter(end.hung), -1), HangError.__name__)
     waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
-    if len(waited) == len(records) and end.hung:  # nobody failed but those who waited for the ones that are left
+    if len(waited) == len(records) and end.hung:  # only ranks that waited for the remaining ones failed
         lines = [f"rank {r} {state}{_innermost(logs / f'rank{r}.log')}" for r, state in end.hung.items()]
         lines += [f"rank {r}, {rec['message'].splitlines()[0]}" for r, rec in sorted(waited.items())]
         text = "\n".join([*lines, f"stacks of all ranks are in {logs}"])
@@ -250,7 +250,7 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
     causes = {r: rec for r, rec in records.items() if r not in waited} or records
     rank, record = min(causes.items(), key=lambda item: item[1]["time"])
     if record["for_user"]:
-        by = "" if record["kind"] == ReplicaError.__name__ else f" (rank {rank})"  # that one, all ranks raise together
+        by = "" if record["kind"] == ReplicaError.__name__ else f" (rank {rank})"  # raised by all ranks together
         made = failure(f"{record['message']}{by}", rank, record["kind"])
         made.exit_code = record["exit_code"]
         return made
@@ -259,13 +259,13 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
 
 
 def _doing(end: _End, rank: int) -> str:
-    """What a rank that can no longer say so was doing: ` at step 3, op 0F1`."""
+    """What a rank was doing, from its shared memory: ` at step 3, op 0F1`."""
     phase, op = end.doing[rank]
     return f" at {phase}{f', op {op}' if op else ''}" if phase else ""
 
 
 def _reports(end: _End, folder: Path, logs: Path) -> dict[int, dict[str, Any]]:
-    """What is known of every rank: how it ended, what it was doing, its last beat, and its stack, where it is in the log."""
+    """What is known about every rank: how it ended, what it was doing, its last beat, and its stack if it is in the log."""
     reports = {}
     for rank, (phase, op) in end.doing.items():
         code = end.failed.get(rank)
@@ -288,14 +288,14 @@ def _reports(end: _End, folder: Path, logs: Path) -> dict[int, dict[str, Any]]:
 
 
 def _read_error(folder: Path, rank: int) -> dict[str, Any]:
-    """The note that a rank left about why it failed; empty when it left none."""
+    """The note that a rank left about its failure; empty if there is none."""
     with contextlib.suppress(OSError, json.JSONDecodeError):
         return json.loads((folder / f"error{rank}").read_text())
     return {}
 
 
 def _innermost(log: Path) -> str:
-    """Where the main thread of a rank was, from the last stack in its log."""
+    """The innermost call of a rank's main thread, from the last stack in its log."""
     calls = _calls(log)
     return f" in {calls[0]}" if calls else ""
 
@@ -362,7 +362,7 @@ def file_of(store: dist.FileStore) -> Path:
 
 
 def end_rank(place: Place, store: dist.Store | None, verdict: str) -> None:
-    """End this process, one rank of a job that hangs: its launcher (`store` is the one it was started with) is told why."""
+    """End this process, one rank of a job that hangs, after reporting the verdict to its launcher through `store`."""
     print(f"error: {verdict}", file=sys.stderr, flush=True)
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback(sys.stderr, all_threads=True)

@@ -7,9 +7,9 @@ torchrun and srun pass a process its rank in environment variables, so the comma
     srun fourfold train CONFIG
 
 [Note: a new key prefix for every attempt]
-Ranks meet in a key-value store (the rendezvous store). After an elastic restart torchrun may pass the store of the previous
-attempt, which still has the addresses of its ranks, and its restart counter may differ between nodes. So the ranks first agree
-on a key prefix that no attempt had: every rank writes a random number; rank 0 offers a session that lists the numbers it sees; a
+Ranks exchange addresses through a key-value store (the rendezvous store). After an elastic restart torchrun may pass the store of
+the previous attempt, which still has the addresses of its ranks, and its restart counter may differ between nodes. So the ranks
+first agree on a new key prefix: every rank writes a random number; rank 0 offers a session that lists the numbers it sees; a
 rank accepts a session that lists its own number; when all have accepted, rank 0 opens the session. With a number left by a
 dead rank a session is never opened, and rank 0 offers another one as soon as the living rank's number replaces it.
 """
@@ -59,7 +59,7 @@ __all__ = [
 class Place:
     """One rank of a job: its number, how many there are, and the same within its machine.
 
-    `job` names the job where a launcher gives it a name; `restarted` says that this is not the launcher's first attempt.
+    `job`: the launcher's name of the job, if any. `restarted`: whether this is not the launcher's first attempt.
     """
 
     rank: int = 0
@@ -71,7 +71,7 @@ class Place:
 
 
 def place_from_environment(env: Mapping[str, str]) -> Place | None:
-    """The place torchrun or srun gave this process, or None when neither started it."""
+    """The place that torchrun or srun gave this process; None if neither started it."""
     if "RANK" in env and "WORLD_SIZE" in env and "MASTER_ADDR" in env:
         run = env.get("TORCHELASTIC_RUN_ID", "none")
         return _checked(
@@ -124,7 +124,7 @@ def _checked(place: Place, names: str) -> Place:
 
 
 def ranks_started(env: Mapping[str, str]) -> int:
-    """How many ranks torchrun or srun started; 0 when neither did."""
+    """Number of ranks that torchrun or srun started; 0: neither did."""
     return _number(env, "WORLD_SIZE", 0) or _number(env, "SLURM_NTASKS", 0) * ("SLURM_STEP_ID" in env)
 
 
@@ -175,7 +175,7 @@ def open_store(env: Mapping[str, str], place: Place, timeout: float) -> dist.Sto
 
 
 def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float = 0.02) -> dist.Store:
-    """A part of `store` that this attempt's ranks alone use: [Note: a new key prefix for every attempt].
+    """The keys of `store` under a prefix that only this attempt uses: [Note: a new key prefix for every attempt].
 
     A poll is at most five operations on the store, whatever the number of ranks; polls are rarer the more ranks there are.
     """
@@ -195,7 +195,7 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float
                 store.set(f"fourfold/{session}/open", "yes")
         if store.check(["fourfold/session"]):
             name = store.get("fourfold/session").decode()
-            if name != seen:  # it may be that of a dead attempt
+            if name != seen:  # it may belong to a dead attempt
                 seen, numbers = name, json.loads(store.get(f"fourfold/{name}/numbers"))
                 if len(numbers) == ranks and numbers[rank] == mine:
                     store.add(f"fourfold/{name}/accepted", 1)
@@ -204,13 +204,13 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float
                 return dist.PrefixStore(f"fourfold/{accepted}", store)
         if time.monotonic() > deadline:
             missing = [r for r, k in enumerate(keys) if not store.check([k])]
-            who = f"ranks {missing} never came" if missing else "not all ranks accepted the same session"
+            who = f"ranks {missing} never joined" if missing else "not all ranks accepted the same session"
             raise RankFailure(f"rank {rank} waited {timeout:.0f} s for the other ranks of the job: {who}")
         time.sleep(pause)
 
 
 def _read_all(store: dist.Store, keys: list[str]) -> list[str]:
-    """The values of keys that are there, in one operation where the store can."""
+    """The values of existing keys, in one operation if the store supports it."""
     extended: Any = getattr(store, "has_extended_api", None)  # torch's stubs lack it
     values = store.multi_get(keys) if extended is not None and extended() else [store.get(key) for key in keys]
     return [value.decode() for value in values]
@@ -241,21 +241,21 @@ PRESET_OF = {
 }  # fmt: skip
 """By words of a GPU's name; the first that matches."""
 HOST_SHARE = 0.9
-"""Of a host's memory, what a plan may count on."""
+"""Fraction of a host's memory that a plan may use."""
 
 
 def gpu_cluster(ranks: int, local_ranks: int) -> Cluster:
     """The cluster that this job's GPUs are: the preset of their name, with the memory that they and this host have.
 
-    Ranks that share a GPU have their part of it, and talk through the host. CUDA is not started in this process.
+    Ranks that share a GPU each have a part of it, and communicate through the host. CUDA is not started in this process.
     """
     name, memory = first_gpu()
     preset, known = _preset(name, memory)
     cluster = Cluster.preset(preset)
-    if not known:  # the console shows the name beside the prediction
+    if not known:  # the console shows the name with the prediction
         found = f"'{name}'" if name else "a GPU of unknown name"
         cluster = dataclasses.replace(
-            cluster, name=f"rates of {preset}, for want of a preset for {found}: fourfold calibrate"
+            cluster, name=f"rates of {preset}, since there is no preset for {found}: fourfold calibrate"
         )
     local = math.gcd(ranks, local_ranks)
     share = -(-local // max(1, torch.cuda.device_count()))
@@ -275,7 +275,7 @@ def gpu_cluster(ranks: int, local_ranks: int) -> Cluster:
 
 
 def first_gpu() -> tuple[str, int]:
-    """Its name, and its bytes as torch finds them; nothing where the driver's tool is missing or does not say."""
+    """Name and memory in bytes of the first GPU; empty if nvidia-smi is missing or does not report them."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.reserved", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(query, capture_output=True, text=True).stdout
@@ -302,40 +302,36 @@ class Backend:
     name: str
     """As `init_process_group` takes it."""
     own_hosts: bool = False
-    """Ranks share a GPU over NCCL: each must look like a host of its own."""
+    """Whether ranks share a GPU over NCCL: each must then appear as a different host."""
     note: str = ""
     """What the user should know about the choice."""
 
 
 def choose_backend(choice: str, device: str, local_ranks: int, gpus: int) -> Backend:
-    """The backend of `train.backend` for ranks on `device`, of which a machine has `local_ranks`, on so many GPUs."""
+    """The backend of `train.backend` for `local_ranks` ranks of a machine on `device`, which share `gpus` GPUs."""
     if device != "cuda":
         if choice == "nccl":
-            raise ConfigError("train.backend = 'nccl' needs a GPU, and the ranks run on the CPU; use 'auto' or 'gloo'")
+            raise ConfigError("train.backend = 'nccl' needs a GPU, but the ranks run on the CPU; use 'auto' or 'gloo'")
         return Backend("gloo")
     if choice == "gloo":
-        return Backend("gloo", note="gloo: everything that ranks send goes through host memory")
+        return Backend("gloo", note="gloo: all communication goes through host memory")
     if not dist.is_nccl_available():
         if choice == "nccl":
             raise ConfigError("train.backend = 'nccl', but this torch is built without NCCL; use 'auto' or 'gloo'")
-        return Backend(
-            "gloo", note="this torch is built without NCCL: everything that ranks send goes through host memory"
-        )
+        return Backend("gloo", note="this torch is built without NCCL: all communication goes through host memory")
     if local_ranks <= gpus:
         return Backend("cpu:gloo,cuda:nccl")
     sharing = f"{local_ranks} ranks share {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
     if choice == "nccl":
-        note = f"{sharing} over NCCL, each rank as a host of its own: for tests, not for speed"
+        note = f"{sharing} over NCCL, each rank as a separate host: for tests, not for speed"
         return Backend("cpu:gloo,cuda:nccl", own_hosts=True, note=note)
-    return Backend(
-        "gloo", note=f"{sharing}: what they send goes through host memory (gloo); one rank per GPU is faster"
-    )
+    return Backend("gloo", note=f"{sharing}: communication goes through host memory (gloo); one rank per GPU is faster")
 
 
 def own_host_settings(rank: int, one_machine: bool) -> dict[str, str]:
-    """NCCL's settings under which ranks may share a GPU: it compares (host, GPU), and takes every rank for another host.
+    """NCCL settings that let ranks share a GPU: NCCL compares (host, GPU), and with these every rank is a different host.
 
-    They hold for a process, from its first communicator on: NCCL reads each of them once.
+    They apply to the whole process: NCCL reads each of them once, at the first communicator.
     """
     settings = {
         "NCCL_HOSTID": f"fourfold-rank-{rank}",
@@ -343,7 +339,7 @@ def own_host_settings(rank: int, one_machine: bool) -> dict[str, str]:
         "NCCL_SHM_DISABLE": "1",
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MAX_CTAS": "4",  # the ranks' kernels wait for each other on one GPU: none may fill it
+        "NCCL_MAX_CTAS": "4",  # kernels of the ranks wait for each other on one GPU, so none may fill it
         "NCCL_RAS_ENABLE": "0",  # its port is one per host
     }
     if one_machine:
@@ -356,7 +352,7 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",  # it sleeps four times as long before it ends a rank
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",  # may itself hang
 }
-"""torch's own watchdog of NCCL stays behind ours (train/watch.py), whose report names ranks and ops."""
+"""torch's NCCL watchdog reacts later than ours (train/watch.py), whose report names ranks and ops."""
 
 
 def join(
@@ -369,7 +365,7 @@ def join(
 ) -> None:
     """Join the process group of the job; without a store, the launcher's. `backend` is `train.backend`.
 
-    `timeout`: seconds to wait for the other ranks to come. `group_timeout`: of the group's collectives, if that is another.
+    `timeout`: seconds to wait for the other ranks to join. `group_timeout`: that of its collectives; default: the same.
     """
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     chosen = choose_backend(backend, device.type, place.local_ranks, gpus)
@@ -385,7 +381,7 @@ def join(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if store is None:
         store = agree(open_store(os.environ, place, timeout), place.rank, place.ranks, timeout)
-    # gloo then reads all addresses of a group at once; it asks for them one by one where the store cannot
+    # gloo then reads all addresses of a group at once; it reads them one by one if the store cannot
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -394,11 +390,11 @@ def join(
 
 
 def check_joined(choice: str) -> None:
-    """Refuse a process group that the caller made with another backend than `train.backend` asks for."""
+    """Refuse a process group that the caller made with another backend than `train.backend`."""
     found = str(dist.get_backend_config())
     if choice != "auto" and choice not in found:
         raise ConfigError(
-            f"train.backend = '{choice}', but the process group that is there has '{found}'; use 'auto' or make the group "
+            f"train.backend = '{choice}', but the existing process group has '{found}'; use 'auto' or make the group "
             f"with init_process_group('{'cpu:gloo,cuda:nccl' if choice == 'nccl' else 'gloo'}')"
         )
 

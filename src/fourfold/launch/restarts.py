@@ -1,4 +1,4 @@
-"""When and how often a run is started again after a failure. No torch."""
+"""Policy for restarting a run after a failure. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 __all__ = ["LONGEST_DELAY", "Restarts", "next_delay"]
 
 LONGEST_DELAY = 60.0
-"""Seconds between two attempts, at most."""
+"""Maximum seconds between two attempts."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """How a run is started again after a failure."""
+    """How a run is restarted after a failure."""
 
     most: int = 0
     delay: float = 1.0
     """Seconds before the first restart; doubled for each further one, unless a checkpoint was saved meanwhile."""
     replan: bool = False
-    """Continue with fewer ranks where not all can be had."""
+    """Continue with fewer ranks if not all are available."""
     replan_after: float = 30.0
     """Seconds to wait for the tasks of a host before it counts as gone for good."""
 

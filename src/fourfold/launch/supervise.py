@@ -1,21 +1,21 @@
 """Restarts under srun: every task is a supervisor that starts its rank as a child, and starts it again after a failure.
 
-srun ends a job when a task fails, and starts nothing again. So with `--max-restarts` a task does not train itself. The
-supervisor of rank 0 hosts the job's store, which outlives the ranks; the ranks are its clients, as under torchrun, and an
-attempt uses keys of its own ([Note: a new key prefix for every attempt] in place.py). torchrun has restarts of its own and
-needs none of this.
+srun ends a job when a task fails, and restarts nothing. So with `--max-restarts` a task is a supervisor and not a rank. The
+supervisor of rank 0 hosts the job's store, which outlives the ranks; the ranks are its clients, as under torchrun, and each
+attempt uses new keys ([Note: a new key prefix for every attempt] in place.py). torchrun restarts ranks itself and
+does not need this.
 
 One attempt, in keys under `supervise/<attempt>/`:
 
 1. `here/<task>`: a supervisor is ready; the value names its node.
-2. `members`: the supervisor of rank 0 has seen all tasks, and lists them. Where a host is gone for good and the run may be
-   replanned, it lists those that came in time, as many as a plan can be made for; the others end.
-3. Every supervisor starts its rank, numbered by its place in the list.
+2. `members`: the supervisor of rank 0 has seen all tasks, and lists them. If a host is permanently gone and the run may be
+   replanned, it lists those that arrived in time, as many as a plan exists for; the others end.
+3. Every supervisor starts its rank, numbered by its position in the list.
 4. `failed`: a rank has failed. The others end by themselves within seconds (their peer is gone) or are killed; then the next
    attempt.
 
-`supervise/end` ends all: a rank could not run for reasons that another attempt does not change, or all attempts are used up.
-When the host of rank 0 is gone the store is, too, and the job ends; its checkpoints are there for the next one.
+`supervise/end` ends all: a rank failed for a reason that another attempt cannot change, or all attempts are used up.
+If the host of rank 0 is gone, so is the store, and the job ends; a new job can resume from its checkpoints.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from fourfold.launch.restarts import Restarts, next_delay
 __all__ = ["Supervisor", "supervise"]
 
 GRACE = 10.0
-"""Seconds a rank gets to end by itself when another has failed."""
+"""Seconds that a rank has to end by itself when another has failed."""
 POLL = 0.2
 ABSENT = 600.0
-"""Seconds to wait for a task that does not come back, where nobody may go on without it."""
+"""Seconds to wait for a missing task, if the run may not continue without it."""
 
 
 def supervise(place: Place, command: Sequence[str], restarts: Restarts, fits: Callable[[int], int]) -> int:
     """Run `command` as this task's rank until it succeeds; returns the exit code.
 
-    `fits(n)`: the most ranks, at most n, that the run can be planned for; 0: none.
+    `fits(n)`: the largest number of ranks, at most n, for which a plan exists; 0: none.
     """
     host, port = store_address(os.environ)
     try:
@@ -64,7 +64,7 @@ def supervise(place: Place, command: Sequence[str], restarts: Restarts, fits: Ca
 
 
 class Supervisor:
-    """One task of the job; `run` is its life."""
+    """One task of the job."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], address: Mapping[str, str]) -> int:
-        """Attempt after attempt; returns the exit code of the last."""
+        """Run attempts until one succeeds or none is left; returns the exit code of the last."""
         attempt, delay, members = 0, 0.0, list(range(self.tasks))
         try:
             while True:
@@ -132,7 +132,7 @@ class Supervisor:
                 f"with a new job and --resume ({str(e).splitlines()[0]})"
             ) from None
 
-    # ---- meeting ----
+    # ---- rendezvous ----
 
     def _meet(self, attempt: int, members: Sequence[int]) -> dict[int, str]:
         """The tasks of this attempt, in order, and their nodes."""
@@ -148,7 +148,7 @@ class Supervisor:
         return {int(task): node for task, node in json.loads(self.store.get(f"{attempt}/members")).items()}
 
     def _gather(self, attempt: int, members: Sequence[int]) -> dict[int, str]:
-        """Wait for all tasks; for a host that is gone, not for ever."""
+        """Wait for all tasks, with a limit for a host that is gone."""
         begin, patience = time.monotonic(), ABSENT
         if self.restarts.replan and attempt:
             patience = self.restarts.replan_after
@@ -163,7 +163,7 @@ class Supervisor:
         if absent and not (self.restarts.replan and attempt):
             self.store.set("end", "1")
             raise RankFailure(
-                f"tasks {absent} did not come back within {patience:.0f} s; --on-fault replan goes on without"
+                f"tasks {absent} did not return within {patience:.0f} s; --on-fault replan continues without them"
             )
         count = self.fits(len(here)) if absent else len(here)
         if not count:
