@@ -187,7 +187,9 @@ def test_gpus_are_planned_for_by_their_name_and_memory(monkeypatch: pytest.Monke
     for ranks, local, nodes in ((1, 1, 1), (4, 4, 1), (8, 4, 2), (3, 3, 1)):
         cluster = gpu_cluster(ranks, local)
         assert (cluster.nodes, cluster.devices) == (nodes, local)
-        unknown = f"rates of {preset}, since there is no preset for {'a GPU of unknown name' if '[N/A]' in line else 'it'}"
+        unknown = (
+            f"rates of {preset}, since there is no preset for {'a GPU of unknown name' if '[N/A]' in line else 'it'}"
+        )
         assert cluster.name == preset or cluster.name.startswith(unknown)
         assert (cluster.name == preset) == ("GB10" not in line)
         assert cluster.memory == (memory << 20 or Cluster.preset(preset).memory)

@@ -58,7 +58,7 @@ def calibrate_command(args: CalibrateArgs) -> int:
     from fourfold.launch.local import launch_local
 
     ranks = args.nproc or _gpus(args.device) or max(1, (os.cpu_count() or 2) // 2)
-    Cluster.local(ranks)  # raises if this machine lacks the memory for so many ranks
+    Cluster.local(ranks)  # raises if this machine has too little memory for this many ranks
     busy = psutil.cpu_percent(LOOK)
     if busy > BUSY:
         _warn(f"this machine is busy ({busy:.0f} % of its cores in use): the measured rates will be too low")

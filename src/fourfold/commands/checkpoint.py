@@ -1,4 +1,4 @@
-"""`fourfold checkpoint list|verify|prune`: look after the checkpoints of a run. No torch."""
+"""`fourfold checkpoint list|verify|prune`: manage the checkpoints of a run. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CheckpointArgs:
     keep_every: int | None = None
     """prune: also keep those of every N-th step; default: checkpoint.keep_every of the run."""
     dry_run: bool = False
-    """prune: say what would be deleted, delete nothing."""
+    """prune: print what would be deleted, delete nothing."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -51,7 +51,7 @@ def checkpoint_command(args: CheckpointArgs) -> int:
 
 
 def _places(path: str) -> tuple[Path | None, RemoteFolder | None]:
-    """The folder of checkpoints of a run, and its remote one; a URL names the latter alone."""
+    """The local and the remote checkpoints folder of a run; a URL has only the latter."""
     if is_url(path):
         return None, RemoteFolder(path)
     run = RunDir.find(path)
@@ -75,8 +75,8 @@ def _list(args: CheckpointArgs) -> int:
         return 0
     table = Table("step", "state", "size", "path", box=None, header_style="dim")
     for row in rows:
-        shown = "" if row["step"] is None else str(row["step"])
-        table.add_row(shown, row["state"], schema.format_bytes(row["bytes"]), markup(row["path"]))
+        step = "" if row["step"] is None else str(row["step"])
+        table.add_row(step, row["state"], schema.format_bytes(row["bytes"]), markup(row["path"]))
     Console(highlight=False, soft_wrap=True).print(table if rows else f"{markup(args.path)}: no checkpoints")
     return 0
 

@@ -86,7 +86,7 @@ def demo(args: DemoArgs) -> int:
 
 
 def demo_config(steps: int, run_dir: str) -> Config:
-    """What the demo trains."""
+    """The config of the demo."""
     return Config.from_dict(
         {
             "model": {"family": "gpt", "layers": 2, "hidden": 128, "heads": 4, "seq_len": 64},
@@ -99,7 +99,7 @@ def demo_config(steps: int, run_dir: str) -> Config:
 
 
 def demo_plan(config: Config, ranks: int) -> tuple[Plan, list[tuple[str, str]]]:
-    """The planner's plan for ranks with little memory, and why it is the plan, in four lines."""
+    """The planner's plan for ranks with little memory, explained in four lines."""
     from fourfold.planner.api import find_plan, judge, problem_of_run
     from fourfold.planner.problem import parse_fixes
     from fourfold.planner.report import describe_units, with_report

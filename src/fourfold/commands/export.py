@@ -27,11 +27,11 @@ class ExportArgs:
     out: Annotated[str, tyro.conf.Positional]
     """Folder to write: new, or empty."""
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
-    """Type of the tensors; default: as the weights came, fp32 for a model trained from scratch."""
+    """Dtype of the tensors; default: that of the original weights, fp32 for a model trained from scratch."""
     format: Literal["hf", "dcp"] = "hf"
     """hf: safetensors, config and tokenizer. dcp: a distributed checkpoint of torch under the same names."""
     merge: bool = False
-    """Of a LoRA run: write the whole model, with the adapters added to its weights; without it, a PEFT adapter."""
+    """For a LoRA run: write the whole model with merged adapters, instead of a PEFT adapter."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -53,7 +53,7 @@ def export_command(args: ExportArgs) -> int:
         )
     if args.format == "dcp" and lora and not args.merge:
         raise ConfigError(
-            "--format dcp: an adapter is written as PEFT has it; use --format hf, or --merge for a whole model"
+            "--format dcp: an adapter is written in PEFT's format; use --format hf, or --merge for a whole model"
         )
     made = export(run, config, directory, out, dtype=dtype, form=args.format, merge=args.merge)
     if args.json:

@@ -2,10 +2,10 @@
 
     learning rate     1e-5, or 2e-4 with LoRA (--lora.rank 16); 3 % of the steps warm-up, cosine to a tenth; no weight decay
     sequences         the longest example, rounded up to 64 tokens, at most 2048 and at most the model's positions
-    batch             16 sequences, fewer where there are fewer samples
-    steps             up to 3 epochs, as many as take at most 1000 steps; at least one epoch
+    batch             16 sequences, or the number of samples if that is less
+    steps             up to 3 epochs, at most 1000 steps, but at least one epoch
 
-Flags win over every one of them.
+Flags override each of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_model_folder(path: str | None) -> bool:
 
 
 def folder_config(path: str) -> Config:
-    """What is the same for all data; sizes that depend on it are left at 0 and 1."""
+    """The defaults that do not depend on the data; sizes that do are left at 0 and 1."""
     name = Path(path).resolve().name
     return Config(
         model=ModelConfig(hf=path),
@@ -49,7 +49,7 @@ def folder_config(path: str) -> Config:
 
 
 def fit_to_data(config: Config, given: tuple[str, ...]) -> tuple[Config, str]:
-    """Sequence length, batch and steps from the data, where no flag gives them; and a line that says so."""
+    """Set sequence length, batch and steps from the data, unless flags give them; also returns a line about them."""
     from fourfold.train.objective import open_run
 
     if not config.data.source and not config.data.sources:
@@ -77,7 +77,7 @@ def fit_to_data(config: Config, given: tuple[str, ...]) -> tuple[Config, str]:
 
 
 def _seq_len(config: Config, most: int) -> int:
-    """The longest example up to `most` tokens; of plain text, all of it up to as many."""
+    """Tokens of the longest example, at most `most`; for plain text, of the whole text."""
     import numpy as np
 
     from fourfold.train.data import open_corpus

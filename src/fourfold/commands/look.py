@@ -75,7 +75,7 @@ class ViewArgs:
     run_dir: Annotated[str | None, tyro.conf.Positional] = None
     """Run directory with traces (config: log.trace), or a plan file."""
     compare: tuple[str, str] | None = None
-    """Two run directories, whose traced steps are shown on one scale."""
+    """Show the traced steps of two run directories on one time scale."""
     step: int | None = None
     """Traced step to show; default: the last."""
     save_schedule: str | None = None
@@ -94,7 +94,7 @@ class ViewArgs:
 
 @dataclass(frozen=True)
 class WhyArgs:
-    """Explain where the time of a run's steps went against what its plan promised, and what would help."""
+    """Explain where the time of a run's steps went, compared with its plan's prediction, and what would help."""
 
     run_dir: Annotated[str, tyro.conf.Positional]
     """Run directory with traces (config: log.trace)."""
@@ -133,7 +133,7 @@ class TokenizeArgs:
     template: str = "auto"
     """How chats become text: auto (the template next to the tokenizer), plain, or the path of a jinja file."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens of an example that the loss counts."""
+    """Tokens of an example that contribute to the loss."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -145,7 +145,7 @@ class DoctorArgs:
     """Check this machine: versions, devices, backends, memory, disk. With a run: what happened to it, and what to do."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None
-    """Run directory to look at, instead of this machine."""
+    """Run directory to diagnose, instead of this machine."""
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """For a run that was out of memory: write a plan that should fit to this file."""
     json: bool = False
@@ -232,7 +232,7 @@ def view(args: ViewArgs) -> int:
 
 
 def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) -> list[Path]:
-    """Write the views of a run's traced step that `args` ask for; returns the files."""
+    """Write the views of a run's traced step that `args` request; returns the files."""
     from dataclasses import replace
 
     from fourfold.view.run import compare_step, measured_panel, planned_panel, planned_timeline
@@ -410,8 +410,8 @@ def tokenize(args: TokenizeArgs) -> int:
     finally:
         bar.close()
     if args.tokenizer not in ("", "bytes"):
-        beside = out.with_name(f"{out.name}.tokenizer.json")
-        files.write_bytes(beside, files.read_bytes(args.tokenizer, DataError, most=64 * files.MIB), DataError)
+        copied = out.with_name(f"{out.name}.tokenizer.json")
+        files.write_bytes(copied, files.read_bytes(args.tokenizer, DataError, most=64 * files.MIB), DataError)
     facts_ = {"file": str(out), "tokens": len(corpus.tokens), "bytes": out.stat().st_size, "vocab": corpus.vocab}
     if args.json:
         print(json.dumps(facts_ | {"fingerprint": corpus.fingerprint}))

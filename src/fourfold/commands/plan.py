@@ -51,7 +51,7 @@ class PlanArgs:
     top: int = 5
     """How many plans to show."""
     fix: tuple[str, ...] = ()
-    """Decide beforehand: col=4, micro_batch_size=2, mode=zero3, recompute=full, optimizer=device, …"""
+    """Constrain the search: col=4, micro_batch_size=2, mode=zero3, recompute=full, optimizer=device, …"""
     schedule: str | None = None
     """Only this schedule: 1f1b, interleaved, wave, zb-h1, zb-v, gpipe, synthesized."""
     max_ranks: int | None = None
@@ -59,17 +59,17 @@ class PlanArgs:
     what_if: tuple[str, ...] = ()
     """Also plan (or judge) with the cluster changed: memory=40GiB nodes=16 bandwidth=x2 flops=x1.5."""
     engine: Literal["fourfold", "torchtitan", "megatron", "nemo"] = "fourfold"
-    """The system that will run the plan: its kernels, host time and memory are what is predicted."""
+    """The system that will run the plan; its kernels, host time and memory are predicted."""
     lora: LoraConfig = NO_LORA
-    """Plan for LoRA, as the section of a config says it: --lora.rank 16."""
+    """Plan for LoRA, with the fields of the config section: --lora.rank 16."""
     judge: str | None = None
-    """Do not search: predict this plan file, and say whether it fits."""
+    """Do not search: predict this plan file, and report whether it fits."""
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the best plan to this file (.json, .toml)."""
     html: str | None = None
     """Write a report of the plan to this file: one page that opens offline."""
     export: Literal["torchtitan", "megatron"] | None = None
-    """Also print the plan as options of another system, with what is lost."""
+    """Also print the plan as options of another system, and what it cannot express."""
     serve: bool = False
     """Serve the planner as a page on this machine's loopback interface, instead of planning here."""
     port: int = 0
@@ -133,7 +133,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         if exported.files and not args.out:
             print("# its CSV file is written with -o: `-o plan.json` also writes plan.csv", file=file)
     if not _fits(plan) and (args.out or args.export):
-        print("\nnothing written or exported: the plan does not fit", file=file)
+        print("\nnot written or exported: the plan does not fit", file=file)
     elif args.out:
         files = [args.out, *(exported.files if exported is not None else ())]
         print(f"\nwritten to {' and '.join(files)}", file=file)
@@ -143,18 +143,18 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
 
 
 def _check(args: PlanArgs) -> None:
-    """Refuse options that would do nothing, and a file that could not be written in the end."""
+    """Refuse options that would do nothing, and output files that cannot be written."""
     if args.serve:
         given = [f.name for f in fields(args) if f.name not in ("serve", "port", "debug")]
         idle = [n for n in given if getattr(args, n) != getattr(PlanArgs, n)]
         if idle:
-            raise PlanError(f"{_flags(idle)}: not with --serve, whose page asks for everything")
+            raise PlanError(f"{_flags(idle)}: not with --serve, whose page has fields for everything")
         return
     if not args.model or not args.cluster:
         missing = "the model" if not args.model else "--cluster"
         raise PlanError(
             f"{missing} is missing: fourfold plan MODEL --cluster NAME, for example configs/llama-8b.toml --cluster h100-sxm; "
-            "or fourfold plan --serve, for a page that asks"
+            "or fourfold plan --serve, for a page with fields"
         )
     if args.port:
         raise PlanError(f"--port {args.port}: it is the port of --serve, which is missing")
@@ -170,7 +170,7 @@ def _check(args: PlanArgs) -> None:
         searching = ("fix", "schedule", "max_ranks", "top", "precision", "moments")
         idle = [n for n in searching if getattr(args, n) != getattr(PlanArgs, n)]
         if idle:
-            raise PlanError(f"{_flags(idle)}: not with --judge, which takes the plan as it is and searches nothing")
+            raise PlanError(f"{_flags(idle)}: not with --judge, which predicts the given plan and does not search")
 
 
 def _flags(names: Sequence[str]) -> str:
@@ -178,7 +178,7 @@ def _flags(names: Sequence[str]) -> str:
 
 
 def _check_unused(out: Path) -> None:
-    """Refuse to overwrite what is no plan: the model's file, say."""
+    """Refuse to overwrite a file that is not a plan, such as the model's."""
     if not out.is_file():
         return
     try:
@@ -214,7 +214,7 @@ def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> ExportedPlan | N
 def _write_report(
     plan: Plan, other: Plan | str | None, problem: PlanProblem, wanted: Constraints, args: PlanArgs
 ) -> Plan:
-    """Write the page; returns the plan with the alternatives that were asked for: the page has all of them."""
+    """Write the page, which has all alternatives; returns the plan with the requested number of them."""
     from fourfold.planner.uniform import uniform_plans
     from fourfold.view.plan import show_what_if
     from fourfold.view.plan_report import COMPARED, report_data, write_report
@@ -234,7 +234,7 @@ def _write_report(
 
 
 def _words(args: PlanArgs) -> list[str]:
-    """The command that asks the same."""
+    """The command line that asks the same question."""
     words = ["fourfold", "plan", args.model]
     for f in fields(args):
         value = getattr(args, f.name)
@@ -250,7 +250,7 @@ def _each(value: Any) -> list[str]:
 
 
 def read_problem(args: PlanArgs, cluster: Cluster) -> PlanProblem:
-    """The question."""
+    """The planner's problem of these arguments."""
     spec, batch = read_model(args.model, args.seq_len, args.lora)
     precision = named_precision(args.precision) if args.precision else default_precision(cluster)
     size = args.global_batch if args.global_batch is not None else batch
@@ -263,7 +263,7 @@ def read_problem(args: PlanArgs, cluster: Cluster) -> PlanProblem:
 def read_model(path: str, seq_len: int | None, lora: LoraConfig | None = None) -> tuple[ModelSpec, int | None]:
     """The model of a config of ours or of a Hugging Face file, and the batch where the config has one.
 
-    `lora`: of flags; it wins over the config's.
+    `lora`: from flags; it overrides the config's.
     """
     if seq_len is not None and seq_len < 1:
         raise ConfigError(f"--seq-len {seq_len} must be at least 1")

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, again after a failure, and with fewer ranks where that is asked for."""
+"""Starts the ranks of a run on this machine, restarts them after a failure, and continues with fewer ranks if requested."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def start_ranks(
     restarts: Restarts,
     planned: Callable[[Config, int, Plan], Plan],
 ) -> bool:
-    """Start the ranks, again after a failure as often as allowed. False: stopped before training began.
+    """Start the ranks, and restart them after a failure as often as allowed. False: stopped before training began.
 
-    `planned(config, n, plan)` makes a plan for n ranks in the manner of `plan`. With `restarts.replan`, ranks that fail after all
-    restarts are left out: the run continues on the largest smaller number for which there is a plan.
+    `planned(config, n, plan)` makes a plan for n ranks with the settings of `plan`. With `restarts.replan`, a run that fails
+    after all restarts continues on the largest smaller number of ranks for which there is a plan.
     """
     from fourfold.launch.local import launch_local
     from fourfold.train.checkpoint import newest
@@ -94,7 +94,7 @@ def fewer_ranks(
 
 
 def _leave_out_gpu(config: Config, rank: int) -> None:
-    """Hide the GPU of a rank from those that are started from now on: it may be what is broken."""
+    """Hide a rank's GPU, which may be defective, from ranks that are started from now on."""
     if config.train.device == "cpu" or rank < 0:
         return
     import torch

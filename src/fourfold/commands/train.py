@@ -48,22 +48,22 @@ class TrainArgs:
     config: Annotated[str | None, tyro.conf.Positional] = None
     """Config file: what to train (TOML, JSON or YAML); or a Hugging Face folder to fine-tune."""
     plan: str | None = None
-    """Plan file: how to train it. Without one, the planner makes one for the ranks there are."""
+    """Plan file: how to train it. Without one, the planner makes one for the available ranks."""
     resume: str | None = None
     """Run directory of an earlier run to continue, or the URL of its checkpoints, instead of a config."""
     nproc: int | None = None
-    """Ranks to start on this machine; default: what the plan's mesh says, else one per GPU, else one. With --resume, another
-    number than the run had is planned for anew."""
+    """Ranks to start on this machine; default: those of the plan's mesh, else one per GPU, else one. With --resume, a different
+    number of ranks than before is planned again."""
     max_restarts: int = 0
     """How many times to restart all ranks from the newest checkpoint that verifies after one of them fails."""
     restart_delay: float = 1.0
     """Seconds before the first restart; doubled for each further one without a new checkpoint, at most 60."""
     on_fault: Literal["stop", "replan"] = "stop"
-    """replan: where ranks cannot be had any more, continue on those that are left, under a plan made for them."""
+    """replan: if ranks are no longer available, continue on the remaining ones, with a new plan for them."""
     replan_after: float = 30.0
     """replan, under srun: seconds to wait for the tasks of a host before it counts as gone."""
     dry_run: bool = False
-    """Check everything, show what would run, start nothing and write nothing."""
+    """Check everything and show what would run, without starting or writing anything."""
     debug: bool = False
     """Show tracebacks of errors."""
     # booleans of the sections are written out: --log.tensorboard true
@@ -76,7 +76,7 @@ class TrainArgs:
     dpo: FlagConversionOff[DpoConfig] = field(default_factory=DpoConfig)
     lora: FlagConversionOff[LoraConfig] = field(default_factory=LoraConfig)
     given: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
-    """Names of the flags that were given: what they say is wanted, what the file says may be made to fit."""
+    """Names of the given flags: their values are binding, while values of the file may be adjusted."""
 
 
 def train(args: TrainArgs) -> int:
@@ -197,7 +197,7 @@ def _be_a_rank(args: TrainArgs, config: Config, plan: Plan, layout: PipelineLayo
     from fourfold.train.worker import join_and_work
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun's agent; torch would let its ranks train on
+        die_with(os.getppid())  # torchrun's agent; torch would let its ranks continue
     place = current_place()
     if place.restarted and "FOURFOLD_SUPERVISED" not in os.environ:  # torchrun restarts at once
         time.sleep(min(args.restart_delay * 2 ** (_number_of_restarts() - 1), 60.0))
@@ -265,12 +265,12 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
 
 
 def _plan_of(run: str) -> Plan:
-    """The plan that a run was last trained by."""
+    """The plan that a run last used."""
     return Plan.load(Path(run) / "plan.json")
 
 
 def _config(args: TrainArgs) -> tuple[Config, str]:
-    """The resolved config, and what was made to fit the data."""
+    """The resolved config, and a line about values that were derived from the data."""
     config = Config(
         model=args.model,
         data=args.data,
@@ -290,7 +290,7 @@ def _config(args: TrainArgs) -> tuple[Config, str]:
 
 
 def _continued(args: TrainArgs, config: Config, plan: Plan, context: float) -> Plan:
-    """The plan of a job that its launcher restarted, maybe with other ranks than before: then one is made for them."""
+    """The plan of a job that its launcher restarted; if the number of ranks has changed, a new one."""
     ranks, path = _ranks_started(), Path(config.train.run_dir)
     if args.on_fault != "replan" or not ranks or not (path / "config.json").is_file():
         return plan
@@ -303,7 +303,7 @@ def _continued(args: TrainArgs, config: Config, plan: Plan, context: float) -> P
 
 
 def _planned_like(config: Config, ranks: int, plan: Plan) -> Plan:
-    """The planner's plan for so many ranks, in the precision of another plan."""
+    """The planner's plan for `ranks` ranks, with the precision of another plan."""
     from fourfold.train.data import open_samples
 
     return _planned(config, ranks, open_samples(config)[0].context, plan.precision)
@@ -341,7 +341,7 @@ def _gpus(config: Config) -> int:
 
 
 def _backend(config: Config, plan: Plan) -> Backend:
-    """What the ranks will talk over; raises ConfigError where that is not possible here."""
+    """The backend of the ranks; raises ConfigError if it is not available here."""
     from fourfold.launch.place import choose_backend, place_from_environment
 
     gpus, place = _gpus(config), place_from_environment(os.environ)
@@ -350,7 +350,7 @@ def _backend(config: Config, plan: Plan) -> Backend:
 
 
 def _grid(config: Config, plan: Plan) -> str:
-    """How every product moves, what is kept, and what a rank receives for the products of one layer."""
+    """The flow of every matmul, what is kept, and the bytes that a rank receives for the matmuls of one layer."""
     from fourfold.schema import format_bytes
     from fourfold.tensor.costs import traffic
     from fourfold.tensor.products import flows_of_plan
@@ -437,8 +437,8 @@ def _sources(config: Config) -> str:
     """The training data, with weights, and what it is evaluated on."""
     pairs = zip(*config.data.mixture(), strict=True)
     said = " + ".join(path if weight == 1 else f"{weight:g} × {path}" for path, weight in pairs)
-    apart = config.train.eval_every and config.data.eval_source
-    return f"{said}; evaluation on {config.data.eval_source}" if apart else said
+    separate = config.train.eval_every and config.data.eval_source
+    return f"{said}; evaluation on {config.data.eval_source}" if separate else said
 
 
 def _steps(args: TrainArgs, config: Config) -> str:

@@ -63,7 +63,7 @@ class VerifyArgs:
 
 @dataclass
 class _Report:
-    """What was found, as it is printed and written."""
+    """The results, as printed and written."""
 
     about: dict[str, Any]
     cases: list[dict[str, Any]] = field(default_factory=list)
@@ -196,7 +196,7 @@ def _fault(args: VerifyArgs, folder: Path, ranks: int) -> dict[str, Any]:
 
     name, victim, begin = "a killed rank is named, and the run resumes", ranks - 1, time.monotonic()
     plan = Plan.from_dict({"mesh": {"data": ranks}, "precision": {"compute": "fp64"}})
-    losses, told = {}, ""
+    losses, report = {}, ""
     before = os.environ.pop(FAULTS, None)
     try:
         for kind in ("whole", "killed"):
@@ -209,7 +209,7 @@ def _fault(args: VerifyArgs, folder: Path, ranks: int) -> dict[str, Any]:
                 try:
                     launch_local(_training(config, plan, layout, run), ranks, run.logs)
                 except RankFailure as e:
-                    told = str(e)
+                    report = str(e)
             run.unlock()
             losses[kind] = [m["loss"] for m in read_metrics(run) if "loss" in m]
     finally:
@@ -217,8 +217,8 @@ def _fault(args: VerifyArgs, folder: Path, ranks: int) -> dict[str, Any]:
         if before is not None:
             os.environ[FAULTS] = before
     problem = ""
-    if f"rank {victim} was killed by SIGKILL" not in told:
-        problem = f"the report was '{told.splitlines()[0] if told else 'none'}'"
+    if f"rank {victim} was killed by SIGKILL" not in report:
+        problem = f"the report was '{report.splitlines()[0] if report else 'none'}'"
     elif losses["killed"] != losses["whole"]:
         problem = f"losses {losses['killed']} instead of {losses['whole']}"
     result = "failed" if problem else "passed"

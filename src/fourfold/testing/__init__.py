@@ -1,1 +1,1 @@
-"""For our tests and yours: ranks started in a test, counted bytes, a memory budget, emulated accelerators and networks."""
+"""Test tools, for our tests and yours: ranks, a ledger of communication, a memory budget, emulated accelerators and networks."""

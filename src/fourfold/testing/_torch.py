@@ -1,4 +1,4 @@
-"""The private torch names the lab stands on, in one place; each is the same on 2.11, 2.12 and 2.13.
+"""The private torch names that this package uses, in one place; each is the same in 2.11, 2.12 and 2.13.
 
 `TorchDispatchMode` is documented but lives in a private module. Collectives reach it as ops of the namespaces `c10d`
 (what `torch.distributed` calls issue) and `_c10d_functional` (what DTensor and compiled code issue), with the process group
@@ -47,7 +47,7 @@ def process_group(handle: Any) -> dist.ProcessGroup:
     if isinstance(handle, dist.ProcessGroup):
         return handle
     if isinstance(handle, str):
-        name: Any = handle  # its type has a name of its own in 2.13
+        name: Any = handle  # an object with a name in 2.13
         return _resolve_process_group(name)
     return dist.ProcessGroup.unbox(handle)
 
@@ -67,5 +67,5 @@ def backward_node() -> str | None:
 
 
 def set_default_timeout(timeout: timedelta) -> None:
-    """The timeout of the groups that this process makes from now on without naming one."""
+    """Set the default timeout of the process groups that this process makes from now on."""
     distributed_c10d.default_pg_timeout = timeout

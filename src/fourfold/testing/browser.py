@@ -127,7 +127,7 @@ class Browser:
         return [entry["message"] for entry in self._logs("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def requests(self) -> set[str]:
-        """Addresses that the closed browser asked for over a network, in pages and in workers."""
+        """Addresses that the closed browser requested over a network, in pages and in workers."""
         found = json.loads(self._net_log.read_text())["events"]
         asked = [e["params"] for e in found if "url" in e.get("params", {}) and "initiator" in e["params"]]
         return {p["url"] for p in asked if p["initiator"] != "not an origin"}  # such are the browser's own
@@ -164,9 +164,9 @@ class Browser:
         try:
             data = json.dumps(body) if body is not None else None
             connection.request(method, path, data, {"Content-Type": "application/json"})
-            told = json.load(connection.getresponse())["value"]
+            value = json.load(connection.getresponse())["value"]
         finally:
             connection.close()
-        if isinstance(told, dict) and "error" in told:
-            raise RuntimeError(f"{told['error']}: {told['message']}")
-        return told
+        if isinstance(value, dict) and "error" in value:
+            raise RuntimeError(f"{value['error']}: {value['message']}")
+        return value

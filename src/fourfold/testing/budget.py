@@ -118,7 +118,7 @@ class Budget(op_watch.OpWatch):
         self._inside = 0  # threads
         self._resize_patch: Any = None
 
-    # ---- what it found ----
+    # ---- results ----
 
     @property
     def live(self) -> int:
@@ -167,7 +167,7 @@ class Budget(op_watch.OpWatch):
         table.caption = f"peak at event {peak.event}: {peak.op} at {peak.line}"
         return table
 
-    # ---- what it is told ----
+    # ---- input ----
 
     def adopt(self, *things: Any, label: str | None = None) -> None:
         """Count existing tensors: of tensors, modules (with gradients), optimizers, and lists or dicts of them."""

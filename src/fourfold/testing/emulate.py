@@ -20,7 +20,7 @@ The weight gradient can be computed separately in two ways:
 
 Times may differ by micro-batch: `jitter` draws them (lognormal, seeded), `by_length` scales them. Code that runs micro-batches
 out of order sets `chunk.micro_batch` before each forward; otherwise forwards are counted (torch's schedules run them in order).
-A list of times repeats from its start, for every step.
+A list of times repeats from its start in every step.
 
 `emulated_products(rate)` does the same for whole models: matmuls and attention of every module return zeros after FLOPs / rate
 seconds (at once with rate 0). Everything else, in particular communication, is real.
@@ -231,10 +231,10 @@ def pipeline_stage(
 ) -> PipelineStage:
     """A stage of torch's pipeline runtime, for its schedules. `sample` is one micro-batch of the stage's input.
 
-    Schedules that split the backward do it by torch's generic walk of the graph, or, quicker, by the chunk's queue (what
-    torch calls `dw_builder`). The shapes are given, so torch does not run the chunk to find them.
+    Schedules that split the backward use torch's generic walk of the graph or, faster, the chunk's queue (torch's `dw_builder`).
+    The shapes are given, so torch does not run the chunk to infer them.
     """
-    from torch.distributed.pipelining import PipelineStage  # 1.6 s, wanted only here
+    from torch.distributed.pipelining import PipelineStage  # takes 1.6 s, needed only here
 
     if split == "queue":
         chunk.queue = queue = WorkQueue()
@@ -255,9 +255,9 @@ def pipeline_stage(
 
 @contextmanager
 def emulated_products(rate: float = 0.0, launch: float = 0.0) -> Iterator[None]:
-    """Within, matrix products and attention on the CPU give zeros, after `launch` + FLOPs / `rate` seconds; rate 0: at once.
+    """In this context, matmuls and attention on the CPU return zeros after `launch` + FLOPs / `rate` seconds; rate 0: at once.
 
-    For this process, all of its threads included. Values mean nothing then; shapes, memory, order and messages are as ever.
+    Applies to all threads of this process. Values are meaningless; shapes, memory, order and messages are real.
     """
 
     def take(start: float, flops: float) -> None:
@@ -313,7 +313,7 @@ def emulated_products(rate: float = 0.0, launch: float = 0.0) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that its own kernels are overridden
+        warnings.simplefilter("ignore")  # torch warns that its kernels are overridden
         for name, kernel in (("mm", mm), ("addmm", addmm), ("bmm", bmm)):
             library.impl(name, kernel, "CPU")
         library.impl(attention, attend, "CPU")

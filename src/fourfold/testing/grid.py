@@ -29,12 +29,12 @@ class _Line:
     """The ranks of one line of the grid, which exchange tensors at a barrier."""
 
     def __init__(self, size: int, timeout: float):
-        self.barrier, self.shown = threading.Barrier(size, timeout=timeout), [torch.empty(0)] * size
+        self.barrier, self.exchanged = threading.Barrier(size, timeout=timeout), [torch.empty(0)] * size
 
     def show(self, index: int, x: Tensor) -> list[Tensor]:
-        self.shown[index] = x.detach()
+        self.exchanged[index] = x.detach()
         self.barrier.wait()
-        everyone = list(self.shown)
+        everyone = list(self.exchanged)
         self.barrier.wait()
         return everyone
 

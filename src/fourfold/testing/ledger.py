@@ -26,7 +26,7 @@ all-reduce); `testing/network.py` counts the bytes on the interface. S is the pa
     gather            all parts together                S - s on the root, 0 elsewhere
     scatter           all parts together                s, and 0 on the root
     send              the message                       0
-    recv              the message                       S                         recv_any_source likewise
+    recv              the message                       S                         also recv_any_source
     barrier           0                                 0
 
 Lists of unequal parts are counted by their actual sizes. An op of `torch.distributed` that is not in the table raises an error,
@@ -217,7 +217,7 @@ def _entry(name: str, given: dict[str, Any]) -> Entry:
 
 
 def _to_itself(output: Any, splits: list[int] | None, rank: int, ranks: int) -> int:
-    """The part of an all-to-all's output that does not travel."""
+    """The part of an all-to-all's output that is not sent."""
     if not isinstance(output, Tensor):
         return _nbytes(output[rank])
     if splits:

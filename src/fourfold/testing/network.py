@@ -6,7 +6,7 @@
         net.popen(0, ["iperf3", "-s"])                          # any command in a host
 
     flat        host ──rate── switch                            every host behind one switch
-    two levels  ranks of one host talk over its loopback, which is not shaped; hosts talk over their links
+    two levels  ranks of one host communicate over its loopback, which is not shaped; hosts over their links
     racks       host ──rate── rack switch ──uplink── core       racks=2, uplink="50mbit"
 
 A host is a namespace with one interface, `eth0`, address `net.address(host)`; ranks are placed on hosts in order. Each link is
@@ -163,8 +163,8 @@ class Network:
     ) -> list[subprocess.Popen[Any]]:
         """Start `torchrun FLAGS COMMAND` on every host, as one job of hosts · ranks_per_host ranks; a process per host.
 
-        The hosts meet by torch's elastic rendezvous on host 0, so `flags=["--max-restarts=2"]` restarts ranks. With `least`, the
-        job goes on when only so many hosts are left; `conf` is added to --rdzv-conf.
+        The rendezvous is torch's elastic one on host 0, so `flags=["--max-restarts=2"]` restarts ranks. `least`: the job
+        continues with at least this many hosts; `conf` is added to --rdzv-conf.
         """
         nodes = f"{least}:{self.hosts}" if least else str(self.hosts)
         start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
@@ -175,14 +175,14 @@ class Network:
         ]
         agents = []
         for host in range(self.hosts):
-            # torch would find both out by the machine's name, which all hosts share
+            # torch would derive both from the machine's name, which all hosts share
             more = f",{conf}" if conf else ""
             here = [f"--rdzv-conf=is_host={int(host == 0)}{more}", f"--local-addr={self.address(host)}"]
             agents.append(self.popen(host, [*start, *here, *flags, *command], env, **options))
         return agents
 
     def cut(self, host: int) -> None:
-        """Cut a host's link: nothing goes through any more, and nobody is told."""
+        """Cut a host's link: packets are dropped silently from now on."""
         _run("ip", "-n", f"{self._name}-switch", "link", "set", f"port{self._check(host)}", "down")
 
     def traffic(self, host: int) -> ByteCounts:

@@ -12,14 +12,14 @@ Forking takes about 0.1 s for four ranks, against seconds for fresh interpreters
 [Note: forking from a process that runs tests]
 The parent has imported torch and has run other tests. Four things keep its forks sound:
 
-1. Only the thread that forks exists in a rank; a lock that another thread held stays locked there for ever. So the parent
+1. Only the thread that forks exists in a rank; a lock that another thread held stays locked there forever. So the parent
    has no other thread that computes: torch runs on one thread (`torch.set_num_threads(1)` before any kernel), and tests end
    the threads they start (conftest.py checks it after every test).
 2. A rank's garbage collector leaves what the parent made alone (`gc.freeze`). It would write to every object it visits, and
    so copy the parent's memory into each rank (507 MB of the 1.2 GB of a pytest worker after 1,000 tests, eight times over),
    and it could run finalizers of objects whose threads do not exist in the rank.
 3. Every group that a rank makes has `group_timeout`, also those made without one: torch's default is 30 minutes, and a rank
-   that stops would be waited for until the test runner ends the test without a word about which rank it was.
+   that stops would be waited for until the test runner ends the test without naming the rank.
 4. `timeout` is below the test runner's own limit, so that a rank that hangs is reported with the stacks of all its threads.
 """
 
@@ -181,7 +181,7 @@ def _stack_of(folder: str, rank: int) -> str:
 
 
 def _where(pids: dict[int, int], folder: str) -> str:
-    """What ranks are at, thread by thread."""
+    """The stacks of ranks, thread by thread."""
     for rank, pid in pids.items():
         if os.path.exists(_stack_of(folder, rank)):  # it listens
             os.kill(pid, signal.SIGUSR1)

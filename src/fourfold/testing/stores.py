@@ -61,7 +61,7 @@ class CountingStore(dist.Store):
 
 
 class CrowdedStore:
-    """The store of a job of many ranks, of which one asks: the others have written what they would have written."""
+    """The store of a job of many ranks as one rank sees it: it already has what the other ranks would write."""
 
     def __init__(self, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks

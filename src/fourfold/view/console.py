@@ -20,7 +20,7 @@ __all__ = ["Progress", "braille", "duration", "facts", "number", "short_duration
 
 
 def number(value: float) -> str:
-    """Counts for people: 124 M, 1.24 B."""
+    """A count as text: 124 M, 1.24 B."""
     for unit, size in ((" T", 1e12), (" B", 1e9), (" M", 1e6), (" k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
@@ -28,7 +28,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 42 s, 3 min 20 s, 2 h 05 min."""
+    """Seconds as text: 42 s, 3 min 20 s, 2 h 05 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:
@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """Seconds for people, of something that should be short: 12 ms, 1.4 s, 3 min 20 s."""
+    """Seconds of a short time as text: 12 ms, 1.4 s, 3 min 20 s."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
@@ -57,9 +57,9 @@ class Progress:
     """A log line every `every` steps; on a terminal, below the lines, a live view that is rewritten as steps are done.
 
     The live view has the progress and the time left, the loss curve, and the figures of the last step. It is drawn at most four
-    times a second, without hiding the cursor, so a run that is killed leaves the terminal as it was. A terminal with few lines
-    has one status line instead; anything that is no terminal has log lines alone. `memory` says what a step's peak_bytes count:
-    a device's tensors, or a whole process.
+    times a second, without hiding the cursor, so a killed run leaves the terminal usable. A terminal with few lines has one
+    status line instead; anything else has only log lines. `memory`: the label of a step's peak_bytes, which count a device's
+    tensors or a whole process.
     """
 
     def __init__(self, steps: int, every: int, file: IO[str] | None = None, memory: str = "mem"):

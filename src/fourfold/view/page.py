@@ -2,7 +2,7 @@
 
 The page (`timeline.html` next to this file) holds panels, such as the plan and the measured step, on one time scale. A panel
 has a row per rank; a row has ops and waits, and two lanes for messages and collectives, which run concurrently with them. All of
-it is data in the page: names reach it as JSON, are escaped, and are shown as text alone.
+it is data in the page: names are escaped JSON, and are displayed as plain text.
 
 In the page's JSON a span is five numbers: start and duration in ticks (a ten-millionth of the whole), the index of its kind in
 `kinds`, the index of its name in `names`, and bytes.
@@ -26,7 +26,7 @@ __all__ = ["KINDS", "PageSpan", "Panel", "Row", "inline_json", "panel_of", "writ
 
 KINDS = "FBIWRED_UHMGSX"
 """F, B, I, W: ops. R: recomputation. E: exposed transfer. D: data. _: waiting for another rank. U: optimizer update. H: host.
-Beside them, M: message, G: gather, S: reduction, X: other collective."""
+On the lanes, M: message, G: gather, S: reduction, X: other collective."""
 TICKS = 10_000_000
 
 
@@ -180,7 +180,7 @@ def _short(value: float) -> float:
 
 
 def inline_json(data: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot end its enclosing script element."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

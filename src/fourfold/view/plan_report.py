@@ -1,7 +1,7 @@
 """A plan as a report: one HTML file that opens offline (`fourfold plan --html`), and its data for the planner's page. No torch.
 
-`report_data` gathers all that is shown, as JSON; `report.js` next to this file draws it, in the file and on the page. Names reach
-it as JSON, are escaped, and are shown as text alone.
+`report_data` collects everything as JSON; `report.js` next to this file draws it, in the file and on the page. Names are escaped
+JSON, and are displayed as plain text.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _units(plan: Plan, problem: PlanProblem, schedule: Schedule) -> list[dict[st
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Words as one would type them."""
+    """Words quoted for a shell."""
     return " ".join(map(shlex.quote, words))
 
 

@@ -151,8 +151,8 @@ def planned_timeline(run: RunDir, steps: Sequence[TracedStep]) -> Timeline:
     """The plan's programs, simulated with what was measured: gathers and reductions are in it.
 
     An op takes the median of its compute and its collectives on the grid, without waits. A message, gather or reduction takes
-    the least that was seen from when the last rank started it to when some rank had waited for it: one that is overlapped ends
-    before it is waited for.
+    the minimum measured time from its start on the last rank to the end of the first wait for it; an overlapped one ends before
+    it is waited for.
     """
     layout = layout_of_run(run)
     later = [s for s in steps if s.step > 1] or list(steps)
@@ -284,7 +284,7 @@ def _ranks(run: RunDir, stride: int, pipe: int) -> list[int]:
 
 
 def _read(run: RunDir, rank: int, ops: set[Op]) -> list[_TracedStep]:
-    """The traced steps of a rank that did all of `ops` and nothing else; damaged lines are left out."""
+    """The traced steps of a rank with exactly the ops `ops`; damaged lines are skipped."""
     path = run.path / "trace" / f"rank{rank}.jsonl"
     if not path.is_file():
         raise RunDirError(f"{run.path}: the trace of rank {rank} is missing")

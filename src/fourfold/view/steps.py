@@ -4,12 +4,12 @@ Ranks of one host share a clock. Between hosts, clocks differ: the end of a step
 leave at nearly the same moment, so every host is shifted by the difference of these moments.
 
 The time of a rank is divided into parts, without gaps: every moment belongs to the innermost op, wait or part of the step that
-covers it. Waits are divided further. Who waits for a collective waits for the last rank that starts it, and from then on for the
-transfer. Who waits for a message waits for its sender, and from when it was sent for the transfer:
+covers it. Waits are divided further. A wait for a collective is a wait for the last rank that starts it, and from then on for the
+transfer. A wait for a message is a wait for its sender, and after it was sent, for the transfer:
 
     bubble     waiting for a rank of another pipeline stage
     waiting    waiting for a rank of the same stage
-    exposed    transfers that nothing overlaps, by collective and mesh axis
+    exposed    transfers that overlap with nothing, by collective and mesh axis
 """
 
 from __future__ import annotations
@@ -230,7 +230,9 @@ def _shift(r: RankStep, by: float) -> None:
 
 def _divide(traced: TracedStep) -> None:
     """Fill in the parts of every rank."""
-    last: dict[tuple[str, tuple[int, ...], int], tuple[float, int]] = {}  # by collective: who started it last, and when
+    last: dict[
+        tuple[str, tuple[int, ...], int], tuple[float, int]
+    ] = {}  # by collective: when it was started last, and by which rank
     sent: dict[tuple[int, int, str], float] = {}  # by sender, receiver and name: when it was sent
     for rank, r in traced.ranks.items():
         for e in r.events:

@@ -1,7 +1,7 @@
 """Text from files, names and logs, made safe to print. No torch.
 
 A terminal obeys escape sequences: a file name could clear the screen, rename the window or fill the clipboard. rich obeys
-markup in square brackets. So text that we did not write goes through one of these before it is printed; files and logs keep it.
+markup in square brackets. So text from outside goes through one of these functions before it is printed; files and logs keep it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ An op that is wide enough shows its micro-batch. A measured step has every rank 
 
     R recomputation   E exposed communication   D data   U optimizer   h host   · waiting for another rank
 
-A character stands for what took most of its time. Of more than 64 ranks, some are left out.
+A character shows what took most of its time. With more than 64 ranks, only some are shown.
 """
 
 from __future__ import annotations

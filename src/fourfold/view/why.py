@@ -1,12 +1,12 @@
-"""Where a step's time went against what the plan promised, and what would help: `fourfold why`. No torch.
+"""Where a step's time went, compared with the plan's prediction, and what would help: `fourfold why`. No torch.
 
-Every rank's time is divided into causes (steps.py). The table shows the ranks of the pipeline stage with the most work beside the
-planner's prediction of the same ranks. Each finding has the seconds that it adds to a step:
+Every rank's time is divided into causes (steps.py). The table shows the ranks of the pipeline stage with the most work next to
+the planner's prediction of the same ranks. Each finding has the seconds that it adds to a step:
 
     straggler       compute of a rank beyond that of its peers: ranks that do the same work, or else all ranks, by predicted work
     slow unit       time of a unit beyond that of units of its kind, in forwards, and as much longer in backwards
-    communication   exposed transfers on the critical path, beyond what the plan promised
-    bubble          waiting for other stages, beyond what the plan promised and what the findings above explain
+    communication   exposed transfers on the critical path, beyond the plan's prediction
+    bubble          waiting for other stages, beyond the plan's prediction and what the findings above explain
     data, update, host, save and evaluation     as measured; the last two as a mean over all steps
     micro-batch, uncompiled     what the planner predicts to save with larger micro-batches, or compiled units
     compute         compute beyond the prediction that no finding above explains
