@@ -26,9 +26,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def operator(signature: str, fake: Callable[..., Any], key: str = "CUDA") -> Callable[[Function], Function]:
     """Register a function as an operator of torch's library, so that torch.compile treats it as one call.
 
-    As `torch.library.custom_op` does, without its check whether results share memory with arguments: that took a GPU's host 30
-    of 65 us, longer than many kernels run. `fake` gives results of the right shape without computing; `key` is the dispatch
-    key: by default the function runs on CUDA alone.
+    Like `torch.library.custom_op`, without its check whether results share memory with arguments, which took 30 of 65 µs of host
+    time, longer than many kernels run. `fake` returns results of the right shape without computing; `key` is the dispatch
+    key: by default the function runs only on CUDA.
     """
 
     def register(start: Function) -> Function:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Gated SiLU, `silu(gate) · up` with [gate | up] in the last dim, and its gradient; computed in fp32, rounded once.
 
-Operators of torch's library, so that torch.compile takes them as they are (what it generates for the gradient itself, two
-halves written under masks, runs at half the rate of memory).
+Registered as torch operators, so that torch.compile does not trace into them (its own code for the gradient, two halves written
+under masks, reaches half of the memory bandwidth).
 """
 
 import torch

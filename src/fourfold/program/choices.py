@@ -2,7 +2,7 @@
 
 - On a replica group of one, or with `within = 1`, every mode is `replicate`.
 - A tied head shares the embedding's matrix, so it takes the embedding's mode, `within` and `reduce`.
-- `split` divides the MLP along its hidden size and the head along the vocabulary, into *slices* that are units of their own,
+- `split` divides the MLP along its hidden size and the head along the vocabulary, into *slices* that are separate units,
   named `head/0`, `head/1`, …; other units are not split. An MLP slice is one unit if it is recomputed (`per-slice` or
   `full`), otherwise two: `blocks.3.mlp/0.up` and `blocks.3.mlp/0.down`.
 """

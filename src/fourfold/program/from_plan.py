@@ -26,7 +26,7 @@ def costs_of_plan(plan: Plan) -> Costs | None:
     if not (isinstance(stages, list) and all(isinstance(row, list) and len(row) == 3 for row in stages)) or not all(
         isinstance(x, int | float) and 0 <= x < 1e9 for x in (message, *(x for row in stages for x in row))
     ):
-        raise PlanError("predicted.stages must be three times for every stage, and predicted.message one; plan anew")
+        raise PlanError("predicted.stages must have three times per stage, and predicted.message one; plan again")
     forward, input_grad, weight_grad = zip(*stages, strict=True)
     return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, message=message)
 

@@ -1,7 +1,7 @@
-"""The process groups of a plan, as data: who is in each, what runs on it, and in which order they are made. No torch.
+"""The process groups of a plan, as data: their members, their use, and the order in which they are created. No torch.
 
-On NCCL a process group is a communicator: buffers and threads on every member, and a meeting when it is made. All of them are
-made before the first step, in one order that all ranks share, so their number must be known and small. A rank is a member of
+On NCCL a process group is a communicator: buffers and threads on every member, and a rendezvous when it is created. All of them
+are created before the first step, in the same order on all ranks, so their number must be known and small. A rank is a member of
 
     world                    1   the end of a step, evaluation
     save                     1   (gloo only) checkpoints, which a thread may write during training
@@ -15,9 +15,9 @@ Groups with the same members and the same use are one group. None of these count
 
 [Note: rounds]
 torch names a group by its members and by how many groups its process has made before, so all members must have made the same
-number of groups. Edges of a pipeline are therefore made in rounds: in a round no rank is in two edges, and a rank that is in
-none makes a placeholder, a group of itself. A chain takes four rounds, whatever its length. Each round is a set of disjoint
-pairs, so a meeting of one pair never waits for another.
+number of groups. Edges of a pipeline are therefore created in rounds: in a round no rank is in two edges, and a rank that is in
+none creates a placeholder, a group of itself. A chain takes four rounds, whatever its length. Each round is a set of disjoint
+pairs, so that no pair waits for another.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A question of the planner's page, and its answers. No torch; the same code runs in Pyodide and behind `fourfold plan --serve`.
 
-A question is data alone: a model by its name in models.json or the text of a config.json, a cluster by the name of a preset and
-numbers that replace the preset's, a batch. No field names a file, and nothing is read but this package.
+A question is plain data: a model by its name in models.json or the text of a config.json, a cluster by the name of a preset and
+numbers that replace the preset's, a batch. No field names a file, and only files of this package are read.
 
     choices()                     ->  models and clusters to choose from
     ask("glance", question)       ->  will it fit? a few plans predicted, in a second or so
-    ask("plan", question, tell)   ->  the report of the fastest plan; `tell` hears of the search's progress
+    ask("plan", question, tell)   ->  the report of the fastest plan; `tell` is called with the search's progress
 
 `ask` takes and returns JSON text. An answer `{"error": sentence}` is the planner's own sentence.
 
@@ -84,7 +84,7 @@ class Question:
     config: str | None = None
     """The text of a Hugging Face config.json."""
     name: str = "model"
-    """How a pasted model is called."""
+    """Display name of a pasted model."""
     cluster: Described = field(default_factory=Described)
     batch: int | None = None
     seq_len: int | None = None

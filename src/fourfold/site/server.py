@@ -3,10 +3,10 @@
     GET  /, /planner.js, …   the page: the files listed in `page_files`, and no others
     POST /ask/KIND           a question (site/question.py); the answer is lines of JSON: {"progress": …}, then {"answer": …}
 
-What a web page elsewhere must not do with it: the Host header must name the loopback interface (a name that an attacker's DNS
-points at 127.0.0.1 does not), a question must be JSON of this origin (which browsers do not send elsewhere without asking),
-questions are bounded in size, number and time, and each is answered by a process of its own, which ends when the client leaves.
-A question names no file (site/question.py).
+Protection against other web pages: the Host header must name the loopback interface (a name that an attacker's DNS points at
+127.0.0.1 does not), a question must be JSON of this origin (browsers do not send it from other origins without a preflight
+request), questions are limited in size, number and time, and each is answered by a separate process, which ends when the client
+disconnects. A question names no file (site/question.py).
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _asked(process: subprocess.Popen[bytes], kind: str, body: bytes) -> Iterator
         ready.register(process.stdout, selectors.EVENT_READ)
         while True:
             if time.monotonic() > deadline:
-                yield _error(f"no answer within {_TIME[kind]:.0f} s; ask for fewer ranks, or fix more")
+                yield _error(f"no answer within {_TIME[kind]:.0f} s; use fewer ranks, or constrain the search")
                 return
             if not ready.select(_BEAT):
                 yield b"\n"
