@@ -66,10 +66,10 @@ TEXTS: dict[str, tuple[str, str]] = {
         "Including non-PyTorch memory, this process has 78.02 GiB memory in use.",
         "GPU 3 is out of memory: 2.00 GiB were requested, 1.12 GiB of 79.15 GiB are free; a plan that fits",
     ),
-    "full at the start": ("CUDA error: out of memory\nCUDA kernel errors might be", "not even for a start"),
+    "full at the start": ("CUDA error: out of memory\nCUDA kernel errors might be", "too little free memory to start"),
     "full, says NCCL": (
         NCCL.format("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 2 'out of memory'"),
-        "not even for a start",
+        "too little free memory to start",
     ),
     "busy": (
         "CUDA error: CUDA-capable device(s) is/are busy or unavailable",

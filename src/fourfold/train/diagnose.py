@@ -133,7 +133,10 @@ def _age(run: RunDir) -> str:
 
 def cause_of(kind: str, message: str) -> str:
     """The cause of a failure, from the name of the error (or signal) and its text."""
-    if re.search(r"out of memory:|CUDA out of memory|no memory left|OutOfMemoryError|cannot allocate memory", message):
+    if re.search(
+        r"out of memory:|CUDA out of memory|no memory left|too little free memory|OutOfMemoryError|cannot allocate memory",
+        message,
+    ):
         return "memory"
     if kind in ("MemoryError", "OverBudget", "HostMemoryError", "OutOfMemoryError"):
         return "memory"
@@ -336,7 +339,9 @@ def _memory(
     replan: bool,
 ) -> tuple[str, str, Plan | None]:
     """Rank, op, predicted and measured memory, advice, and a plan that fits if there is one."""
-    asked = re.search(r"([\d.]+) ([KMGT]iB) were requested|Tried to allocate ([\d.]+) ([KMGT]iB)", message)
+    asked = re.search(
+        r"([\d.]+) ([KMGT]iB) were (?:requested|asked for)|Tried to allocate ([\d.]+) ([KMGT]iB)", message
+    )
     more = 0
     if asked:
         number, unit = (asked[1], asked[2]) if asked[1] else (asked[3], asked[4])

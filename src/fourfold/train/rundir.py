@@ -178,7 +178,7 @@ class RunDir:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             os.close(handle)
-            raise RunDirError(f"{self.path / '.lock'}: is not a file of its own; remove it")
+            raise RunDirError(f"{self.path / '.lock'}: is a hard link to another file; remove it")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
