@@ -170,9 +170,9 @@ def test_join_sets_nccl_up_before_the_group_is_made(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", made)
     place = places.Place(1, 2, 1, 2)
-    places.join(place, dist.HashStore(), torch.device("cuda", 0), 10.0, "nccl")
+    places.join_group(place, dist.HashStore(), torch.device("cuda", 0), 10.0, "nccl")
     assert seen == {"backend": "cpu:gloo,cuda:nccl", "host": "fourfold-rank-1"}
-    places.join(place, dist.HashStore(), torch.device("cuda", 0), 10.0, "auto")
+    places.join_group(place, dist.HashStore(), torch.device("cuda", 0), 10.0, "auto")
     assert seen["backend"] == "gloo"
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fourfold.cli import main
 from fourfold.errors import ConfigError, RankFailure, RunDirError
 from fourfold.launch.local import launch_local
-from fourfold.launch.place import Place, join
+from fourfold.launch.place import Place, join_group
 from fourfold.plan import Plan
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
@@ -30,7 +30,7 @@ from tests.helpers import make_config
 
 def in_group(what: Callable[[Place], Any]) -> Callable[[Place, dist.Store, IO[str] | None], None]:
     def job(place: Place, store: dist.Store, console: IO[str] | None) -> None:
-        join(place, store, torch.device("cpu"), 30.0)
+        join_group(place, store, torch.device("cpu"), 30.0)
         what(place)
         dist.barrier()
 

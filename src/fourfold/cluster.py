@@ -264,9 +264,9 @@ class Cluster:
             if not isinstance(base, str):
                 raise ClusterError(f"preset must be a name; found {base!r}")
             whole, devices = cls.preset(base), data.get("devices", 0)
-            if base == "local" and all(schema.whole(data.get(n, 1), 1) for n in ("nodes", "devices")):
+            if base == "local" and all(schema.is_integer(data.get(n, 1), 1) for n in ("nodes", "devices")):
                 whole = cls.local(data.pop("nodes", 1) * data.pop("devices", 1))
-            elif "level" not in data and schema.whole(devices, 1):
+            elif "level" not in data and schema.is_integer(devices, 1):
                 whole = whole.with_devices(devices)
             data = _merged(whole.to_dict(), data)
         cluster = schema.build(cls, data, error=ClusterError)

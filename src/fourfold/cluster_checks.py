@@ -64,9 +64,9 @@ def _check_device(c: Cluster) -> None:
     _share("device.margin", d.margin, least=0.0, below=True)
     _between("device.attention_backward", d.attention_backward, 0.1, 100.0, "times the forward")
     _between("device.operator", d.operator, 0.0, LONGEST, "seconds")
-    if not schema.whole(d.alignment, 1):
+    if not schema.is_integer(d.alignment, 1):
         raise ClusterError(f"device.alignment = {d.alignment!r} must be a whole number of elements, at least 1")
-    if not schema.whole(d.processors):
+    if not schema.is_integer(d.processors):
         raise ClusterError(f"device.processors = {d.processors!r} must be a whole number, 0 (not modelled) or more")
 
 
@@ -77,7 +77,7 @@ def _check_levels(c: Cluster) -> None:
     for i, level in enumerate(c.level):
         where, last = f"level[{i}] ('{level.name}')", i == len(c.level) - 1
         _check_level(where, level)
-        if not schema.whole(level.ranks):
+        if not schema.is_integer(level.ranks):
             raise ClusterError(f"{where}: ranks = {level.ranks!r} must be a whole number, 0 (all devices) or more")
         if not last and not level.ranks:
             raise ClusterError(f"{where}: ranks = 0 connects all devices; only the last level may have it")

@@ -104,8 +104,9 @@ class Job:
 
 
 def plain(error: Exception) -> str:
-    """A gloo error without its source location and advice."""
-    return re.sub(r"\[\S+\.cc:\d+\] ", "", str(error)).split(". This is typically")[0].splitlines()[0]
+    """The first line of a gloo error, without its source location and advice."""
+    text = re.sub(r"\[\S+\.cc:\d+\] ", "", str(error)).split(". This is typically")[0].strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 class Lane:

@@ -33,10 +33,10 @@ __all__ = [
     "dump_toml",
     "format_bytes",
     "in_file",
+    "is_integer",
     "nearest",
     "parse_bytes",
     "read",
-    "whole",
     "write_json",
     "write_text",
 ]
@@ -282,14 +282,14 @@ def check_writable(
         raise error(f"{path}: cannot be written: no file can be made in {path.parent} ({why}); name another") from None
 
 
-def whole(value: Any, least: int = 0) -> bool:
+def is_integer(value: Any, least: int = 0) -> bool:
     """Whether it is an integer (not a bool) of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_count(where: str, value: Any, error: type[FourfoldError]) -> None:
     """A whole number of at least 1."""
-    if not whole(value, 1):
+    if not is_integer(value, 1):
         raise error(f"{where} = {value!r} must be a whole number of at least 1")
 
 

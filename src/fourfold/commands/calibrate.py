@@ -93,14 +93,14 @@ def _measure(args: CalibrateArgs, place: object, store: object, screen: IO[str] 
     """Measure on one rank; rank 0 prints progress and writes the file."""
     import torch
 
-    from fourfold.launch.place import Place, choose_device, join, leave
+    from fourfold.launch.place import Place, choose_device, join_group, leave
     from fourfold.train.calibrate import calibrate
 
     assert isinstance(place, Place)
     torch.set_num_threads(1)
     device = choose_device(args.device, place)
     if place.ranks > 1:
-        join(place, store, device, 120.0)  # type: ignore[arg-type]
+        join_group(place, store, device, 120.0)  # type: ignore[arg-type]
     try:
         console = Console(file=screen, highlight=False, quiet=args.json or place.rank > 0)
         cluster = calibrate(place, device, tell=lambda what: console.print(f"  {what} …", style="dim"))

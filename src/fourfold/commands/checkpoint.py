@@ -75,8 +75,8 @@ def _list(args: CheckpointArgs) -> int:
         return 0
     table = Table("step", "state", "size", "path", box=None, header_style="dim")
     for row in rows:
-        step = "" if row["step"] is None else str(row["step"])
-        table.add_row(step, row["state"], schema.format_bytes(row["bytes"]), markup(row["path"]))
+        number = "" if row["step"] is None else str(row["step"])
+        table.add_row(number, row["state"], schema.format_bytes(row["bytes"]), markup(row["path"]))
     Console(highlight=False, soft_wrap=True).print(table if rows else f"{markup(args.path)}: no checkpoints")
     return 0
 

@@ -169,9 +169,9 @@ def _job(
     store: dist.Store | None,
     console: IO[str] | None = None,
 ) -> None:
-    """One rank: run the cases, each in a process group of its own, then measure."""
-    from fourfold.launch.place import agree, choose_device, join, leave, open_store
-    from fourfold.train.verify import measure, run_cases
+    """One rank: run the cases, each in separate process groups, then measure."""
+    from fourfold.launch.place import agree, choose_device, join_group, leave, open_store
+    from fourfold.train.verify import measure_rates, run_cases
 
     device = choose_device(args.device, place)
     if store is None and place.ranks > 1:
@@ -179,10 +179,10 @@ def _job(
     reference = json.loads((folder / "reference.json").read_text())
     run_cases(place, store, todo, reference, folder, args.device, args.backend, results)
     if place.ranks > 1:
-        join(place, store, device, 120.0, args.backend)
-    rates = measure(place, device)
+        join_group(place, store, device, 120.0, args.backend)
+    rates = measure_rates(place, device)
     if place.rank == 0:
-        (folder / "measured.json").write_text(json.dumps(_beside_preset(rates, place)))
+        (folder / "measured.json").write_text(json.dumps(_with_preset(rates, place)))
     if place.ranks > 1:
         leave()
 
@@ -311,7 +311,7 @@ def _collected(
     return found
 
 
-def _beside_preset(rates: dict[str, float], place: Place) -> list[dict[str, Any]]:
+def _with_preset(rates: dict[str, float], place: Place) -> list[dict[str, Any]]:
     """Measured rates, next to those that a plan for this machine assumes."""
     import torch
 

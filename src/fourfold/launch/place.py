@@ -47,7 +47,7 @@ __all__ = [
     "current_place",
     "first_gpu",
     "gpu_cluster",
-    "join",
+    "join_group",
     "leave",
     "open_store",
     "own_host_settings",
@@ -355,7 +355,7 @@ NCCL_SETTINGS = {
 """torch's NCCL watchdog reacts later than ours (train/watch.py), whose report names ranks and ops."""
 
 
-def join(
+def join_group(
     place: Place,
     store: dist.Store | None,
     device: torch.device,

@@ -279,7 +279,7 @@ def _size(
     if default is not None and c.get(key) is None:
         return default
     value = c[key]
-    if not schema.whole(value, least) or value > most:
+    if not schema.is_integer(value, least) or value > most:
         found = "null" if value is None else repr(value)
         raise ConfigError(f"{path}: {key} = {found} must be a whole number from {least} to {most}")
     return value

@@ -37,7 +37,7 @@ from typing import Any, Literal, cast
 
 from fourfold import files, schema
 from fourfold.errors import ScheduleError
-from fourfold.program.ops import Kind, Op, number, numbers
+from fourfold.program.ops import Kind, Op, parse_number, parse_numbers
 
 __all__ = [
     "Gather",
@@ -167,7 +167,7 @@ def parse_instruction(text: str) -> Instruction:
     message = _MESSAGE.fullmatch(text)
     if message and (message[1] == "SEND") == (message[5] == "to"):
         verb = Send if message[1] == "SEND" else Recv
-        stage, micro_batch, peer = (number(message[i], "a number") for i in (2, 4, 6))
+        stage, micro_batch, peer = (parse_number(message[i], "a number") for i in (2, 4, 6))
         return verb(stage, cast(Carried, message[3]), micro_batch, peer)
     word, _, name = text.partition(" ")
     if word in _NAMED and name and " " not in name:
@@ -318,14 +318,14 @@ class Programs:
             return cls(
                 programs=tuple(
                     Program(
-                        number(p["rank"], "rank"),
+                        parse_number(p["rank"], "rank"),
                         tuple(map(parse_instruction, p["instructions"])),
-                        number(p["replica"], "replica"),
+                        parse_number(p["replica"], "replica"),
                     )
                     for p in data["programs"]
                 ),
-                placement=numbers(data["placement"], "placement"),
-                micro_batches=number(data["micro_batches"], "micro_batches"),
+                placement=parse_numbers(data["placement"], "placement"),
+                micro_batches=parse_number(data["micro_batches"], "micro_batches"),
                 units=tuple(
                     tuple(schema.build(ProgramUnit, unit, "unit", ScheduleError) for unit in units)
                     for units in data["units"]
@@ -374,17 +374,20 @@ class _ProgramParser:
     def read(self, line: str) -> None:
         match line.split():
             case ["micro_batches", count]:
-                self.micro_batches = number(count, "micro_batches")
+                self.micro_batches = parse_number(count, "micro_batches")
             case ["placement", *ranks]:
-                self.placement = numbers(ranks, "placement")
+                self.placement = parse_numbers(ranks, "placement")
             case ["unit", stage, name, mode, reduce, weight]:
                 self.units.append(
-                    (number(stage, "stage"), ProgramUnit(name, cast(Mode, mode), cast(Any, reduce), float(weight)))
+                    (
+                        parse_number(stage, "stage"),
+                        ProgramUnit(name, cast(Mode, mode), cast(Any, reduce), float(weight)),
+                    )
                 )
             case ["bucket", name, *units]:
                 self.buckets.append(ProgramBucket(name, tuple(units)))
             case ["rank", rank, "replica", replica]:
-                self.rows.append((number(rank, "rank"), number(replica, "replica"), []))
+                self.rows.append((parse_number(rank, "rank"), parse_number(replica, "replica"), []))
             case _ if self.rows:
                 self.rows[-1][2].append(parse_instruction(line))
             case _:

@@ -145,8 +145,8 @@ class Schedule:
             raise ScheduleError("not a schedule: order must be a list with a text of ops for every rank")
         return cls(
             order=tuple(tuple(map(Op.parse, row.split())) for row in order),
-            placement=numbers(data["placement"], "placement"),
-            micro_batches=number(data["micro_batches"], "micro_batches"),
+            placement=parse_numbers(data["placement"], "placement"),
+            micro_batches=parse_number(data["micro_batches"], "micro_batches"),
             name=str(data.get("name", ""))[:200],
         )
 
@@ -193,20 +193,20 @@ class Schedule:
             return cls.from_dict(data)
 
 
-def number(value: Any, what: str) -> int:
+def parse_number(value: Any, what: str) -> int:
     """A stage, rank, micro-batch or count out of a file."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,30}", value):
         value = int(value)
-    if not schema.whole(value) or value > MOST_NUMBER:
+    if not schema.is_integer(value) or value > MOST_NUMBER:
         raise ScheduleError(f"{what} = {str(value)[:50]!r} must be a whole number from 0 to {MOST_NUMBER}")
     return value
 
 
-def numbers(values: Any, what: str) -> tuple[int, ...]:
+def parse_numbers(values: Any, what: str) -> tuple[int, ...]:
     """A list of them."""
     if not isinstance(values, list):
         raise ScheduleError(f"{what} must be a list of whole numbers")
-    return tuple(number(v, f"{what}[{i}]") for i, v in enumerate(values))
+    return tuple(parse_number(v, f"{what}[{i}]") for i, v in enumerate(values))
 
 
 def ends_of_step(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:

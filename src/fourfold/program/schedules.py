@@ -82,7 +82,7 @@ _SIZES = ("ranks", "micro_batches")
 def at_least(**values: tuple[Any, int]) -> None:
     """Raise unless every value is an integer of at least its minimum, given as name=(value, minimum)."""
     for name, (value, least) in values.items():
-        if not schema.whole(value, least):
+        if not schema.is_integer(value, least):
             raise ScheduleError(f"{name} = {value!r} must be a whole number of at least {least}; use {least}")
 
 

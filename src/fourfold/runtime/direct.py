@@ -29,8 +29,9 @@ from torch import Tensor
 
 from fourfold.background import start_thread
 from fourfold.errors import CommunicationError
+from fourfold.ring import plain
 from fourfold.runtime.sizes import INLINE, light_sends
-from fourfold.runtime.wire import Form, Name, Pool, flatten, plain
+from fourfold.runtime.wire import Form, Name, Pool, flatten
 
 __all__ = ["DirectReceiver", "DirectSender", "form_of"]
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from fourfold.background import start_thread
 from fourfold.errors import CommunicationError
 from fourfold.program.groups import edge_rounds
+from fourfold.ring import plain
 from fourfold.runtime.direct import DirectReceiver, DirectSender
 from fourfold.runtime.sizes import INLINE, light_sends, room_for
 from fourfold.runtime.wire import (
@@ -52,7 +53,6 @@ from fourfold.runtime.wire import (
     flatten,
     join_bytes,
     joined_size,
-    plain,
     write_light,
 )
 

@@ -40,7 +40,6 @@ __all__ = [
     "flatten",
     "join_bytes",
     "joined_size",
-    "plain",
     "write_light",
 ]
 
@@ -100,7 +99,7 @@ def joined_size(tensors: Sequence[Tensor]) -> int:
     return tensors[0].nbytes if len(tensors) == 1 else sum(_padded(t.nbytes) for t in tensors)
 
 
-def write_bytes(tensors: Sequence[Tensor], out: Tensor) -> None:
+def copy_bytes(tensors: Sequence[Tensor], out: Tensor) -> None:
     """Copy the tensors into one byte buffer."""
     at = 0
     for t in tensors:
@@ -124,7 +123,7 @@ def join_bytes(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return _bytes(tensors[0])
     out = torch.empty(joined_size(tensors), dtype=torch.uint8, device=tensors[0].device)
-    write_bytes(tensors, out)
+    copy_bytes(tensors, out)
     return out
 
 
@@ -368,8 +367,3 @@ Port = HostPort | StagedPort | DevicePort
 
 def _nothing() -> None:
     pass
-
-
-def plain(error: Exception) -> str:
-    """The first line of a gloo error, without its advice."""
-    return str(error).split(". This is typically")[0].splitlines()[0] if str(error) else type(error).__name__

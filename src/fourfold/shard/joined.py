@@ -16,10 +16,10 @@ from fourfold.shard.layout import joined
 from fourfold.shard.sharing import Reduction
 from fourfold.shard.unit import Unit
 
-__all__ = ["Joined", "join"]
+__all__ = ["Joined", "join_units"]
 
 
-def join(units: Sequence[Unit]) -> None:
+def join_units(units: Sequence[Unit]) -> None:
     """Join unsharded units, given in backward order, into groups that share one all-reduce."""
     units = [u for u in units if u.layout.total and u.sharing.copies > 1]
     for group in joined([u.layout.total * u.reduce_dtype.itemsize for u in units]):

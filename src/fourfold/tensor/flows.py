@@ -35,7 +35,7 @@ from fourfold.tensor.grid import Axis, Grid, PendingTensor
 __all__ = [
     "Matmul",
     "all_tokens",
-    "join",
+    "gather_columns",
     "multiply",
     "own_tokens",
     "scatter_sum",
@@ -53,12 +53,12 @@ def tokens_in(rows: int, col: Axis, seq_len: int) -> int:
 # ---- tokens and features: [m, width] and [n, block] ----
 
 
-def join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Tensor:
+def gather_columns(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Tensor:
     """Gather over columns: [n, width] on each of them."""
-    return _start_join(x, col, tokens, seq_len).get()
+    return _start_gather_columns(x, col, tokens, seq_len).get()
 
 
-def _start_join(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> PendingTensor:
+def _start_gather_columns(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> PendingTensor:
     n = tokens_in(x.shape[0], col, seq_len) if tokens else 0
     return col.start_gather(x).then(lambda whole: whole[:n] if tokens else _side_by_side(whole, col.size))
 
@@ -134,7 +134,7 @@ class _AllTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, col: Axis, seq_len: int) -> Tensor:
         ctx.col = col
-        return join(x, col, True, seq_len)
+        return gather_columns(x, col, True, seq_len)
 
     @staticmethod
     @once_differentiable
@@ -151,7 +151,7 @@ class _OwnTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return join(dy, ctx.col, True, ctx.seq_len), None, None
+        return gather_columns(dy, ctx.col, True, ctx.seq_len), None, None
 
 
 def all_tokens(x: Tensor, col: Axis, seq_len: int) -> Tensor:
@@ -231,7 +231,7 @@ class Matmul:
     def _inputs(self, x: Tensor) -> PendingTensor:
         match self.flow:
             case "os":
-                return _start_join(x, self.grid.col, self.takes_tokens, self.seq_len)
+                return _start_gather_columns(x, self.grid.col, self.takes_tokens, self.seq_len)
             case "ws-in":
                 return PendingTensor(self._spread(x).flatten(0, 1))
             case "ws-out":
@@ -246,7 +246,7 @@ class Matmul:
             case "os":
                 return _start_scatter_sum(dy @ whole(), col, self.takes_tokens), dy
             case "ls":
-                coming, all_rows = _start_join(dy, col, self.gives_tokens, self.seq_len), whole()
+                coming, all_rows = _start_gather_columns(dy, col, self.gives_tokens, self.seq_len), whole()
                 joined = coming.get()
                 return PendingTensor(joined @ all_rows), joined
             case "ws-in":

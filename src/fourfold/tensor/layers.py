@@ -27,7 +27,7 @@ from fourfold.model.head_loss import ChunkedLoss, VocabPart, gradients_later, lo
 from fourfold.model.layers import IGNORE, PerHeadNorm
 from fourfold.piece import Piece
 from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
-from fourfold.tensor.flows import join, scatter_sum
+from fourfold.tensor.flows import gather_columns, scatter_sum
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 
@@ -76,7 +76,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (ids,) = ctx.saved_tensors
         grid, block = ctx.grid, ctx.block
-        d = join(dy, grid.col, ctx.residual.tokens, ctx.seq_len)
+        d = gather_columns(dy, grid.col, ctx.residual.tokens, ctx.seq_len)
         rows = round_up(block, grid.row.size)  # ids of other columns are mapped to `block`, which is ignored
         dw = torch.ops.aten.embedding_dense_backward(_wide(d), ids, max(rows, block + 1), block, False)
         return None, grid.row.scatter(dw[:rows]).to(ctx.dtype), None, None, None, None
@@ -270,7 +270,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, col: Axis) -> Tensor:
         ctx.col = col
-        return join(x, col, False, 1)
+        return gather_columns(x, col, False, 1)
 
     @staticmethod
     @once_differentiable

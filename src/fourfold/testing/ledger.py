@@ -10,7 +10,7 @@
 It records everything that goes through `torch.distributed`, synchronous or not: collectives on one tensor or on lists,
 coalesced ones, object collectives (collectives on bytes), point-to-point messages, DDP's and FSDP2's buckets, DTensor's
 functional collectives; and our ring collectives, each as the collective that it implements. Other threads of a rank must enter
-the ledger themselves (watch.py). The overhead is about 6 µs per op.
+the ledger themselves (op_watch.py). The overhead is about 6 µs per op.
 
 Received bytes are those of the bandwidth-optimal algorithm (rings and chains) on one of n ranks, so that a formula can be
 checked exactly. A backend may transfer more (gloo's broadcast sends log2 n copies from the root, its reduce-scatter transfers an

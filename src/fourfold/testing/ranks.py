@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.errors import RankFailure
-from fourfold.launch.place import Place, choose_device, join
+from fourfold.launch.place import Place, choose_device, join_group
 from fourfold.testing._torch import set_default_timeout
 
 __all__ = ["run_ranks"]
@@ -125,7 +125,7 @@ def _rank(
         file = dist.FileStore(store, ranks)
         if backend == "nccl":
             place = Place(rank, ranks, rank, ranks)
-            join(place, file, choose_device("cuda", place), group_timeout, "nccl")
+            join_group(place, file, choose_device("cuda", place), group_timeout, "nccl")
         else:
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
             limit = timedelta(seconds=group_timeout)

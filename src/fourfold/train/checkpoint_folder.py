@@ -110,7 +110,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     """The state other than tensors."""
     read_marker(directory)
     state = schema.read(directory / STATE, CheckpointError, follow=False)
-    if not schema.whole(state.get("step")):
+    if not schema.is_integer(state.get("step")):
         raise CheckpointError(f"{directory / STATE}: damaged: it has no step")
     named = STEP.fullmatch(directory.name)
     if named and int(named[1]) != state["step"]:
@@ -125,7 +125,7 @@ def check_state(state: Mapping[str, Any], directory: Path) -> None:
     data = state.get("data")
     table = data if isinstance(data, dict) else {}
     counts = [state.get("updates"), state.get("skipped"), table.get("epoch"), table.get("next")]
-    if not all(map(schema.whole, counts)) or not isinstance(table.get("fingerprint"), str):
+    if not all(map(schema.is_integer, counts)) or not isinstance(table.get("fingerprint"), str):
         raise CheckpointError(f"{directory / STATE}: damaged: it needs updates, skipped and data to resume from")
 
 

@@ -43,7 +43,7 @@ from fourfold import files, schema
 from fourfold.config import Config
 from fourfold.errors import ConfigError, DataError
 from fourfold.train.chats import Chat, ChatTemplate, PlainExample, parse_examples
-from fourfold.train.encode import Encoder, Encoding, cached_tokens, chunks_of, encode_to_file, examples, needs_cache
+from fourfold.train.encode import Encoder, Encoding, cached_tokens, encode_to_file, examples, needs_cache, source_chunks
 from fourfold.train.packing import best_fit, segments_of
 
 __all__ = [
@@ -356,7 +356,7 @@ def open_corpus(source: str | Sequence[str], tokenizer: str = "bytes", encoding:
     encoder = Encoder(codec, encoding)
     found, parts = [], []
     for name in sources:
-        documents = list(encoder(examples(chunks_of(name))))
+        documents = list(encoder(examples(source_chunks(name))))
         if not documents:
             raise DataError(f"data.source = '{name}': there is no text in it")
         found += documents
@@ -411,13 +411,13 @@ def _open_tokens(path: Path) -> Corpus:
         tokenizer, fingerprint = str(h["tokenizer"]), str(h["fingerprint"])
         parts = tuple(h.get("parts", ()))
         counts = (count, vocab, end, documents + 1, left_out, *parts)
-        if length > HEADER_BYTES or not all(map(schema.whole, counts)) or not isinstance(masked, bool):
+        if length > HEADER_BYTES or not all(map(schema.is_integer, counts)) or not isinstance(masked, bool):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, DataError):
         raise DataError(f"{path}: damaged header of a token file; write it again with 'fourfold tokenize'") from None
     if version not in (1, 2):
         raise DataError(f"{path}: token file of version {str(version)[:20]}; this program reads versions 1 and 2")
-    masks = mask_token is None or (schema.whole(mask_token) and mask_token < vocab)
+    masks = mask_token is None or (schema.is_integer(mask_token) and mask_token < vocab)
     if not 0 < vocab <= 2**32 or end >= vocab or not masks:
         raise DataError(
             f"{path}: its header says {vocab} ids, but the end token is {end} and the mask token {str(mask_token)[:20]}"

@@ -386,7 +386,7 @@ def _predicted(plan: Plan, rank: int) -> int:
     found = (plan.predicted or {}).get("memory")
     stage = coordinates_of(plan.mesh.degrees, rank)["pipe"] if 0 <= rank < plan.mesh.ranks else 0
     for entry in found if isinstance(found, list) else ():
-        if isinstance(entry, dict) and entry.get("rank") == stage and schema.whole(entry.get("bytes")):
+        if isinstance(entry, dict) and entry.get("rank") == stage and schema.is_integer(entry.get("bytes")):
             return entry["bytes"]
     peak = (plan.predicted or {}).get("peak_bytes", 0)
     return int(peak) if isinstance(peak, int | float) else 0

@@ -54,10 +54,10 @@ __all__ = [
     "Encoding",
     "SourceChunk",
     "cached_tokens",
-    "chunks_of",
     "encode_to_file",
     "examples",
     "needs_cache",
+    "source_chunks",
     "source_files",
 ]
 
@@ -176,7 +176,7 @@ class SourceChunk(NamedTuple):
     """Number of bytes of the file that it covers, for progress."""
 
 
-def chunks_of(source: str) -> Iterator[SourceChunk]:
+def source_chunks(source: str) -> Iterator[SourceChunk]:
     """The files of a source, read in order, in chunks."""
     for path in source_files(source):
         name = _plain_name(path)
@@ -651,7 +651,7 @@ def encode_to_file(
         with files.create(out, DataError) as f, tempfile.TemporaryFile(dir=out.parent) as masks:
             f.write(b" " * room)
             for source in sources:
-                chunks, before = chunks_of(source), len(lengths)
+                chunks, before = source_chunks(source), len(lengths)
                 for found in pool(chunks) if pool else (encode_chunk(encoder, chunk) for chunk in chunks):
                     data = found.ids.astype(found.ids.dtype.newbyteorder("<"), copy=False).data
                     f.write(data)

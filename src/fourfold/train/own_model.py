@@ -29,7 +29,7 @@ from fourfold.model.spec import OwnLayers
 from fourfold.piece import Piece
 from fourfold.plan import Plan
 from fourfold.program.stages import PipelineLayout
-from fourfold.shard.joined import join
+from fourfold.shard.joined import join_units
 from fourfold.shard.sharing import Reductions
 from fourfold.shard.split import Slice
 from fourfold.shard.tied import TiedCopy, TiedOwner
@@ -329,7 +329,7 @@ def make_own_units(
         names = {c.names[0] for c in alone}
         for stage, units in enumerate(layout.units):
             if layout.schedule.placement[stage] == here:
-                join([held.units[name] for name in reversed(units) if name in names])
+                join_units([held.units[name] for name in reversed(units) if name in names])
     return held
 
 

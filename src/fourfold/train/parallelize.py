@@ -40,13 +40,12 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from fourfold import schema
 from fourfold.collectives import Pending, all_reduce, broadcast
 from fourfold.errors import CheckpointError, ConfigError, PlanError
-from fourfold.launch.place import current_place, leave
-from fourfold.launch.place import join as join_job
+from fourfold.launch.place import current_place, join_group, leave
 from fourfold.piece import whole
 from fourfold.plan import Mesh, Plan, UnitRule
 from fourfold.runtime.stage import keep_products
 from fourfold.shard.hooks import HookDriver, Hooked, tensors_in
-from fourfold.shard.joined import join
+from fourfold.shard.joined import join_units
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import LinearSlice, slices_of
 from fourfold.shard.split_linear import SplitLinear
@@ -77,7 +76,7 @@ def parallelize(module: nn.Module, plan: Plan | None = None, mesh: RankMesh | No
     _check(plan)
     plan.check_ranks(place.ranks)
     if place.ranks > 1 and not dist.is_initialized():
-        join_job(place, None, device, JOIN_SECONDS)
+        join_group(place, None, device, JOIN_SECONDS)
         if device.type == "cpu":
             atexit.register(leave)
     return Parallel(module, plan, mesh or RankMesh(plan.mesh, place.rank))
@@ -134,7 +133,7 @@ class Parallel:
         wholes = [
             p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names
         ]
-        join(sorted(wholes, key=lambda unit: unit.name == REST))  # `rest` is complete after all others
+        join_units(sorted(wholes, key=lambda unit: unit.name == REST))  # `rest` is complete after all others
         self.driver = HookDriver(parts, plan.memory.prefetch)
         self.units = [part.unit for part in parts]
         self._flat = self._flat_parts()

@@ -35,7 +35,7 @@ from fourfold.runtime.sizes import INLINE
 from fourfold.runtime.stage import ChainLink, Keeper, Stage
 from fourfold.runtime.transport import Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
-from fourfold.shard.joined import join
+from fourfold.shard.joined import join_units
 from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import Serial, Slice, adds_to_sum, slices_of
 from fourfold.shard.tied import TiedCopy, TiedOwner
@@ -277,7 +277,7 @@ def make_units(
         alone = {c.names[0] for of, c in layout.choices.items() if _sums_may_wait(c) and not (tied and of in TIED)}
         for stage, names in enumerate(layout.units):
             if layout.schedule.placement[stage] == here:
-                join([held.units[name] for name in reversed(names) if name in alone])
+                join_units([held.units[name] for name in reversed(names) if name in alone])
     return held
 
 

@@ -227,7 +227,7 @@ def scan_metrics(run: RunDir) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 def _is_metrics(line: dict[str, Any]) -> bool:
     """A step, and numbers or null for what is compared."""
-    return schema.whole(line.get("step")) and all(
+    return schema.is_integer(line.get("step")) and all(
         line.get(key) is None or _is_number(line[key]) for key in ("loss", "grad_norm", "eval_loss")
     )
 
@@ -245,7 +245,7 @@ def read_trace(path: Path) -> Iterator[dict[str, Any] | None]:
 def _is_trace(line: dict[str, Any]) -> bool:
     """A step, a time, spans of a name and three times; and, where they are there, events, groups, memory and the rest."""
     return (
-        schema.whole(line.get("step"))
+        schema.is_integer(line.get("step"))
         and _is_time(line.get("origin"))
         and _rows(line.get("spans"), (str, float, float, float))
         and _is_time(line.get("seconds", 0.0))

@@ -30,7 +30,7 @@ from fourfold.plan import AXES, SCHEDULES, Plan
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.rundir import RunDir
 
-__all__ = ["Case", "cases", "measure", "run_cases", "serial", "tiny_config"]
+__all__ = ["Case", "cases", "measure_rates", "run_cases", "serial", "tiny_config"]
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -242,7 +242,7 @@ def _difference(found: list[Any], expected: list[Any], tolerance: float) -> str:
     return ""
 
 
-def measure(place: Place, device: torch.device) -> dict[str, float]:
+def measure_rates(place: Place, device: torch.device) -> dict[str, float]:
     """This rank's matmul rate (FLOP/s), and bytes per second of an all-reduce among all and of a broadcast to all."""
     from fourfold.train.metrics import measured_flops
 

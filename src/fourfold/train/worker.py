@@ -28,7 +28,7 @@ from fourfold.config import LONGEST_WAIT, Config
 from fourfold.errors import ConfigError, FourfoldError, RunDirError
 from fourfold.launch.gpu_errors import translated
 from fourfold.launch.local import end_rank
-from fourfold.launch.place import Place, check_joined, choose_device, current_place, join, leave
+from fourfold.launch.place import Place, check_joined, choose_device, current_place, join_group, leave
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.spec import parameter_count
 from fourfold.model.to_hf import check_written
@@ -183,7 +183,7 @@ def join_and_work(
     device, limits = _prepare(config, place)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
-        join(place, None, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
+        join_group(place, None, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
     with _leaving(joins):
         plan, layout = _agree_on_plan(place, config, plan, layout, user)
         run = claim(place, config, plan, resume)
@@ -259,7 +259,7 @@ def work(
     if dist.is_initialized():
         check_joined(config.train.backend)
     if joins:
-        join(place, store, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
+        join_group(place, store, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
     board = make_board(default_store()) if place.ranks > 1 else None
     recorder = FailureRecorder(place, run, device, board, launched=store is not None)
     if place.rank == 0:
