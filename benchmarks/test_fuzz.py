@@ -47,13 +47,13 @@ def test_the_fuzzer_finds_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("cell", ["3000000000F0", "0F3000000000", "9" * 4000 + "F0", "٣F٠"])
 def test_numbers_in_a_schedule_are_bounded(tmp_path: Path, cell: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     (tmp_path / "s.csv").write_text(f"0F0,{cell},0B0\n")
     with pytest.raises(ScheduleError, match="numbered up to 1000000|is not an op"):
         Schedule.load(tmp_path / "s.csv")
     with pytest.raises(ScheduleError, match="forwards; the ranks have 2 ops in all"):
         validate(Schedule.from_dict({"order": ["0F0 0B0"], "placement": [0] * 1000, "micro_batches": 10**6}))
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_numbers_in_a_schedule_are_bounded(tmp_path: Path, cell: str) -> None:
     ],
 )
 def test_numbers_and_names_in_a_config_are_bounded(sections: Any, message: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConfigError) as e:
         config(**sections)
     assert message in str(e.value)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_numbers_in_a_plan_are_bounded() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for plan in (
         {"batch": {"micro_batches": 9_999_999_999}},
         {"mesh": {"pipe": 2}, "batch": {"micro_batches": 10**6}},
@@ -92,7 +92,7 @@ def test_numbers_in_a_plan_are_bounded() -> None:
     ):
         with pytest.raises(PlanError):
             Plan.from_dict(plan).check(config())
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_variables_of_launchers_are_checked() -> None:

@@ -439,11 +439,11 @@ def test_a_small_index_takes_little_memory_and_time(tmp_path: Path, data: bytes)
     make_old(directory)
     (directory / ".metadata").write_bytes(data)
     mend_checksum(directory / ".metadata")
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CheckpointError, match="metadata: damaged"):
         checkpoint.load(directory, [holding_of("x", x)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:

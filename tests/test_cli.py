@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,13 +37,11 @@ def failing(capfd: pytest.CaptureFixture[str], *args: str) -> str:
     return " ".join(text.split())
 
 
-def test_help_is_quick_and_needs_no_torch() -> None:
-    start = time.perf_counter()
+def test_help_needs_no_torch() -> None:
     script = "import sys, fourfold, fourfold.cli; fourfold.cli.main(['--help']); assert 'torch' not in sys.modules"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     assert "fourfold COMMAND" in out.stdout
-    assert time.perf_counter() - start < 5  # measured: 0.2 s; the bound only catches an import of the wrong thing
 
 
 def test_a_terminal_without_our_signs_shows_what_it_can() -> None:

@@ -158,6 +158,7 @@ def test_commands_are_valid(workplace: Path, capsys: pytest.CaptureFixture[str])
                 assert main(words[1:]) == 0, (page, line, capsys.readouterr())
             elif words[:2] == ["fourfold", "train"]:
                 assert main([*words[1:], "--dry-run"]) == 0, (page, line, capsys.readouterr())
+    assert len(seen) > 20, "the pages have lost their commands"
 
 
 @pytest.mark.parametrize("page", with_blocks("python"))
