@@ -23,8 +23,7 @@ from fourfold.config import ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.planner.api import default_precision, find_plan
-from fourfold.planner.problem import PlanProblem, parse_fixes
-from fourfold.planner.search_config import SearchConfig
+from fourfold.planner.problem import PlanProblem, SearchConfig, parse_fixes
 
 __all__ = ["QUESTIONS", "Question"]
 
@@ -144,7 +143,6 @@ QUESTIONS: dict[str, tuple[Question, ...]] = {
 }
 
 PASSES: dict[str, dict[str, Any]] = {
-    "modes": {"try_modes": False},
     "fill": {"fill_rounds": 0},
     "others": {"most_improved": 1},
 }

@@ -442,10 +442,9 @@ def streaming(path: Path) -> None:
 
 def planner(path: Path) -> None:
     """The plans of a search, time against memory."""
-    from fourfold.planner.api import find_plan
+    from fourfold.planner.api import find_plan, uniform_plans
     from fourfold.planner.problem import parse_fixes
     from fourfold.planner.report import with_report
-    from fourfold.planner.uniform import uniform_plans
     from fourfold.view.plan_report import report_data
 
     problem, free = _problem(), parse_fixes([])

@@ -20,9 +20,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.plan import Plan
-from fourfold.planner.api import judge, make_plan
+from fourfold.planner.api import judge, make_plan, uniform_plans
 from fourfold.planner.problem import parse_fixes
-from fourfold.planner.uniform import uniform_plans
 from fourfold.schema import format_bytes, format_seconds
 from fourfold.site.question import Described, Question, ask, cluster_fields, problem_of
 from fourfold.site.static import package_zip

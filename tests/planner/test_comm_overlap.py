@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fourfold.planner.comm_overlap import SharedLink, UnitStep, UnitTimeline
@@ -86,6 +86,7 @@ def test_one_sum_across_groups_overlaps() -> None:
     assert takes(long, long, long)[1] > 3 + 2 * 2.0
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(
     st.lists(st.tuples(*[st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.7))] * 8), min_size=1, max_size=3),
     st.integers(4, 40),

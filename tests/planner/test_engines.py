@@ -14,7 +14,7 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
 from fourfold.planner.api import judge
 from fourfold.planner.engines import ENGINES, FOURFOLD, TrainingEngine
-from fourfold.planner.export import export
+from fourfold.planner.plan_export import export
 from fourfold.planner.problem import PlanProblem
 
 LLAMA = ModelSpec.from_config(

@@ -12,7 +12,7 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision
-from fourfold.planner.export import ExportedPlan, export
+from fourfold.planner.plan_export import ExportedPlan, export
 from fourfold.planner.problem import PlanProblem
 from fourfold.program.ops import Schedule
 

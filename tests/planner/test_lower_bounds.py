@@ -63,18 +63,18 @@ def random_choices(
     chance: random.Random, table: OptionTable, layout: ParallelLayout, style: str
 ) -> dict[str, UnitChoice]:
     """Every unit's: all the smallest, all of one mode, by kind, or anything."""
-    problem, piped = table.problem, layout.mesh.pipe > 1
+    problem = table.problem
     of_kind: dict[str, tuple[UnitOption, UnitOption]] = {}
     out = {}
     for unit in problem.spec.units:
-        modes, again = table.sharding(layout, unit.kind, piped), table.recompute(layout, unit.kind)
+        modes, again = table.sharding(layout, unit.kind), table.recompute(layout, unit.kind)
         mode, redone = chance.choice(modes), chance.choice(again)
         if style == "smallest":
             mode, redone = (min(options, key=lambda o: o.memory) for options in (modes, again))
         elif style == "alike":
             mode, redone = of_kind.setdefault(unit.kind, (mode, redone))
         elif style != "any":
-            every = sharding_options(problem, layout, unit.kind, piped)
+            every = sharding_options(problem, layout, unit.kind)
             mode = chance.choice([o for o in every if o.choice.mode == style] or modes)
             _, redone = of_kind.setdefault(unit.kind, (mode, redone))
         out[unit.name] = mode.choice._replace(split=redone.choice.split, recompute=redone.choice.recompute)

@@ -19,11 +19,18 @@ from fourfold.errors import ConfigError, PlanError
 from fourfold.model.hf import hf_file
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
-from fourfold.planner.api import default_batch, default_precision, judge, named_precision, plan_problem
+from fourfold.planner.api import (
+    default_batch,
+    default_precision,
+    judge,
+    named_precision,
+    plan_problem,
+    uniform_plans,
+)
 from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
 
 if TYPE_CHECKING:
-    from fourfold.planner.export import ExportedPlan
+    from fourfold.planner.plan_export import ExportedPlan
 
 NO_LORA = LoraConfig()
 
@@ -203,7 +210,7 @@ def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> ExportedPlan | N
         plan.save(args.out)
     if not args.export:
         return None
-    from fourfold.planner.export import export
+    from fourfold.planner.plan_export import export
 
     exported = export(plan, problem, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
     if args.out:
@@ -215,7 +222,6 @@ def _write_report(
     plan: Plan, other: Plan | str | None, problem: PlanProblem, wanted: Constraints, args: PlanArgs
 ) -> Plan:
     """Write the page, which has all alternatives; returns the plan with the requested number of them."""
-    from fourfold.planner.uniform import uniform_plans
     from fourfold.view.plan import show_what_if
     from fourfold.view.plan_report import COMPARED, report_data, write_report
 

@@ -4,20 +4,22 @@ make_plan(spec, cluster, global_batch=1024)  ->  Plan, with `predicted`, `certif
 predict(plan, spec, cluster, global_batch=1024) ->  Prediction of any plan: seconds, bytes, tokens/s, MFU
 judge(plan, problem)                         ->  the same plan with its prediction, without a search
 plan_run(config, cluster)                    ->  the plan of a run that starts now
+uniform_plans(problem, most)                 ->  plans as one would write them by hand, predicted in milliseconds each
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from itertools import product
+from typing import Any, Literal, NamedTuple
 
 from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.config import Config
-from fourfold.errors import PlanError
+from fourfold.errors import FourfoldError, PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Plan, Precision
 from fourfold.planner.build import Candidate
@@ -25,10 +27,9 @@ from fourfold.planner.engines import TrainingEngine
 from fourfold.planner.evaluate import Prediction, evaluate
 from fourfold.planner.grid_cost import chosen_flows
 from fourfold.planner.layouts import ParallelLayout, layout_of_plan
-from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
+from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig, parse_fixes
 from fourfold.planner.report import no_fit, with_report
 from fourfold.planner.search import Progress, SearchResult, search
-from fourfold.planner.search_config import SearchConfig
 
 __all__ = [
     "default_batch",
@@ -41,6 +42,7 @@ __all__ = [
     "plan_run",
     "predict",
     "problem_of_run",
+    "uniform_plans",
 ]
 
 _DEFAULT_TOKENS = 4 * 2**20
@@ -210,7 +212,7 @@ def _checked(plan: Plan, problem: PlanProblem) -> tuple[ParallelLayout, PlanProb
     plan.check_units([u.name for u in spec.units])
     if spec.config is not None:
         plan.check_model(spec.config)
-    problem = replace(problem, precision=plan.precision, moments=plan.memory.moments, logits=plan.memory.logits)
+    problem = problem.of_plan(plan)
     return layout_of_plan(plan, problem), problem
 
 
@@ -262,3 +264,95 @@ def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | N
     judged = judge(plan, problem)
     assert judged.predicted is not None
     return judged if judged.predicted["peak_bytes"] <= problem.cluster.usable else None
+
+
+# ---- plans as one would write them by hand: one mode and one recomputation for all units, no search ----
+
+_Mode = Literal["replicate", "keep", "zero3"]
+_Recompute = Literal["none", "selective", "full"]
+
+
+class _Choice(NamedTuple):
+    mode: _Mode
+    recompute: _Recompute
+    host: bool = False
+    """Optimizer state and activations in host memory."""
+
+
+_FEW = (
+    _Choice("zero3", "full"),
+    _Choice("zero3", "full", True),
+    _Choice("zero3", "none"),
+    _Choice("keep", "selective"),
+)
+_MODES: tuple[_Mode, ...] = ("replicate", "keep", "zero3")
+_RECOMPUTE: tuple[_Recompute, ...] = ("none", "selective", "full")
+_MANY = tuple(_Choice(mode, recompute) for mode in _MODES for recompute in _RECOMPUTE)
+
+
+def uniform_plans(
+    problem: PlanProblem, most: int, constraints: Constraints | None = None, *, few: bool = False
+) -> Iterator[Plan]:
+    """At most `most` plans, judged (`misfit` says which do not fit), the usual ones first; `few`: four choices per mesh."""
+    count, constraints = 0, constraints or Constraints({})
+    choices = [c for c in (_FEW if few else (*_MANY, _FEW[1])) if _allowed(c, problem, constraints)]
+    for size, mesh in product((1, 2, 4), _meshes(problem, constraints)):  # size: sequences of a micro-batch
+        sequences, rest = divmod(problem.global_batch, mesh.batch_ways)
+        if rest or sequences % size or (mesh.pipe > 1 and sequences // size < mesh.pipe):
+            continue
+        if not constraints.allows(micro_batches=sequences // size, micro_batch_size=size):
+            continue
+        tried = set()
+        for choice in choices:
+            if mesh.data == 1 and constraints.get("mode") is None:  # there is nothing to shard over
+                choice = choice._replace(mode="replicate")
+            if choice in tried:
+                continue
+            if count == most:
+                return
+            tried.add(choice)
+            judged = _judged(problem, constraints, mesh, sequences // size, choice)
+            if judged is not None:
+                count += 1
+                yield judged
+
+
+def _allowed(choice: _Choice, problem: PlanProblem, constraints: Constraints) -> bool:
+    place = "host" if choice.host else "device"
+    return not (choice.host and problem.on_cpu) and constraints.allows(
+        mode=choice.mode, recompute=choice.recompute, optimizer=place, activations=place
+    )
+
+
+def _meshes(problem: PlanProblem, constraints: Constraints) -> list[Mesh]:
+    """All ranks: data alone, then with columns inside a node, with a pipeline, and with both."""
+    cluster = problem.cluster
+    ranks, layers = min(cluster.ranks, constraints.max_ranks or cluster.ranks), problem.spec.layers - 2
+    columns = [1, *(n for n in (8, 4, 2) if cluster.devices % n == 0 and problem.heads % n == 0)]
+    pipes = [1, *(n for n in (8, 4, 2, 16) if ranks % n == 0 and n <= layers)]
+    if constraints.needs_pipeline:
+        pipes.remove(1)
+    meshes = [Mesh(pipe=p, data=ranks // p // c, col=c) for p, c in product(pipes, columns) if ranks % (p * c) == 0]
+    return sorted((m for m in meshes if constraints.allows(**m.degrees)), key=lambda m: (m.pipe > 1) + (m.col > 1))
+
+
+def _judged(
+    problem: PlanProblem, constraints: Constraints, mesh: Mesh, micro_batches: int, choice: _Choice
+) -> Plan | None:
+    place = "host" if choice.host else "device"
+    fixed = {k: constraints.fixed[k] for k in ("waves", "stages_per_rank") if k in constraints.fixed}
+    keep = constraints.get("keep", "none")
+    data: dict[str, Any] = {
+        "mesh": mesh.degrees,
+        "batch": {"micro_batches": micro_batches},
+        "pipeline": fixed | {"schedule": constraints.schedule or "1f1b"} if mesh.pipe > 1 else {},
+        "tensor": {"flow": constraints.get("flow", "auto")},
+        "unit": [{"match": "*", "mode": choice.mode, "recompute": choice.recompute}],
+        "memory": {"optimizer": place, "activations": place, "moments": problem.moments},
+    }
+    if keep != "none":
+        data["tensor"]["keep"] = ["weights", "inputs", "gradients"] if keep == "all" else [keep]
+    try:
+        return judge(replace(Plan.from_dict(data), precision=problem.precision), problem)
+    except FourfoldError:  # not every model can have every mesh
+        return None

@@ -19,16 +19,10 @@ from fourfold.planner.grid_cost import chosen_flows
 from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.memory_model import RankMemory
 from fourfold.planner.op_times import units_of_stages
-from fourfold.planner.problem import PlanProblem
-from fourfold.planner.search_config import SearchConfig
+from fourfold.planner.problem import PlanProblem, SearchConfig
 from fourfold.planner.stage_partition import RankLoad, partition_layers
 from fourfold.planner.unit_cost import UnitChoice, rules_of
-from fourfold.planner.unit_options import (
-    OptionTable,
-    RankChoice,
-    choose_for_rank,
-    smallest_for_rank,
-)
+from fourfold.planner.unit_options import OptionTable, RankChoice, rank_options
 from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, peaks
 
@@ -45,7 +39,9 @@ class Candidate:
     choice_gap: float = 0.0
     """Seconds by which the choice of units may exceed the optimum of its knapsack."""
     price: float = 0.0
-    """Seconds that one more GiB on every device would save; known for the best plan only."""
+    """Seconds that one more GiB on every device would save in this layout; known for the best plan only."""
+    with_more: tuple[float, float, str] | None = None
+    """(bytes more on every device, seconds that they would save in any layout, that layout), where this was searched."""
 
 
 class _PartitionedLayout:
@@ -128,7 +124,8 @@ def build_plan(
     """The plan of a layout with every rank's own choices; None where none fits into `limit` bytes."""
     partitioned = _PartitionedLayout(problem, layout)
     close, fills_up = config.budget_tolerance * limit, layout.optimizer == "auto"
-    budgets = [_RankBudget(_chooser(table, layout, load), limit, close, fills_up) for load in partitioned.loads]
+    every = [rank_options(table, layout, load) for load in partitioned.loads]
+    budgets = [_RankBudget(options.choose, limit, close, fills_up) for options in every]
     for round_ in range(config.budget_rounds):
         tried = [b.settle() if round_ == config.budget_rounds - 1 else b.tried for b in budgets]
         chosen: Sequence[RankChoice] = [c for c in tried if c is not None]
@@ -143,16 +140,12 @@ def build_plan(
     return None
 
 
-def _chooser(table: OptionTable, layout: ParallelLayout, load: RankLoad) -> Callable[[float], RankChoice | None]:
-    return lambda budget: choose_for_rank(table, layout, load, budget)
-
-
 def smallest_plan(
     problem: PlanProblem, table: OptionTable, layout: ParallelLayout
 ) -> tuple[Sequence[RankMemory], Callable[[], Candidate]]:
     """What ranks hold where every unit holds as little as it can, by the sums; and the plan."""
     partitioned = _PartitionedLayout(problem, layout)
-    chosen = [smallest_for_rank(table, layout, load) for load in partitioned.loads]
+    chosen = [rank_options(table, layout, load).smallest() for load in partitioned.loads]
     plan, held = partitioned.plan(chosen, 0.0)
     return held.memory, lambda: Candidate(layout, plan, held.prediction(), max(c.gap for c in chosen))
 
@@ -165,5 +158,5 @@ def _assign(rank_units: list[list[UnitSpec]], chosen: Sequence[RankChoice]) -> d
         for u in units:
             by_kind.setdefault(u.kind, []).append(u.name)
         for kind, names in by_kind.items():
-            out.update(zip(names, choice.choices(kind), strict=True))
+            out.update(zip(names, choice.units[kind], strict=True))
     return out

@@ -7,11 +7,10 @@ then added to the gradients of earlier micro-batches.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from fourfold.model.operators import Operator
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, per_problem
 
 __all__ = ["UnitSeconds", "host_seconds", "matmul_seconds", "operator_seconds", "unit_seconds"]
 
@@ -45,7 +44,7 @@ def matmul_seconds(problem: PlanProblem, o: Operator, tokens: int, col: int, spl
     )
 
 
-@lru_cache(maxsize=50_000)
+@per_problem
 def operator_seconds(
     problem: PlanProblem, o: Operator, tokens: int, row: int, col: int, split: int, keeps_gradients: bool = False
 ) -> tuple[float, float, float]:
@@ -89,7 +88,7 @@ def _attention_seconds(problem: PlanProblem, o: Operator, flops: float) -> float
     )
 
 
-@lru_cache(maxsize=50_000)
+@per_problem
 def unit_seconds(
     problem: PlanProblem, kind: str, tokens: int, row: int, col: int, split: int = 1, keeps_gradients: bool = False
 ) -> UnitSeconds:

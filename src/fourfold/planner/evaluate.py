@@ -2,9 +2,7 @@
 
 Time: a rank without a pipeline runs its units (`op_times.whole_step`); a pipeline's schedule is simulated with the seconds of
 every stage's ops. Then come the reductions that the last backward does not hide, and the update. `PlanEvaluation.step_time`
-adds the parts up:
-
-    step = compute + recompute + grid + exposed + bubble + update
+adds them up: compute + recompute + grid + exposed + bubble + update.
 
 Memory: a replay of every rank (`memory_model`), and the optimizer's state on the device or on the host. Nothing is fitted to
 the result; `fourfold calibrate` measures what the numbers are made of.
@@ -14,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -27,8 +25,9 @@ from fourfold.plan import Mesh, Plan
 from fourfold.planner.layouts import ParallelLayout, layout_of_plan
 from fourfold.planner.memory_model import RankExtras, RankMemory, message_buffer_bytes, replay_rank
 from fourfold.planner.op_times import StageTimes, plan_units, stage_times, units_of_stages, whole_step
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, per_problem
 from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, choice_of, tied_elements
+from fourfold.program import modes
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
 from fourfold.program.from_plan import schedule_of_plan
@@ -158,38 +157,36 @@ def evaluate(
     """Evaluate a plan lazily. `choices` by unit name, where they are at hand; else they are read from the plan's rules."""
     spec, layout = problem.spec, layout_of_plan(plan, problem)
     try:
-        schedule = schedule_of(plan, layout, spec.layers)
+        schedule = schedule_of(problem, plan)
         counts = stage_layers(problem, schedule, plan.pipeline.layers)
     except ScheduleError as e:
         raise PlanError(str(e)) from None
     if choices is None:
         choices = {u.name: choice_of(plan, u) for u in spec.units}
-    simulated = SimulatedStep(problem, layout, schedule, counts, choices)
-    given = plan.memory.device_state
+    given, limit = plan.memory.device_state, problem.cluster.usable if limit is None else limit
     on_device = float(schema.parse_bytes(given, "memory.device_state", PlanError)) if given else None
     staging = float(schema.parse_bytes(plan.memory.staging, "memory.staging", PlanError))
-    return PlanEvaluation(simulated, problem.cluster.usable if limit is None else limit, on_device, staging)
+    return PlanEvaluation(problem, layout, schedule, counts, choices, limit, on_device, staging)
 
 
 # ---- schedule and stages of a plan ----
 
 
-def schedule_of(plan: Plan, layout: ParallelLayout, layers: int) -> Schedule:
+def schedule_of(problem: PlanProblem, plan: Plan) -> Schedule:
     """A plan's schedule, with as many micro-batches as are simulated."""
-    pipeline = plan.pipeline
+    pipeline, micro_batches = plan.pipeline, plan.micro_batches(problem.global_batch)
     if pipeline.schedule != "synthesized":  # which has as many stages as there are layers for
         pipeline = replace(pipeline, layers="auto")
-    per, few = 3 * layout.stages, 4 * layout.mesh.pipe
-    micro_batches = layout.micro_batches
+    per, few = 3 * layout_of_plan(plan, problem).stages, 4 * plan.mesh.pipe
     if micro_batches * per > _MOST_OPS:
         micro_batches = max(few, _MOST_OPS // per // few * few)
-    return _schedule(Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline), micro_batches, layers)
+    return _schedule(problem, Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline), micro_batches)
 
 
-@lru_cache(maxsize=4096)
-def _schedule(shape: Plan, micro_batches: int, layers: int) -> Schedule:
+@per_problem
+def _schedule(problem: PlanProblem, shape: Plan, micro_batches: int) -> Schedule:
     """`shape`: what of a plan its schedule depends on."""
-    return schedule_of_plan(shape, micro_batches, layers=layers)
+    return schedule_of_plan(shape, micro_batches, layers=problem.spec.layers)
 
 
 def stage_layers(problem: PlanProblem, schedule: Schedule, requested: tuple[int, ...] | str) -> tuple[int, ...]:
@@ -204,39 +201,33 @@ def stage_layers(problem: PlanProblem, schedule: Schedule, requested: tuple[int,
     return _partition_by_flops(problem, schedule.placement)
 
 
-@lru_cache(maxsize=1024)
+@per_problem
 def _partition_by_flops(problem: PlanProblem, placement: tuple[int, ...]) -> tuple[int, ...]:
     spec = problem.spec
     return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
 
 
-@lru_cache(maxsize=1024)
-def _message_seconds(
-    problem: PlanProblem, mesh: Mesh, placement: tuple[int, ...], size: float
-) -> tuple[tuple[float, ...], ...]:
-    """Seconds of a message between every two ranks of a pipeline that hold neighbouring stages."""
-    stride, table = mesh.ranks // mesh.pipe, [[0.0] * mesh.pipe for _ in range(mesh.pipe)]
-    for pair in set(pairwise(placement)):
-        for a, b in (pair, pair[::-1]) if pair[0] != pair[1] else ():
-            table[a][b] = problem.cluster.messages(size, a * stride, b * stride, stride)
-    return tuple(map(tuple, table))
+# ---- a plan, evaluated ----
 
 
-# ---- one step, without the update ----
+class _StepEnds(NamedTuple):
+    """A step without the update."""
+
+    seconds: list[float]
+    """Of every rank."""
+    late: list[float]
+    """Of these, communication after the rank's last backward."""
+    busiest: int
+    """The rank whose ops take longest."""
+    busy: float
+    """Seconds of its ops with their exposed communication, without what comes after its last backward."""
 
 
-class RankEnd(NamedTuple):
-    """When a rank's step ends, without the update."""
+class PlanEvaluation:
+    """A plan through a step, in `limit` bytes of a device: time and memory of every rank, computed when asked for.
 
-    seconds: float
-    late: float
-    """Of these, reductions after its last backward."""
-
-
-class SimulatedStep:
-    """A plan's ranks through a step: time and memory, without update and optimizer state. Independent of the memory limit.
-
-    `counts`: layers per stage, with the embedding and the head as layers; `choices` by unit name.
+    `counts`: layers per stage, with the embedding and the head as layers; `choices` by unit name. With `optimizer = "auto"`,
+    state that fits is on the device, or `state_on_device` bytes of it. `staging`: bytes of prefetched optimizer state.
     """
 
     def __init__(
@@ -246,16 +237,14 @@ class SimulatedStep:
         schedule: Schedule,
         counts: tuple[int, ...],
         choices: dict[str, UnitChoice],
+        limit: float,
+        state_on_device: float | None = None,
+        staging: float = 0.0,
     ):
-        self.problem, self.layout, self.schedule, self.counts = problem, layout, schedule, counts
+        self.problem, self.layout, self.schedule, self.limit = problem, layout, schedule, limit
         self.stages = plan_units(problem, layout, units_of_stages(problem.spec, counts), choices)
-        timed = [(0.0, units) for units in self.stages]
-        if problem.engine.zero1_at_ends and schedule.ranks > 1:
-            timed = [_collectives_at_ends(units) for units in self.stages]
-        self._timed = timed
-        """By stage: seconds of collectives before its first forward and after its last backward; units without them."""
-        self._times: dict[object, StageTimes] = {}  # identical stages share them
-        self._replay_cache: dict[Any, Any] = {}
+        self._state_on_device, self._staging = state_on_device, staging
+        self._streams = layout.streams_optimizer(problem)
         self._message_bytes = layout.message_bytes(problem)
         self._tied_on_two_ranks = problem.spec.tied and schedule.placement[0] != schedule.placement[-1]
         self._tied_elements = 0.0 if problem.spec.lora else tied_elements(problem.spec, layout.mesh)  # exchanged
@@ -269,53 +258,72 @@ class SimulatedStep:
         """Parameters that every rank updates."""
         return tuple(sum(u.cost.updated for u in self.units(rank)) for rank in range(self.schedule.ranks))
 
-    @cached_property
-    def memory(self) -> tuple[RankMemory, ...]:
-        """What every rank holds."""
-        return tuple(self._memory(rank) for rank in range(self.schedule.ranks))
+    def prediction(self) -> Prediction:
+        problem, layout = self.problem, self.layout
+        return Prediction(
+            self.seconds,
+            *self.step_time(),
+            memory=self.memory,
+            tokens=problem.global_batch * problem.spec.seq_len,
+            flops=problem.spec.flops_per_token,
+            ranks=layout.mesh.ranks,
+            rate=problem.cluster.device.peak(problem.precision.compute),
+            device_state=self.device_share * self._most_state if layout.optimizer == "auto" else 0.0,
+            computing=tuple(self._computing(rank) for rank in range(self.schedule.ranks)),
+            stages=self._stage_seconds(),
+            message=max(map(max, self._messages)) if self.schedule.ranks > 1 else 0.0,
+            host_state=0.0 if problem.on_cpu else 1 - self.device_share,
+            usable=self.limit,
+            engine=problem.engine.name,
+        )
 
     # ---- time ----
 
-    @property
-    def ends(self) -> list[RankEnd]:
-        return self._simulated[0]
+    def step_time(self) -> StepTime:
+        """Where a step's seconds go, on the rank with the most work:
+
+        seconds = compute + recompute + grid     sums over its units, for all micro-batches
+                + exposed                        what its ops take beyond that, and communication after its last backward
+                + bubble                         its waiting, and that of the rank that ends last
+                + update                         the optimizer
+        """
+        seconds, late, update = self._slowest
+        m, ends = self.layout.micro_batches, self._ends
+        compute = recompute = grid = 0.0
+        for c in (u.cost for u in self.units(ends.busiest)):
+            for times, t in ((m - 1, c.times), (1, c.times_at_ends)):
+                compute += times * (t.work - t.grid)
+                recompute += times * t.recompute
+                grid += times * t.grid
+        exposed = max(0.0, ends.busy + late - compute - recompute - grid)
+        bubble = max(0.0, seconds - compute - recompute - grid - exposed - update)
+        return StepTime(compute, recompute, grid, exposed, bubble, update)
 
     @property
-    def busiest(self) -> int:
-        """The rank whose ops take longest."""
-        return self._simulated[1]
-
-    @property
-    def busy(self) -> float:
-        """Seconds of its ops with their exposed collectives, without those after its last backward."""
-        return self._simulated[2]
-
-    @property
-    def stage_seconds(self) -> tuple[tuple[float, float, float], ...]:
-        """F, I and W of a micro-batch, stage by stage."""
-        if self.schedule.ranks == 1:
-            parts = [u.cost.times for u in self.stages[0]]
-            backward = sum(p.input_grad + p.recompute for p in parts)
-            return ((sum(p.forward for p in parts), backward, sum(p.weight_grad for p in parts)),)
-        times = map(self._stage_times, range(self.schedule.stages))
-        return tuple((t.forward, t.input_grad, t.weight_grad) for t in times)
-
-    @property
-    def message(self) -> float:
-        """Seconds of the slowest message between stages."""
-        return max(map(max, self._messages)) if self.schedule.ranks > 1 else 0.0
-
-    @property
-    def _messages(self) -> tuple[tuple[float, ...], ...]:
-        return _message_seconds(self.problem, self.layout.mesh, self.schedule.placement, self._message_bytes)
+    def seconds(self) -> float:
+        return self._slowest[0]
 
     @cached_property
-    def _simulated(self) -> tuple[list[RankEnd], int, float]:
+    def _slowest(self) -> tuple[float, float, float]:
+        """Of the rank that ends last: seconds of its step, of communication after its last backward, of its update."""
+        ends, updates = self._ends, [self._update(updated, self.device_share) for updated in self.updated]
+        return max((e + u, late, u) for e, late, u in zip(ends.seconds, ends.late, updates, strict=True))
+
+    @property
+    def seconds_with_state_on_device(self) -> float:
+        """Seconds, if all optimizer state had room on the device."""
+        if self.device_share == 1:
+            return self.seconds
+        return max(e + self._update(updated, 1.0) for e, updated in zip(self._ends.seconds, self.updated, strict=True))
+
+    @cached_property
+    def _ends(self) -> _StepEnds:
+        """One rank alone runs its units; a pipeline's schedule is simulated with the times of its stages."""
         layout, schedule = self.layout, self.schedule
         if schedule.ranks == 1:
             step = whole_step(self.problem, self.stages[0], layout.micro_batches, layout.prefetch)
-            return [RankEnd(step, 0.0)], 0, step
-        times = [self._stage_times(s) for s in range(schedule.stages)]
+            return _StepEnds([step], [0.0], 0, step)
+        times = self._stage_times
         costs = Costs(
             forward=tuple(t.forward for t in times),
             input_grad=tuple(t.input_grad for t in times),
@@ -325,43 +333,65 @@ class SimulatedStep:
             activation=tuple(1.0 for _ in times),
         )
         ops = Problem.of(schedule.placement, schedule.ranks, schedule.micro_batches, costs)
-        more = {op: m for order in schedule.order for op, m in _first_and_last(order, times).items()}
-        ran = run(ops, schedule.order, more=more)
+        extras = {op: e for order in schedule.order for op, e in _first_and_last(order, times).items()}
+        ran = run(ops, schedule.order, more=extras)
         work = [sum(times[s].work for s in held) for held in schedule.stages_of]
         busiest = max(range(schedule.ranks), key=lambda r: work[r])
-        once = sum(
-            times[s].first.ready + sum(m.ready + m.after for m in times[s].last) for s in schedule.stages_of[busiest]
-        )
+        held = [times[s] for s in schedule.stages_of[busiest]]
+        once = sum(t.first.ready + sum(e.ready + e.after for e in t.last) for t in held)
         repeated = (layout.micro_batches - schedule.micro_batches) * work[busiest]
-        ends = []
+        seconds, late = [], []
         for rank, order in enumerate(schedule.order):
-            end = ran.ends[rank][-1] + more[order[-1]].after
-            late = max(0.0, ran.lanes[rank] - end) + self._exchange_tied(rank)
-            late += sum(self._timed[s][0] for s in schedule.stages_of[rank])
-            ends.append(RankEnd(end + late + repeated, late))
-        return ends, busiest, layout.micro_batches * work[busiest] + once
+            end = ran.ends[rank][-1] + extras[order[-1]].after
+            late.append(max(0.0, ran.lanes[rank] - end) + self._exchange_tied(rank))
+            late[-1] += sum(self._timed[s][0] for s in schedule.stages_of[rank])
+            seconds.append(end + late[-1] + repeated)
+        return _StepEnds(seconds, late, busiest, layout.micro_batches * work[busiest] + once)
 
     @cached_property
-    def _steady(self) -> list[bool]:
-        """By stage, whether some micro-batch is in flight from its first forward to its last backward."""
-        in_flight, emptied = [0] * self.schedule.stages, [0] * self.schedule.stages
-        for ops in self.schedule.order:
-            for op in ops:
-                if op.kind != "W":
-                    in_flight[op.stage] += 1 if op.kind == "F" else -1
-                    emptied[op.stage] += in_flight[op.stage] == 0
-        return [times == 1 for times in emptied]
+    def _timed(self) -> list[tuple[float, Sequence[PlannedUnit]]]:
+        """By stage: seconds of collectives before its first forward and after its last backward; units without them."""
+        if not self.problem.engine.zero1_at_ends:
+            return [(0.0, units) for units in self.stages]
+        return [_collectives_at_ends(units) for units in self.stages]
 
-    def _stage_times(self, stage: int) -> StageTimes:
-        rank, units = self.schedule.placement[stage], self._timed[stage][1]
-        steady, alone = self._steady[stage], len(self.schedule.stages_of[rank]) == 1
-        key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
-        if key not in self._times:
-            split, prefetch = self.schedule.split, self.layout.prefetch
-            self._times[key] = stage_times(
-                self.problem, units, steady=steady, split=split, alone=alone, prefetch=prefetch
-            )
-        return self._times[key]
+    @cached_property
+    def _stage_times(self) -> list[StageTimes]:
+        """Of every stage; identical ones are timed once."""
+        schedule, known, out = self.schedule, dict[object, StageTimes](), []
+        in_flight, emptied = [0] * schedule.stages, [0] * schedule.stages
+        for op in (op for ops in schedule.order for op in ops if op.kind != "W"):
+            in_flight[op.stage] += 1 if op.kind == "F" else -1
+            emptied[op.stage] += in_flight[op.stage] == 0
+        for stage, (_, units) in enumerate(self._timed):
+            # steady: some micro-batch is in flight from its first forward to its last backward
+            steady, alone = emptied[stage] == 1, len(schedule.stages_of[schedule.placement[stage]]) == 1
+            key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
+            if key not in known:
+                split, prefetch = schedule.split, self.layout.prefetch
+                known[key] = stage_times(
+                    self.problem, units, steady=steady, split=split, alone=alone, prefetch=prefetch
+                )
+            out.append(known[key])
+        return out
+
+    def _stage_seconds(self) -> tuple[tuple[float, float, float], ...]:
+        """F, I and W of a micro-batch, stage by stage."""
+        if self.schedule.ranks > 1:
+            return tuple((t.forward, t.input_grad, t.weight_grad) for t in self._stage_times)
+        parts = [u.cost.times for u in self.stages[0]]
+        backward = sum(p.input_grad + p.recompute for p in parts)
+        return ((sum(p.forward for p in parts), backward, sum(p.weight_grad for p in parts)),)
+
+    @cached_property
+    def _messages(self) -> tuple[tuple[float, ...], ...]:
+        """Seconds of a message between every two ranks that hold neighbouring stages."""
+        mesh, cluster = self.layout.mesh, self.problem.cluster
+        stride, table = mesh.ranks // mesh.pipe, [[0.0] * mesh.pipe for _ in range(mesh.pipe)]
+        for a, b in {*pairwise(self.schedule.placement), *pairwise(self.schedule.placement[::-1])}:
+            if a != b:
+                table[a][b] = cluster.messages(self._message_bytes, a * stride, b * stride, stride)
+        return tuple(map(tuple, table))
 
     def _exchange_tied(self, rank: int) -> float:
         """Seconds in which a tied weight's gradient goes from the last stage to the first, and the new weight back."""
@@ -372,7 +402,65 @@ class SimulatedStep:
         sizes = (self._tied_elements * width for width in (p.reduce_bytes, p.compute_bytes))
         return sum(p.cluster.messages(size, place[-1] * stride, place[0] * stride, stride) for size in sizes)
 
+    def _computing(self, rank: int) -> float:
+        once = sum(sum(u.cost.times[:4]) - u.cost.times.grid for u in self.units(rank))
+        return self.layout.micro_batches * once + self._update(self.updated[rank], self.device_share)
+
+    def _update(self, updated: float, device_share: float) -> float:
+        """Seconds to update that many parameters: at memory bandwidth, or that of the host's link for state there."""
+        p, cluster = self.problem, self.problem.cluster
+        # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master:
+        # in one pass by a GPU's kernel
+        if p.compute_bytes < 4 and not p.on_cpu:
+            moved = 2 * p.state_bytes + 3 * p.reduce_bytes + p.compute_bytes
+        else:
+            moved = 2 * p.state_bytes + 5 * p.reduce_bytes + (45 if p.compute_bytes < 4 else 2 * p.compute_bytes)
+        on_device = updated * moved / cluster.device.memory_rate  # streamed parameters are updated there, too
+        streamed = self._on_host(updated, device_share) * p.streamed_bytes / cluster.host.link
+        return max(on_device, streamed) + (0.0 if p.on_cpu else p.engine.host_step)
+
     # ---- memory ----
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What every rank of the pipeline holds."""
+        held = zip(self._without_state, self.updated, strict=True)
+        return tuple(m.with_state(*self._state(updated, self.device_share)) for m, updated in held)
+
+    @property
+    def peak(self) -> float:
+        return max(m.peak for m in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.memory, self.problem.cluster, self.limit)
+
+    @cached_property
+    def _without_state(self) -> list[RankMemory]:
+        """What every rank holds, without optimizer state."""
+        p, schedule, layout = self.problem, self.schedule, self.layout
+        place, two, known = schedule.placement, self._tied_on_two_ranks, dict[Any, Any]()
+        embedding, head, out = self.stages[0][0].cost, self.stages[-1][-1].cost, []
+        for rank in range(schedule.ranks):
+            has_copy, has_owner = two and rank == place[-1], two and rank == place[0]
+            offloaded = self._offloaded(rank)
+            on_host = min(offloaded, layout.host_activation_bytes(p))
+            # CPUs have no kernel that rounds a master in one pass
+            rounding = 9.0 * max(u.cost.updated for u in self.units(rank)) if p.compute_bytes < 4 and p.on_cpu else 0.0
+            extras = RankExtras(
+                parameters=(embedding.parameter_bytes if has_copy else 0.0) + self._tables(),
+                tied_here=head.tied_gradient_bytes if p.spec.tied and not two and rank == place[0] else 0.0,
+                tied_sent=embedding.gradient_bytes if has_copy else 0.0,
+                tied_received=self._tied_elements * p.reduce_bytes if has_owner else 0.0,
+                messages=message_buffer_bytes(p, schedule, rank, self._message_bytes),
+                pooled=self._message_bytes if p.on_cpu else 0.0,
+                offload_buffers=0.0 if p.on_cpu else min(ACTIVATION_BUFFER_BYTES, on_host) + offloaded - on_host,
+                host=0.0 if p.on_cpu else on_host,
+                update=0.0 if self._streams else rounding,
+                prefetch=layout.prefetch,
+            )
+            out.append(replay_rank(p, schedule, rank, self.stages, extras, known))
+        return out
 
     def _offloaded(self, rank: int) -> float:
         """Bytes of activations for the host when most micro-batches are in flight."""
@@ -396,37 +484,68 @@ class SimulatedStep:
         rotary = m.rope_dim * (2 if m.rope_local_theta else 1) if m is not None else 0
         return 16 * tokens + 8.0 * spec.seq_len * rotary
 
-    def _memory(self, rank: int) -> RankMemory:
-        p, schedule, layout = self.problem, self.schedule, self.layout
-        first, last = schedule.placement[0], schedule.placement[-1]
-        has_copy, has_owner = self._tied_on_two_ranks and rank == last, self._tied_on_two_ranks and rank == first
-        embedding, head = self.stages[0][0].cost, self.stages[-1][-1].cost
-        offloaded = self._offloaded(rank)
-        on_host = min(offloaded, layout.host_activation_bytes(p))
-        # CPUs have no kernel that rounds a master in one pass
-        rounding = 9.0 * max(u.cost.updated for u in self.units(rank)) if p.compute_bytes < 4 and p.on_cpu else 0.0
-        extras = RankExtras(
-            parameters=(embedding.parameter_bytes if has_copy else 0.0) + self._tables(),
-            tied_here=head.tied_gradient_bytes
-            if p.spec.tied and not self._tied_on_two_ranks and rank == first
-            else 0.0,
-            tied_sent=embedding.gradient_bytes if has_copy else 0.0,
-            tied_received=self._tied_elements * p.reduce_bytes if has_owner else 0.0,
-            messages=message_buffer_bytes(schedule, rank, self._message_bytes, p.on_cpu),
-            pooled=self._message_bytes if p.on_cpu else 0.0,
-            offload_buffers=0.0 if p.on_cpu else min(ACTIVATION_BUFFER_BYTES, on_host) + offloaded - on_host,
-            host=0.0 if p.on_cpu else on_host,
-            update=0.0 if layout.streams_optimizer(p) else rounding,
-            prefetch=layout.prefetch,
-        )
-        return replay_rank(schedule, rank, self.stages, extras, self._replay_cache)
+    # ---- optimizer state ----
+
+    @cached_property
+    def device_share(self) -> float:
+        """Share of the optimizer's state on the device."""
+        if self.layout.optimizer != "auto":
+            return 1.0 if self.layout.optimizer == "device" else 0.0
+        most = self._most_state
+        if self._state_on_device is not None:
+            return min(1.0, self._state_on_device / most)
+        found = self._free(0.0) / most
+        if 0 < found < 1 and (1 - found) * most < STREAM_SLOTS * STREAM_BUCKET * self.problem.streamed_bytes:
+            found += self._free(found) / most  # with little to stream, the buffers are smaller, too
+        return max(0.0, min(1.0, found))
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes that units may hold more while no more state crosses the host's link than the update hides."""
+        if self.layout.optimizer != "auto":
+            return self.limit - self.peak
+        hidden = self._update(max(self.updated), 1.0) * self.problem.cluster.host.link
+        return self._free(max(0.0, 1 - hidden / self._most_state))
+
+    def _free(self, device_share: float) -> float:
+        """Bytes that every rank has free with that share of its state on the device."""
+        held = zip(self._without_state, self.updated, strict=True)
+        return min(self.limit - m.peak - self._state(updated, device_share)[0] for m, updated in held)
+
+    @property
+    def _most_state(self) -> float:
+        """Bytes of the optimizer's state of the rank that has most of it."""
+        return max(1.0, *self.updated) * self.problem.streamed_bytes
+
+    def _on_host(self, updated: float, device_share: float) -> float:
+        """Of a rank's parameters, those with state on the host: each rank keeps as many bytes as the fullest one's share."""
+        return max(0.0, updated - device_share * max(self.updated))
+
+    def _state(self, updated: float, device_share: float) -> tuple[float, float]:
+        """Bytes of the state of that many parameters on the device, with streaming buffers, and on the host."""
+        state = updated * (self.problem.streamed_bytes if self._streams else self.problem.state_bytes)
+        on_host = 0.0 if self.problem.on_cpu else self._on_host(updated, device_share) / max(1.0, updated)
+        return state * (1 - on_host) + self._buffers(updated, device_share), state * on_host
+
+    def _buffers(self, updated: float, device_share: float) -> float:
+        """Bytes of the streamed update's buffers and scratch; narrow moments are widened there, wherever they are."""
+        p = self.problem
+        if not self._streams:
+            return 0.0
+        bucket = min(STREAM_BUCKET, updated)
+        wanted = max(STREAM_SLOTS, self._staging // (bucket * p.streamed_bytes))
+        slots = min(wanted, -(-self._on_host(updated, device_share) // STREAM_BUCKET))
+        scratch = max(4, p.compute_bytes) * (1 + (p.compute_bytes < 4) + 2 * (p.moments == "bf16"))
+        if p.compute_bytes < 4 and not p.on_cpu:
+            scratch = 0  # one kernel does it all
+        return bucket * (slots * p.streamed_bytes + scratch)
 
 
 def _collectives_at_ends(units: Sequence[PlannedUnit]) -> tuple[float, list[PlannedUnit]]:
     """Seconds of a stage's collectives that a step has once; and the units without them."""
     seconds, out = 0.0, []
     for u in units:
-        if u.choice.mode in ("keep", "replicate") and u.choice.reduce == "step":
+        if modes.once_a_step(u.choice.mode, u.choice.reduce):
             seconds += u.cost.gather + u.cost.reduce + u.cost.across
             u = replace(u, cost=replace(u.cost, gather=0.0, reduce=0.0, across=0.0))
         out.append(u)
@@ -444,170 +563,3 @@ def _first_and_last(ops: Sequence[Op], times: Sequence[StageTimes]) -> dict[tupl
     for op in last:
         out[op] = times[op.stage].last[0 if op.kind == "I" else -1]
     return out
-
-
-# ---- a whole step in some memory ----
-
-
-class PlanEvaluation:
-    """A plan in `limit` bytes of a device. With `optimizer = "auto"`, state that fits is on the device."""
-
-    def __init__(
-        self, simulated: SimulatedStep, limit: float, state_on_device: float | None = None, staging: float = 0.0
-    ):
-        self.simulated, self.limit, self._given, self._staging = simulated, limit, state_on_device, staging
-        self.problem, self.layout = simulated.problem, simulated.layout
-        self._streams = self.layout.streams_optimizer(self.problem)
-        self.device_share = self._device_share()
-        """Share of the optimizer's state on the device."""
-
-    def at(self, limit: float) -> PlanEvaluation:
-        """The same plan with another amount of memory."""
-        return self if limit == self.limit else PlanEvaluation(self.simulated, limit, self._given, self._staging)
-
-    @property
-    def seconds(self) -> float:
-        return self._slowest[0]
-
-    @cached_property
-    def memory(self) -> tuple[RankMemory, ...]:
-        """What every rank of the pipeline holds."""
-        held = zip(self.simulated.memory, self.simulated.updated, strict=True)
-        return tuple(m.with_state(*self._state(updated, self.device_share)) for m, updated in held)
-
-    @property
-    def peak(self) -> float:
-        return max(m.peak for m in self.memory)
-
-    @property
-    def fits(self) -> bool:
-        return fits(self.memory, self.problem.cluster, self.limit)
-
-    @property
-    def seconds_with_state_on_device(self) -> float:
-        """Seconds, if all optimizer state had room on the device."""
-        if self.device_share == 1:
-            return self.seconds
-        ends = zip(self.simulated.ends, self.simulated.updated, strict=True)
-        return max(end.seconds + self._update(updated, 1.0) for end, updated in ends)
-
-    @cached_property
-    def room(self) -> float:
-        """Bytes that units may hold more while no more state crosses the host's link than the update hides."""
-        if self.layout.optimizer != "auto":
-            return self.limit - self.peak
-        hidden = self._update(max(self.simulated.updated), 1.0) / self.spill_cost
-        return self._free(max(0.0, 1 - hidden / self._most_state()))
-
-    @property
-    def spill_cost(self) -> float:
-        """Seconds per byte spilled to the host."""
-        return 1 / self.problem.cluster.host.link if self.layout.optimizer == "auto" else inf
-
-    @cached_property
-    def _slowest(self) -> tuple[float, float, float]:
-        """Of the rank that ends last: seconds of its step, of reductions after its last backward, of its update."""
-        ends = (
-            (rank, self._update(updated, self.device_share))
-            for rank, updated in zip(self.simulated.ends, self.simulated.updated, strict=True)
-        )
-        return max((end.seconds + update, end.late, update) for end, update in ends)
-
-    def step_time(self) -> StepTime:
-        """The parts of a step, of the rank with the most work; they sum to `seconds`.
-
-        Compute, recomputation and the grid are sums over its units; exposed communication is what its ops take beyond them; the
-        bubble is what the simulation of the schedule adds.
-        """
-        seconds, late, update = self._slowest
-        m, step = self.layout.micro_batches, self.simulated
-        compute = recompute = grid = 0.0
-        for c in (u.cost for u in step.units(step.busiest)):
-            for times, t in ((m - 1, c.times), (1, c.times_at_ends)):
-                compute += times * (t.work - t.grid)
-                recompute += times * t.recompute
-                grid += times * t.grid
-        exposed = max(0.0, step.busy + late - compute - recompute - grid)
-        bubble = max(0.0, seconds - compute - recompute - grid - exposed - update)
-        return StepTime(compute, recompute, grid, exposed, bubble, update)
-
-    def prediction(self) -> Prediction:
-        problem, layout, step = self.problem, self.layout, self.simulated
-        return Prediction(
-            self.seconds,
-            *self.step_time(),
-            memory=self.memory,
-            tokens=problem.global_batch * problem.spec.seq_len,
-            flops=problem.spec.flops_per_token,
-            ranks=layout.mesh.ranks,
-            rate=problem.cluster.device.peak(problem.precision.compute),
-            device_state=self.device_share * self._most_state() if layout.optimizer == "auto" else 0.0,
-            computing=tuple(self._computing(rank) for rank in range(step.schedule.ranks)),
-            stages=step.stage_seconds,
-            message=step.message,
-            host_state=0.0 if problem.on_cpu else 1 - self.device_share,
-            usable=self.limit,
-            engine=problem.engine.name,
-        )
-
-    def _computing(self, rank: int) -> float:
-        once = sum(sum(u.cost.times[:4]) - u.cost.times.grid for u in self.simulated.units(rank))
-        return self.layout.micro_batches * once + self._update(self.simulated.updated[rank], self.device_share)
-
-    # ---- the update, and the optimizer's state ----
-
-    def _update(self, updated: float, device_share: float) -> float:
-        """Seconds to update that many parameters: at memory bandwidth, or that of the host's link for state there."""
-        p, cluster = self.problem, self.problem.cluster
-        # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master:
-        # in one pass by a GPU's kernel
-        if p.compute_bytes < 4 and not p.on_cpu:
-            moved = 2 * p.state_bytes + 3 * p.reduce_bytes + p.compute_bytes
-        else:
-            moved = 2 * p.state_bytes + 5 * p.reduce_bytes + (45 if p.compute_bytes < 4 else 2 * p.compute_bytes)
-        on_device = updated * moved / cluster.device.memory_rate  # streamed parameters are updated there, too
-        streamed = self._on_host(updated, device_share) * p.streamed_bytes / cluster.host.link
-        return max(on_device, streamed) + (0.0 if p.on_cpu else p.engine.host_step)
-
-    def _on_host(self, updated: float, device_share: float) -> float:
-        """Of a rank's parameters, those with state on the host: each rank keeps as many bytes as the fullest one's share."""
-        return max(0.0, updated - device_share * max(self.simulated.updated))
-
-    def _device_share(self) -> float:
-        if self.layout.optimizer != "auto":
-            return 1.0 if self.layout.optimizer == "device" else 0.0
-        most = self._most_state()
-        if self._given is not None:
-            return min(1.0, self._given / most)
-        found = self._free(0.0) / most
-        if 0 < found < 1 and (1 - found) * most < STREAM_SLOTS * STREAM_BUCKET * self.problem.streamed_bytes:
-            found += self._free(found) / most  # with little to stream, the buffers are smaller, too
-        return max(0.0, min(1.0, found))
-
-    def _free(self, device_share: float) -> float:
-        """Bytes that every rank has free with that share of its state on the device."""
-        held = zip(self.simulated.memory, self.simulated.updated, strict=True)
-        return min(self.limit - m.peak - self._state(updated, device_share)[0] for m, updated in held)
-
-    def _state(self, updated: float, device_share: float) -> tuple[float, float]:
-        """Bytes of the state of that many parameters on the device, with streaming buffers, and on the host."""
-        state = updated * (self.problem.streamed_bytes if self._streams else self.problem.state_bytes)
-        on_host = 0.0 if self.problem.on_cpu else self._on_host(updated, device_share) / max(1.0, updated)
-        return state * (1 - on_host) + self._buffers(updated, device_share), state * on_host
-
-    def _most_state(self) -> float:
-        """Bytes of the optimizer's state of the rank that has most of it."""
-        return max(1.0, *self.simulated.updated) * self.problem.streamed_bytes
-
-    def _buffers(self, updated: float, device_share: float) -> float:
-        """Bytes of the streamed update's buffers and scratch; narrow moments are widened there, wherever they are."""
-        p = self.problem
-        if not self._streams:
-            return 0.0
-        bucket = min(STREAM_BUCKET, updated)
-        wanted = max(STREAM_SLOTS, self._staging // (bucket * p.streamed_bytes))
-        slots = min(wanted, -(-self._on_host(updated, device_share) // STREAM_BUCKET))
-        scratch = max(4, p.compute_bytes) * (1 + (p.compute_bytes < 4) + 2 * (p.moments == "bf16"))
-        if p.compute_bytes < 4 and not p.on_cpu:
-            scratch = 0  # one kernel does it all
-        return bucket * (slots * p.streamed_bytes + scratch)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from fourfold.cluster import Cluster
@@ -30,7 +29,7 @@ from fourfold.plan import Flows, Tensor
 from fourfold.planner.comm_overlap import SharedLink
 from fourfold.planner.compute_cost import matmul_seconds, operator_seconds
 from fourfold.planner.layouts import GridShape, ParallelLayout
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, per_problem
 from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import (
     FLOWS,
@@ -85,12 +84,12 @@ class GridAxes:
         return passed(m) * width / m.calls * members / (members - 1)
 
 
-@lru_cache(maxsize=4096)
+@per_problem
 def grid_axes(problem: PlanProblem, row: int, col: int) -> GridAxes:
     return GridAxes(problem.cluster, row, col)
 
 
-@lru_cache(maxsize=20_000)
+@per_problem
 def _products(problem: PlanProblem, tokens: int, row: int, col: int, residual: str) -> dict[str, MatmulSizes] | None:
     config = problem.spec.config
     return None if config is None else products_of(config, row, col, tokens, residual)
@@ -106,7 +105,7 @@ def _sizes(problem: PlanProblem, o: Operator, grid: GridShape) -> MatmulSizes:
     return MatmulSizes(max(1, round(tokens * o.rows)), o.inputs, o.outputs, k, b, not back, back, row, col)
 
 
-@lru_cache(maxsize=200_000)
+@per_problem
 def flow_of(problem: PlanProblem, o: Operator, grid: GridShape) -> str:
     """The flow of a matmul."""
     tensor = grid.tensor
@@ -152,7 +151,7 @@ def _collectives(problem: PlanProblem, o: Operator, grid: GridShape, once: bool)
     return out
 
 
-@lru_cache(maxsize=4096)
+@per_problem
 def least_column_seconds(problem: PlanProblem, kind: str, tokens: int, col: int) -> float:
     """Lower bound on the exposed column collectives of a unit's forward, over all flows and rows."""
     axes, out = grid_axes(problem, 1, col), 0.0
@@ -278,7 +277,7 @@ class _OperatorStep(NamedTuple):
     after: Sequence[_Collective] = ()
 
 
-@lru_cache(maxsize=50_000)
+@per_problem
 def grid_times(
     problem: PlanProblem, grid: GridShape, splits_backward: bool = False, once: bool = True
 ) -> dict[str, GridTime]:
@@ -299,7 +298,7 @@ def grid_times(
     return out
 
 
-@lru_cache(maxsize=50_000)
+@per_problem
 def _forward_times(
     problem: PlanProblem, grid: GridShape, once: bool
 ) -> tuple[list[_UnitTime], dict[str, list[_OperatorStep]]]:
@@ -311,7 +310,7 @@ def _forward_times(
     return forward, {kind: back for kind, (_, back) in steps.items()}
 
 
-@lru_cache(maxsize=64)
+@per_problem
 def _chain(problem: PlanProblem) -> list[UnitSpec]:
     """The model with at most two units of a kind."""
     seen: dict[str, int] = {}

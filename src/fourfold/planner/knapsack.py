@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 
 from fourfold.planner.problem import rounded
 
@@ -76,8 +77,8 @@ def choose(groups: Sequence[Group], budget: float) -> Chosen | None:
         options = group.options
         for a, b in pairwise(hull):
             more, less = options[b][0] - options[a][0], options[a][1] - options[b][1]
-            steps.append((-less / more, i, a, b, more, less))
-    steps.sort(key=lambda s: rounded(s[0]))  # [Note: ties]
+            steps.append((rounded(-less / more), i, a, b, more, less))  # [Note: ties]
+    steps.sort(key=itemgetter(0))
     counts: list[dict[int, int]] = [{h[0]: g.count} for g, h in zip(groups, hulls, strict=True)]
     bound, price = None, 0.0
     for slope, i, a, b, more, less in steps:

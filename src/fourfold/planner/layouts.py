@@ -201,12 +201,7 @@ def enumerate_layouts(problem: PlanProblem, constraints: Constraints) -> Iterato
 
 def keep_options(mesh: Mesh, micro_batches: int, tensor: Tensor, keep: str | None = None) -> list[Tensor]:
     """What the grid may keep instead of communicating it again, most memory first; `keep`: as constrained."""
-    return _keep_options(mesh.row > 1, mesh.col > 1, micro_batches > 1, tensor, keep)
-
-
-@lru_cache(maxsize=256)
-def _keep_options(rows: bool, cols: bool, many: bool, tensor: Tensor, keep: str | None) -> list[Tensor]:
-    useful = {"weights": rows, "inputs": cols, "gradients": rows and many}
+    useful = {"weights": mesh.row > 1, "inputs": mesh.col > 1, "gradients": mesh.row > 1 and micro_batches > 1}
     every: tuple[Kept, ...] = ("weights", "inputs", "gradients")
     tried = [every, every[:2], every[:1], ()]
     if keep is not None:
@@ -282,7 +277,6 @@ def _schedules(
                 yield str(name), count
 
 
-@lru_cache(maxsize=4096)
 def _interleavings(blocks: int, pipe: int) -> list[int]:
     """Stages per rank that are tried: 2 and the most that divide a rank's layers equally; where few do, others too."""
     equal = [n for n in _divisors(blocks // pipe) if 1 < n <= _MOST_INTERLEAVED] if blocks % pipe == 0 else []

@@ -1,13 +1,9 @@
 """Local search from the plan that the search built: other modes and recomputation for some units, evaluated as whole plans.
 
 The search chooses units by sums of estimates. What units do together (reductions in one bucket, gathers that overlap with each
-other's matmuls, transient memory that coincides or not) only the evaluation of a whole plan knows. So neighbouring plans are
-evaluated, and the first faster one that fits is taken, until there is none:
-
-1. `_try_modes`: another mode for all units, or for all units of a name pattern. No plan is then slower, by the planner's own
-   model, than one with a single mode that fits.
-2. `_fill_memory` (without a pipeline): changes of single units are evaluated; then a knapsack chooses how many of each to make
-   in the memory that is left, and the result is evaluated as a whole.
+other's matmuls, transient memory that coincides or not) only the evaluation of a whole plan knows. So, without a pipeline,
+changes of single units are evaluated; a knapsack chooses how many of each to make in the memory that is left; and the result is
+evaluated as a whole, until none is faster.
 """
 
 from __future__ import annotations
@@ -19,8 +15,7 @@ from typing import Any, NamedTuple
 from fourfold.planner.build import Candidate, build_plan
 from fourfold.planner.evaluate import PlanEvaluation, evaluate
 from fourfold.planner.knapsack import Group, choose
-from fourfold.planner.problem import Constraints, PlanProblem
-from fourfold.planner.search_config import SearchConfig
+from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig
 from fourfold.planner.unit_cost import UnitChoice, choice_of, pattern_of, rules_of
 from fourfold.planner.unit_options import SPLITS, OptionTable
 
@@ -42,7 +37,11 @@ _Move = dict[str, UnitChoice]
 
 def improve(problem: PlanProblem, constraints: Constraints, config: SearchConfig, start: Candidate) -> Candidate:
     """A plan, or the fastest that is found from it by changing its units."""
-    best = _climb(problem, constraints, config, start)
+    best = start
+    if start.layout.mesh.pipe == 1:
+        climb = _Climb(problem, constraints, start)
+        climb.fill_memory(config.fill_rounds)
+        best = climb.candidate() if climb.moved else start
     return _simplest(problem, constraints, config, best) if problem.on_cpu else best
 
 
@@ -54,15 +53,6 @@ def price_of_memory(problem: PlanProblem, table: OptionTable, config: SearchConf
         build_plan(p, OptionTable(p, table.fixed), best.layout, p.cluster.usable, config) for p in (problem, more)
     )
     return max(0.0, now.prediction.seconds - after.prediction.seconds) if now and after else 0.0
-
-
-def _climb(problem: PlanProblem, constraints: Constraints, config: SearchConfig, start: Candidate) -> Candidate:
-    climb = _Climb(problem, constraints, start)
-    if config.try_modes:
-        climb.try_modes()
-    if start.layout.mesh.pipe == 1:
-        climb.fill_memory(config.fill_rounds)
-    return climb.candidate() if climb.moved else start
 
 
 def _simplest(problem: PlanProblem, constraints: Constraints, config: SearchConfig, best: Candidate) -> Candidate:
@@ -125,13 +115,6 @@ class _Climb:
             return False
         self.choices, self.now, self.moved = self.after(move), found, True
         return True
-
-    # ---- modes of many units ----
-
-    def try_modes(self) -> None:
-        for names in ([*self.choices], *self._patterns()):
-            for mode in self.modes:
-                self.take_if_faster({n: _in_mode(self.choices[n], *mode) for n in names})
 
     def _patterns(self) -> list[list[str]]:
         """Units of every name pattern."""

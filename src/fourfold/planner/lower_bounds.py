@@ -13,15 +13,12 @@ them the relaxed knapsack (`knapsack`) within the budget is a lower bound; the h
     first       when most micro-batches are in flight for the first time: their activations, and no gradients yet
     between     when gradients have been made and most are in flight again: both
     last        at the end: gradients, reduced where they are sharded, and no activations
-
-The average of two constraints is also a valid constraint, and still a sum over units.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES
 from fourfold.plan import Tensor
@@ -30,10 +27,10 @@ from fourfold.planner.grid_cost import least_column_seconds
 from fourfold.planner.knapsack import Group, choose
 from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.op_times import units_of_stages
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, per_problem
 from fourfold.planner.stage_partition import layer_times, placement_of, rank_loads, stage_counts
 from fourfold.planner.unit_cost import unit_times_on_grid
-from fourfold.planner.unit_options import AtEnd, HostLinkWeights, OptionTable, UnitOption
+from fourfold.planner.unit_options import AtEnd, OptionTable, UnitOption
 from fourfold.program.ops import Schedule
 
 __all__ = ["compute_bound", "in_flight_at_least", "in_flight_of_schedule", "least_bytes", "memory_bound"]
@@ -88,7 +85,7 @@ def _with_bubble(layout: ParallelLayout, model: float, busiest: float) -> float:
     return max(m * busiest, model) if layout.schedule in ("interleaved", "wave") else m * busiest
 
 
-@lru_cache(maxsize=20_000)
+@per_problem
 def _model_seconds(problem: PlanProblem, grid: GridShape) -> tuple[float, float]:
     """Seconds of a micro-batch of the whole model, and of a block; amortized over 0: the least, over all flows."""
     spec, total, blocks = problem.spec, 0.0, 0.0
@@ -156,8 +153,6 @@ def in_flight_of_schedule(schedule: Schedule, rank: int) -> InFlight:
 
 # ---- memory ----
 
-_WEIGHTS: tuple[HostLinkWeights, ...] = ((0.0, 0.0), (1.0, 1.0))
-"""Weights of the host's link that are tried ([Note: lower bound of the host's link])."""
 _Options = tuple[list[tuple[float, float]], int]
 """(bytes, seconds) of the options of identical units, and their number."""
 
@@ -178,15 +173,8 @@ class _RankRows(NamedTuple):
     """The kind of unit whose backward comes when most are in flight; empty where that is unknown."""
     has_loss: bool
     """The model's last unit is here, and its backward may follow its forward."""
-    has_between: bool
-
-
-class _Instant(NamedTuple):
-    """Weights of the three instants in a constraint."""
-
-    first: float = 0
-    between: float = 0
-    last: float = 0
+    instants: tuple[Literal["first", "between", "last"], ...]
+    """Those at which it is known what is held."""
 
 
 def memory_bound(
@@ -206,7 +194,7 @@ def memory_bound(
     }
     budget, bound = limit - _sent_bytes(problem, layout), 0.0
     for rank, stages in _units_of_end_ranks(problem, layout):
-        rows = _rows_of(layout, rank, stages, schedule)
+        rows = _rows_of(problem, layout, rank, stages, schedule)
         least = _extra_seconds(table, layout, rows, budget)
         if least is None:
             return None
@@ -218,9 +206,9 @@ def least_bytes(table: OptionTable, layout: ParallelLayout) -> float:
     """Lower bound on the bytes of a device that a plan of the layout needs."""
     most = 0.0
     for rank, stages in _units_of_end_ranks(table.problem, layout):
-        rows = _rows_of(layout, rank, stages, None)
-        options = _options(table, layout, rows, _WEIGHTS[0])
-        for at in _instants(rows):
+        rows = _rows_of(table.problem, layout, rank, stages, None)
+        options = _options(table, layout, rows)
+        for at in rows.instants:
             held, transient = _constraint(rows, options, at, 1)
             most = max(most, transient + sum(units * min(size for size, _ in each) for each, units in held))
     return most + _sent_bytes(table.problem, layout)
@@ -245,14 +233,17 @@ def _units_of_end_ranks(problem: PlanProblem, layout: ParallelLayout) -> list[tu
     ]
 
 
-def _rows_of(layout: ParallelLayout, rank: int, stages: _StageKinds, schedule: Schedule | None) -> _RankRows:
+def _rows_of(
+    problem: PlanProblem, layout: ParallelLayout, rank: int, stages: _StageKinds, schedule: Schedule | None
+) -> _RankRows:
     flying = in_flight_at_least(layout, rank) if schedule is None else in_flight_of_schedule(schedule, rank)
-    return _rank_rows(stages, *flying, rank == placement_of(layout)[-1], layout.splits_backward)
+    return _rank_rows(problem, stages, *flying, rank == placement_of(layout)[-1], layout.splits_backward)
 
 
-@lru_cache(maxsize=20_000)
+@per_problem
 def _rank_rows(
-    stages: tuple[tuple[str, ...], ...],
+    problem: PlanProblem,
+    stages: _StageKinds,
     first: tuple[int, ...],
     between: tuple[int, ...] | None,
     has_last_stage: bool,
@@ -264,7 +255,10 @@ def _rank_rows(
         rows.update((kind, a, b, AtEnd(alone and i == 0, alone and i == end)) for i, kind in enumerate(kinds))
     found = tuple(_Row(*row, count) for row, count in rows.items())
     turning = stages[0][-1] if alone and not splits_backward else ""
-    return _RankRows(found, turning, alone and has_last_stage, between is not None)
+    instants: tuple[Literal["first", "between", "last"], ...] = ("first", "last")
+    if between is not None:  # then as much is held as at the others, or more
+        instants = ("between",) if all(r.between >= r.first for r in found) else ("first", "between")
+    return _RankRows(found, turning, alone and has_last_stage, instants)
 
 
 def _extra_seconds(table: OptionTable, layout: ParallelLayout, rank: _RankRows, budget: float) -> float | None:
@@ -277,76 +271,53 @@ def _extra_seconds(table: OptionTable, layout: ParallelLayout, rank: _RankRows, 
 
 
 def _relax(table: OptionTable, layout: ParallelLayout, rank: _RankRows, budget: float) -> float | None:
-    least, binds = 0.0, False
-    weights, stays = _best_weights(table, layout, rank) if layout.activations == "host" else (_WEIGHTS[0], 0.0)
-    options = _options(table, layout, rank, weights)
-    for at in _instants(rank):
-        if max(at) < 1 and not binds:
-            break
+    least, stays, cluster = 0.0, 0.0, table.problem.cluster
+    if (
+        layout.activations == "host" and rank.has_loss
+    ):  # its backward may be next: then the last bytes need not cross the link
+        stays = layout.micro_batches * 2 * (1 - cluster.overlap) * ACTIVATION_BUFFER_BYTES / cluster.host.link
+    options = _options(table, layout, rank)
+    for at in rank.instants:
         rows, transient = _constraint(rank, options, at, layout.micro_batches)
         found = _relaxed_seconds(rows, budget - transient)
         if found is None:
             return None
-        binds, least = binds or found[1], max(least, found[0] - stays)
+        least = max(least, found - stays)
     return least
 
 
 def _options(
-    table: OptionTable, layout: ParallelLayout, rank: _RankRows, weights: HostLinkWeights
+    table: OptionTable, layout: ParallelLayout, rank: _RankRows
 ) -> list[tuple[list[UnitOption], list[UnitOption]]]:
     """Row by row: how its units may be sharded, and what they may recompute, with lower bounds of the seconds."""
-    piped = layout.mesh.pipe > 1
     return [
-        (table.sharding(layout, r.kind, piped, r.at_end, bound=True), table.recompute(layout, r.kind, weights))
+        (table.sharding(layout, r.kind, r.at_end, bound=True), table.recompute(layout, r.kind, bound=True))
         for r in rank.rows
     ]
 
 
 def _constraint(
-    rank: _RankRows, options: list[tuple[list[UnitOption], list[UnitOption]]], at: _Instant, micro_batches: int
+    rank: _RankRows, options: list[tuple[list[UnitOption], list[UnitOption]]], at: str, micro_batches: int
 ) -> tuple[list[_Options], float]:
     """Bytes that units may hold at an instant, with their seconds; and transient bytes then."""
     rows: list[_Options] = []
-    transient = 0.0
+    transient, held = 0.0, {"between": "memory"}.get(at, at)  # a field of UnitOption
     for r, (sharding, recompute) in zip(rank.rows, options, strict=True):
-        flight = at.first * r.first + at.between * r.between
-        held = [(at.first * o.first + at.between * o.memory + at.last * o.last, o.seconds) for o in sharding]
-        saved = [(flight * o.memory, micro_batches * o.seconds) for o in recompute]
-        rows += [(held, r.units), (saved, r.units)]
-        if r.kind == rank.turning:
+        flight = {"first": r.first, "between": r.between, "last": 0}[at]
+        rows.append(([(getattr(o, held), o.seconds) for o in sharding], r.units))
+        rows.append(([(flight * o.memory, micro_batches * o.seconds) for o in recompute], r.units))
+        if r.kind == rank.turning and at != "last":
             transient = min([o.transient for o in recompute])
-    return rows, (at.first + at.between) * transient
+    return rows, transient
 
 
-def _best_weights(table: OptionTable, layout: ParallelLayout, rank: _RankRows) -> tuple[HostLinkWeights, float]:
-    """The weights of the host's link with the highest bound; and seconds of bytes that need not cross it."""
-    m, cluster, found = layout.micro_batches, table.problem.cluster, []
-    for weights in _WEIGHTS:
-        stays = 0.0
-        if rank.has_loss:  # its backward may be next, and then the last bytes stay
-            crossing = ACTIVATION_BUFFER_BYTES / cluster.host.link
-            stays = m * sum(1 - cluster.overlap + w * cluster.overlap for w in weights) * crossing
-        fastest = (r.units * min([o.seconds for o in table.recompute(layout, r.kind, weights)]) for r in rank.rows)
-        found.append((m * sum(fastest) - stays, weights, stays))
-    return max(found)[1:]
-
-
-def _relaxed_seconds(rows: list[_Options], room: float) -> tuple[float, bool] | None:
-    """Lower bound on the seconds of all units within `room` bytes, and whether memory binds."""
+def _relaxed_seconds(rows: list[_Options], room: float) -> float | None:
+    """Lower bound on the seconds of all units within `room` bytes; None where they do not fit."""
     seconds = held = 0.0
     for options, units in rows:
         fastest, size = min([(takes, size) for size, takes in options])
         seconds, held = seconds + units * fastest, held + units * size
     if held <= room:
-        return seconds, False
+        return seconds
     chosen = choose([Group(*row) for row in rows], room)
-    return None if chosen is None else (chosen.bound, True)
-
-
-def _instants(rank: _RankRows) -> list[_Instant]:
-    """The instants that are known of a rank; then averages of two."""
-    if not rank.has_between:
-        return [_Instant(first=1), _Instant(last=1), _Instant(first=0.5, last=0.5)]
-    if all(r.between >= r.first for r in rank.rows):
-        return [_Instant(between=1)]
-    return [_Instant(first=1), _Instant(between=1), _Instant(first=0.5, between=0.5)]
+    return None if chosen is None else chosen.bound

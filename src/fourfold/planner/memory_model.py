@@ -19,18 +19,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fourfold.model.operators import Held, Moment, UnitSpec
 from fourfold.planner.grid_cost import flow_of
 from fourfold.planner.layouts import ParallelLayout
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, per_problem
 from fourfold.program import modes
 from fourfold.program.costs import Costs
 from fourfold.program.instructions import Recv
 from fourfold.program.lowering import receives_of
-from fourfold.program.ops import Op, Schedule
+from fourfold.program.ops import Schedule
 from fourfold.runtime.sizes import HEADER_BYTES, INLINE, light_sends, room_for
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _unfused_heads(problem: PlanProblem, unit: UnitSpec) -> float:
 # ---- messages between stages ----
 
 
-def message_buffer_bytes(schedule: Schedule, rank: int, size: float, cpu: bool) -> float:
+def message_buffer_bytes(problem: PlanProblem, schedule: Schedule, rank: int, size: float) -> float:
     """Bytes of message buffers on a rank; a message has `size` bytes.
 
     On CPUs, messages are received into buffers that are reused and never freed: as many as were ever posted, in use as inputs or
@@ -223,15 +223,16 @@ def message_buffer_bytes(schedule: Schedule, rank: int, size: float, cpu: bool) 
     """
     if schedule.ranks == 1:
         return 0.0
-    if not cpu:
+    if not problem.on_cpu:
         return size  # one that is being sent
     if size <= INLINE:
-        return _most_buffers(schedule, light_sends(int(size) + HEADER_BYTES))[rank] * (size + HEADER_BYTES)
-    return _most_buffers(schedule, 0)[rank] * (room_for(int(size)) + HEADER_BYTES) + size
+        light = light_sends(int(size) + HEADER_BYTES)
+        return _most_buffers(problem, schedule, light)[rank] * (size + HEADER_BYTES)
+    return _most_buffers(problem, schedule, 0)[rank] * (room_for(int(size)) + HEADER_BYTES) + size
 
 
-@lru_cache(maxsize=256)
-def _most_buffers(schedule: Schedule, light: int) -> list[int]:
+@per_problem
+def _most_buffers(problem: PlanProblem, schedule: Schedule, light: int) -> list[int]:
     """By rank: the most buffers at one time, at most `light` of which hold messages being sent to one rank."""
     posted = receives_of(schedule, Costs(), 2)
     return [_most_buffers_of_rank(schedule, rank, posted[rank], light) for rank in range(schedule.ranks)]
@@ -361,11 +362,12 @@ class _OpMemory(NamedTuple):
 
 
 def replay_rank(
+    problem: PlanProblem,
     schedule: Schedule,
     rank: int,
     stages: Sequence[Sequence[PlannedUnit]],
     extras: RankExtras,
-    cache: dict[Any, dict[_OpKey, _OpMemory]] | None = None,
+    cache: dict[Any, dict[_OpKey, _OpMemory]],
 ) -> RankMemory:
     """Replay one rank's ops; `stages[s]` are the units of stage s; `cache` is shared between ranks of one plan.
 
@@ -379,19 +381,23 @@ def replay_rank(
     received = _receiving_ops(schedule, rank) if extras.pooled else frozenset()
     tied = (extras.tied_here, extras.tied_sent, extras.tied_received)
     known: dict[int, dict[_OpKey, _OpMemory]] = {}  # by stage; identical stages share it
-    prefetched: dict[tuple[int, bool] | None, float] = {None: 0.0}
+    ahead: dict[tuple[int, _OpContext], float] = {}  # bytes gathered for an op while the last link before it computes
     for s in held:
         alike = tuple((id(u.cost), u.choice) for u in stages[s])
         key = (alike, (s, "F") in received, (s, "B") in received, tied)
-        known[s] = ({} if cache is None else cache).setdefault(key, {})
-        first, last = stages[s][0].cost, stages[s][-1].cost
-        prefetched[s, True] = first.transient_bytes
-        prefetched[s, False] = last.transient_bytes + last.tied_parameter_bytes
+        known[s] = cache.setdefault(key, {})
     best, most, best_at = list(base), 0.0, "update"
     total, reducing = sum(base), (0.0, 0.0)
-    ops = schedule.order[rank]
-    for op, (context, following) in zip(ops, _contexts(ops, extras.prefetch > 0), strict=True):
-        op_key = _OpKey(context, prefetched[following], reducing)
+    ops, contexts = schedule.order[rank], _contexts(problem, schedule, rank, extras.prefetch > 0)
+    for i, (op, context) in enumerate(zip(ops, contexts, strict=True)):
+        prefetched = 0.0
+        if extras.prefetch and i + 1 < len(ops) and not context.stays:
+            following = ops[i + 1].stage, contexts[i + 1]
+            if following not in ahead:
+                u = stages[following[0]][0 if following[1].kind == "F" else -1]
+                ahead[following] = _link_bytes(u) if _gathers(u, following[1]) else 0.0
+            prefetched = ahead[following]
+        op_key = _OpKey(context, prefetched, reducing)
         memory = known[op.stage].get(op_key)
         if memory is None:
             memory = known[op.stage][op_key] = _replay_op(op_key, op.stage, stages[op.stage], extras, received)
@@ -410,29 +416,24 @@ def replay_rank(
     return RankMemory(rank, best_at, tuple(best), extras.host, extras.host)
 
 
-@lru_cache(maxsize=1024)
-def _contexts(ops: tuple[Op, ...], prefetch: bool) -> list[tuple[_OpContext, tuple[int, bool] | None]]:
-    """For every op its context, and for which (stage, whether forward) a link is prefetched."""
+@per_problem
+def _contexts(problem: PlanProblem, schedule: Schedule, rank: int, prefetch: bool) -> list[_OpContext]:
+    """Of every op of a rank."""
+    ops = schedule.order[rank]
     last_of = {(op.stage, op.kind): i for i, op in enumerate(ops)}
     begun: set[tuple[int, str]] = set()
     in_flight = dict.fromkeys((op.stage for op in ops), 0)
-    resident = False
-    out: list[tuple[_OpContext, tuple[int, bool] | None]] = []
-    for i, op in enumerate(ops):
-        stage, kind, _ = op
-        following = ops[i + 1] if i + 1 < len(ops) and ops[i + 1].kind != "W" else None
+    resident, out = False, []
+    for i, (stage, kind, _) in enumerate(ops):
         none_in_flight = in_flight[stage] == 0
         if kind != "W":
             in_flight[stage] += 1 if kind == "F" else -1
             none_in_flight = none_in_flight if kind == "F" else in_flight[stage] == 0
+        following = ops[i + 1] if i + 1 < len(ops) and ops[i + 1].kind != "W" else None
         turns = following is not None and following.stage == stage and (following.kind == "F") != (kind == "F")
-        stays = turns and kind != "W" and prefetch
-        prefetched = None
-        if following is not None and not stays and prefetch:
-            prefetched = following.stage, following.kind == "F"
+        stays = turns and prefetch and kind != "W"
         key = (stage, kind)
-        context = _OpContext(kind, key not in begun, last_of[key] == i, none_in_flight, resident, stays)
-        out.append((context, prefetched))
+        out.append(_OpContext(kind, key not in begun, last_of[key] == i, none_in_flight, resident, stays))
         begun.add(key)
         resident = stays
     return out
@@ -513,7 +514,7 @@ def _replay_op(
             if part == 0:
                 kept, saved = c.saved_for_weight_grad, c.saved_bytes - pooled
                 meter.activations -= {"B": saved, "I": saved - kept, "W": kept}[kind]
-        if kind != "W" and _releases(u, context) and not (last and context.stays and u.choice.mode != "keep"):
+        if kind != "W" and _releases(u, context) and not (last and context.stays):
             meter.gathered -= sizes[i]
     return meter.result(reducing)
 

@@ -164,7 +164,7 @@ class _StageRunner:
         none_in_flight = op.first or not self.steady
         gathers = modes.gathers(u.choice.mode, op.kind, first=op.first, none_in_flight=none_in_flight)
         gather = u.cost.gather if gathers and not resident else 0.0
-        reduces, sharded = self._reduces(u, op), u.choice.mode != "replicate"
+        reduces, sharded = self._reduces(u, op), modes.shards(u.choice.mode)
         exposed, total = u.cost.grid_on_link(c, op.kind)
         grid = c.exposed(op.kind)
         # starting a collective takes the host's time, except all-reduces of replicas
@@ -253,7 +253,7 @@ def stage_times(
     forward, backward = middle[0], sum(middle[1:])
     weight = min(backward, sum(u.cost.times.weight_grad for u in units))
     warm = runner(steady).run(first[:1], resident=1 + prefetch)[0]
-    gather = units[0].cost.gather / units[0].cost.slices if units[0].choice.mode != "replicate" else 0.0
+    gather = units[0].cost.gather / units[0].cost.slices  # 0 for replicas
     before = min(gather, forward / len(units)) if prefetch else 0.0
     return StageTimes(
         forward,
@@ -280,7 +280,7 @@ def _last_backward(
     reduced = [u for u in units[::-1] if u.cost.reduce]
     puts = sum(u.cost.reduce + u.cost.across for u in reduced)
     lead = None
-    if reduced and reduced[0].choice.mode != "replicate":
+    if reduced and modes.shards(reduced[0].choice.mode):
         c = units[-1].cost.times_at_ends
         lead = c.weight_grad if split else c.input_grad + c.recompute + c.weight_grad
     out[-1] = OpExtras(left, left, out[-1].free - left, puts, found[-1] + done, lead)

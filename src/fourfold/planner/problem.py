@@ -1,20 +1,22 @@
-"""What the planner is asked: a model on a cluster with a batch (`PlanProblem`), and what is decided already (`Constraints`)."""
+"""What the planner is asked: a model on a cluster with a batch (`PlanProblem`), what is decided already (`Constraints`), and how
+thorough the search is (`SearchConfig`)."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import AXES, SCHEDULES, Precision
+from fourfold.plan import AXES, SCHEDULES, Plan, Precision
 from fourfold.planner.engines import FOURFOLD, TrainingEngine, engine_of
 
-__all__ = ["Constraints", "PlanProblem", "parse_fixes", "rounded"]
+__all__ = ["Constraints", "PlanProblem", "SearchConfig", "parse_fixes", "per_problem", "rounded"]
 
 
 def rounded(value: float) -> float:
@@ -30,7 +32,7 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PlanProblem:
-    """Model, cluster, batch and precision. Compared by identity: costs are cached for each problem."""
+    """Model, cluster, batch and precision. Compared by identity."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -46,6 +48,8 @@ class PlanProblem:
     """See `Memory.logits`."""
     together: int = 1
     """Consecutive sequences that must be in one micro-batch."""
+    caches: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
+    """By function, its results for this problem (`per_problem`)."""
 
     def with_engine(self, engine: str | TrainingEngine) -> PlanProblem:
         """The same question about another system."""
@@ -55,6 +59,11 @@ class PlanProblem:
     def with_cluster(self, cluster: Cluster) -> PlanProblem:
         """The same question about another cluster."""
         return replace(self, cluster=cluster, machine=None).with_engine(self.engine)
+
+    def of_plan(self, plan: Plan) -> PlanProblem:
+        """The same question with a plan's types and logits."""
+        memory = plan.memory
+        return replace(self, precision=plan.precision, moments=memory.moments, logits=memory.logits)
 
     @cached_property
     def heads(self) -> int:
@@ -88,6 +97,23 @@ class PlanProblem:
     @property
     def _moment_bytes(self) -> int:
         return 2 * (2 if self.moments == "bf16" else max(4, self.compute_bytes))
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def per_problem(function: Callable[Concatenate[PlanProblem, P], R]) -> Callable[Concatenate[PlanProblem, P], R]:
+    """Cache a function of a problem and other values. The results are kept in the problem, and freed with it."""
+
+    @wraps(function)
+    def cached(problem: PlanProblem, /, *args: P.args, **options: P.kwargs) -> R:
+        if function not in problem.caches:
+            problem.caches[function] = lru_cache(maxsize=None)(partial(function, problem))
+        found: R = problem.caches[function](*args, **options)
+        return found
+
+    return cached
 
 
 # ---- constraints ----
@@ -185,3 +211,52 @@ def _parse_fix(text: str) -> tuple[str, Any]:
             raise PlanError(f"--fix {text}: no mode has this name; {_OTHER_MODES[value.lower()]}")
         raise PlanError(f"--fix {text}{schema.nearest(value, _WORDS[name])}")
     return name, value
+
+
+# ---- how thorough the search is ----
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """How thorough the search is. Shares are of a step's seconds or of a device's memory."""
+
+    # ---- branch and bound over layouts ----
+    many_layouts: int = 2000
+    """With more layouts than this, the next share applies, and only the best plan is improved."""
+    least_gain: float = 0.02
+    """Of many layouts, those are pruned whose lower bound allows a gain of less than this share."""
+    unlikely: float = 0.02
+    """Once there are enough plans to be shown, layouts are skipped whose estimate exceeds the best by more than this share."""
+    most_built: int = 24
+    """Layouts built into plans that fit, at most; four times as many are tried."""
+    estimates_per_alternative: int = 4
+    """Layouts estimated for every alternative that is to be shown, where fewer could be best."""
+    most_tightened: int = 200
+    """Lower bounds that are tightened for the certificate alone, at most."""
+
+    # ---- one layout: a budget for every rank ----
+    budget_rounds: int = 12
+    """Choices of a rank that are replayed, at most."""
+    budget_tolerance: float = 0.01
+    """A choice is full when it leaves no more than this share of the memory free."""
+
+    # ---- local search ----
+    improved_share: float = 0.03
+    """Plans slower than the best by no more than this share are improved."""
+    most_improved: int = 3
+    """Plans that are improved, at most; of many layouts, one."""
+    fill_rounds: int = 6
+    """Rounds in which changes of single units are evaluated and a knapsack of them is chosen; 0: never."""
+
+    outside_gain: float = 0.01
+    """Layouts near the best that are not searched replace it if they gain at least this share."""
+    synthesized_ranks: int = 4
+    """Most ranks of a pipeline whose schedule is synthesized then."""
+    more_memory: float = 1.2
+    """Where memory is full and another GiB gains nothing, this many times the memory is tried, in any layout."""
+
+    # ---- CPUs ----
+    cpu_tie: float = 0.01
+    """On CPUs, plans within this share are equal, and one with a single mode is preferred."""
+    cpu_link_gain: float = 0.05
+    """On CPUs, gathers and reductions pass each other on a link that they are predicted to share: the share this may gain."""

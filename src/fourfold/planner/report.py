@@ -40,6 +40,7 @@ def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan
         "host_bytes": round(problem.cluster.host_memory),
         "price": best.price,
         "binding": binding(best),
+        **({"with_more": dict(zip(("bytes", "saves", "plan"), best.with_more, strict=True))} if best.with_more else {}),
         "break_even_tokens": round(_break_even_tokens(best, problem)),
         "tokens_per_micro_batch": best.layout.micro_batch_size * problem.spec.seq_len,
         "flows": flow_report(problem, best.layout),
@@ -254,9 +255,13 @@ def _binds(p: dict[str, Any]) -> list[str]:
     if not p["binding"]:  # judged: nothing else was tried
         return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.1%} full"]
     if p["binding"] != "memory":
-        full = p["peak_bytes"] > 0.95 * p["usable_bytes"]
-        other = ", but another layout may be: --what-if memory=x1.2 searches for it" if full else ""
-        return [f"what binds: {p['binding']}; more memory would not make this layout faster{other}"]
+        text, more = f"what binds: {p['binding']}; one more GiB on every device would not make this layout faster", ""
+        if "with_more" in p:
+            size, saves = format_bytes(p["with_more"]["bytes"]), p["with_more"]["saves"]
+            more = f", nor would {size} more make any"
+            if saves > 0:
+                more = f"; {size} more would save about {_seconds(saves)} a step, with {p['with_more']['plan']}"
+        return [text + more]
     return [f"what binds: memory; one more GiB on every device would save about {_seconds(p['price'])} a step"]
 
 

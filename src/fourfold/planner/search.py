@@ -19,6 +19,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple
@@ -31,11 +32,10 @@ from fourfold.planner.infeasible import explain_no_fit, least_memory_plan
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
 from fourfold.planner.local_search import improve, price_of_memory
 from fourfold.planner.lower_bounds import compute_bound, memory_bound
-from fourfold.planner.problem import Constraints, PlanProblem, rounded
-from fourfold.planner.search_config import SearchConfig
+from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig, rounded
 from fourfold.planner.stage_partition import RankLoad, compute_only_seconds, in_flight, partition_layers, rank_loads
 from fourfold.planner.unit_cost import tied_elements
-from fourfold.planner.unit_options import OptionTable, choose_for_rank, free_bytes, smallest_bytes
+from fourfold.planner.unit_options import OptionTable, rank_options
 
 __all__ = ["Progress", "SearchResult", "search"]
 
@@ -223,12 +223,12 @@ class _Search:
     def _memory_is_free(self, layout: ParallelLayout) -> bool:
         """Whether memory is no constraint."""
         loads = rank_loads(self.problem, layout)[0]
-        return all(self._room(layout, load) >= free_bytes(self.table, layout, load) for load in loads)
+        return all(self._room(layout, load) >= rank_options(self.table, layout, load).free for load in loads)
 
     def _may_not_fit(self, layout: ParallelLayout) -> bool:
         """Whether it is uncertain that there is a choice at all."""
         loads = rank_loads(self.problem, layout)[0]
-        needs = [smallest_bytes(self.table, layout, load) * (1 + 1e-6) for load in loads]
+        needs = [rank_options(self.table, layout, load).least[0] * (1 + 1e-6) for load in loads]
         return any(self._room(layout, load) < need for load, need in zip(loads, needs, strict=True))
 
     def _add_memory(self, layout: ParallelLayout, bound: float) -> None:
@@ -244,7 +244,7 @@ class _Search:
         loads, works = rank_loads(self.problem, layout)
         worst, busiest = 0.0, (0.0, 0.0, 0.0)
         for load, work in zip(loads, works, strict=True):
-            chosen = choose_for_rank(self.table, layout, load, self._room(layout, load))
+            chosen = rank_options(self.table, layout, load).choose(self._room(layout, load))
             if chosen is None:
                 self.too_large += 1
                 return
@@ -333,11 +333,44 @@ class _Search:
             other = improve(problem, self.constraints, config, prefetching[0])
             if best.prediction.seconds > (1 - config.cpu_link_gain) * other.prediction.seconds:
                 best = other
+        best = self._outside_the_grid(best)
         price = price_of_memory(problem, self.table, config, best)
+        full = best.prediction.peak.peak > 0.95 * self.limit
+        more = self._with_more_memory(best) if full and not price and not problem.on_cpu else None
         if best.layout.optimizer == "auto":  # record how much of the optimizer's state stays on the device
             state = replace(best.plan.memory, device_state=str(int(best.prediction.device_state)))
             best = replace(best, plan=replace(best.plan, memory=state))
-        return replace(best, price=price)
+        return replace(best, price=price, with_more=more)
+
+    def _outside_the_grid(self, best: Candidate) -> Candidate:
+        """The best plan, or one of a layout near it that is not searched: rows without columns, a synthesized schedule."""
+        layout, config, fixed = best.layout, self.config, self.constraints.fixed
+        mesh, tried = layout.mesh, []
+        if mesh.row * mesh.col == 1 and not {"row", "col", "data"} & fixed.keys():
+            rows = [row for row in (2, 4, 8) if mesh.data % row == 0]
+            tried += [replace(layout, mesh=replace(mesh, data=mesh.data // row, row=row)) for row in rows]
+        if 1 < mesh.pipe <= config.synthesized_ranks and self.constraints.schedule is None:
+            tried.append(replace(layout, schedule="synthesized", stages_per_rank=1))
+        enough = (1 - config.outside_gain) * best.prediction.seconds
+        for other in tried:
+            if compute_bound(self.problem, other, grid=True) < enough:
+                with suppress(ScheduleError):
+                    found = build_plan(self.problem, self.table, other, self.limit, config)
+                    if found is not None and found.prediction.seconds < enough:
+                        best, enough = found, found.prediction.seconds
+        return best
+
+    def _with_more_memory(self, best: Candidate) -> tuple[float, float, str]:
+        """What more memory would save in any layout: branch and bound that starts from the best plan."""
+        cluster, config = self.problem.cluster, self.config
+        memory = int(config.more_memory * cluster.memory)
+        problem = replace(self.problem, cluster=cluster.what_if({"memory": str(memory)}))
+        few = replace(config, many_layouts=0, least_gain=0.005, most_built=4)
+        run = _Search(problem, self.constraints, None, 1, few)
+        run.built.append(best)
+        run.go()
+        other = min(run.built, key=lambda c: c.prediction.seconds)
+        return memory - cluster.memory, best.prediction.seconds - other.prediction.seconds, str(other.layout)
 
     def take_least_memory_plan(self) -> None:
         """Raises PlanError, with what would fit, where not even that fits."""

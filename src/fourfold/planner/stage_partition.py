@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain
 
 from fourfold.planner.evaluate import schedule_of
 from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.op_times import units_of_stages
-from fourfold.planner.problem import PlanProblem, rounded
+from fourfold.planner.problem import PlanProblem, per_problem, rounded
 from fourfold.planner.unit_cost import unit_times_on_grid
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
@@ -42,7 +41,7 @@ FIW = tuple[float, float, float]
 
 def partition_layers(problem: PlanProblem, layout: ParallelLayout) -> tuple[Schedule, tuple[int, ...]]:
     """A layout's schedule, and the layers of every stage."""
-    schedule = schedule_of(layout.plan(problem, (), None), layout, problem.spec.layers)
+    schedule = schedule_of(problem, layout.plan(problem, (), None))
     return schedule, stage_counts(problem, layout.grid(problem), schedule.placement)
 
 
@@ -51,7 +50,7 @@ def placement_of(layout: ParallelLayout) -> tuple[int, ...]:
     return (zigzag if layout.zigzag else loop)(layout.mesh.pipe, layout.stages_per_rank)
 
 
-@lru_cache(maxsize=20_000)
+@per_problem
 def stage_counts(problem: PlanProblem, grid: GridShape, placement: tuple[int, ...]) -> tuple[int, ...]:
     """Layers of every stage, at least one each: of two partitions, the one whose busiest rank does less."""
     work, stages = [sum(t) for t in layer_times(problem, grid)], len(placement)
@@ -88,7 +87,7 @@ def _equal_count(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(counts) if min(counts) else _equal_time([1.0] * layers, stages)
 
 
-@lru_cache(maxsize=4096)
+@per_problem
 def layer_times(problem: PlanProblem, grid: GridShape, once: bool | None = False) -> list[FIW]:
     """F, I and W of a micro-batch, layer by layer; `once` as in `unit_times_on_grid`."""
     spec = problem.spec
@@ -139,7 +138,7 @@ def rank_loads(problem: PlanProblem, layout: ParallelLayout) -> tuple[list[RankL
     return loads, works
 
 
-@lru_cache(maxsize=20_000)
+@per_problem
 def _distinct_ranks(
     problem: PlanProblem, placement: tuple[int, ...], grid: GridShape, splits_backward: bool
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[FIW]]:

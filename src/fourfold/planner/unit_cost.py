@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
@@ -29,7 +28,8 @@ from fourfold.planner.compute_cost import host_seconds, unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
 from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.memory_model import Workspace, accumulates_early
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, per_problem
+from fourfold.program import modes
 from fourfold.shard.layout import ALIGN
 
 __all__ = [
@@ -125,7 +125,7 @@ def _exposed(axes: tuple[AxisTime, AxisTime]) -> float:
     return axes[0].exposed + axes[1].exposed
 
 
-@lru_cache(maxsize=200_000)
+@per_problem
 def unit_times_on_grid(
     problem: PlanProblem,
     kind: str,
@@ -175,8 +175,8 @@ def unit_times(
 
 
 def _kept(tensor: Tensor, choice: UnitChoice) -> Tensor:
-    """What the grid keeps for a unit: not the weights of zero3, which are released between F and B."""
-    if choice.mode == "zero3" and "weights" in tensor.keep:
+    """What the grid keeps for a unit: not weights that are released between F and B."""
+    if modes.gathered_for_each_op(choice.mode) and "weights" in tensor.keep:
         return replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
     return tensor
 
@@ -212,7 +212,7 @@ class ShardingCost:
     """Parts it runs as; each has its share of parameters and gradients, and gathers and reduces on its own."""
 
 
-@lru_cache(maxsize=4096)
+@per_problem
 def _elements(problem: PlanProblem, kind: str, row: int, col: int, trained: bool = True) -> float:
     """Elements of a unit's parameters on a rank, of those that are trained or of the frozen ones.
 
@@ -246,17 +246,19 @@ def sharding_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choic
     keep = _kept(layout.tensor, choice).keep
     replicas, stride = layout.replicas, layout.replica_stride
     group = choice.within or replicas
-    mode = choice.mode if group > 1 else "replicate"
-    shards = 1 if mode == "replicate" else group
+    sharded = group > 1 and modes.shards(choice.mode)
+    shards = group if sharded else 1
     slices = choice.split if unit.slices > 1 else 1
     n, frozen = (_aligned(_elements(problem, kind, mesh.row, mesh.col, t), shards * slices) for t in (True, False))
     e, r = problem.compute_bytes, problem.reduce_bytes
     gather = across = 0.0
-    if mode == "replicate":
+    if not sharded:
         reduce = cluster.collective("all_reduce", n * r, replicas, stride)
     else:
         gather = sum(cluster.collective("all_gather", each * e, group, stride) for each in (n, frozen) if each)
-        if mode == "keep" and problem.engine.broadcasts:  # as many latencies of a ring as there are ranks, in a step
+        if (
+            modes.once_a_step(choice.mode, choice.reduce) and problem.engine.broadcasts
+        ):  # as many latencies of a ring as there are ranks, in a step
             share = unit.parameters / problem.spec.parameters
             gather += share * group * cluster.collective("all_gather", 1.0, group, stride)
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
@@ -275,7 +277,7 @@ def sharding_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choic
         gradient_bytes=n * r,
         reduced_bytes=n * r / shards,
         updated=n / shards,
-        transient_bytes=(n + frozen) * e / slices if mode == "zero3" else 0.0,
+        transient_bytes=(n + frozen) * e / slices if sharded and modes.gathered_for_each_op(choice.mode) else 0.0,
         slices=slices,
     )
 
@@ -345,7 +347,7 @@ class PlannedUnit:
     cost: UnitCost
 
 
-@lru_cache(maxsize=200_000)
+@per_problem
 def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: UnitChoice) -> UnitCost:
     """The unit under a choice. Times are of one micro-batch, one gather, one reduction."""
     unit, mesh, cluster = problem.spec.kinds[kind], layout.mesh, problem.cluster
@@ -354,9 +356,9 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
         width = -(-problem.spec.config.vocab // mesh.col) if problem.spec.config is not None else 0
         rows = Memory(logits=problem.logits).logit_rows(tokens, width, e) if problem.engine.name == "fourfold" else 0
         if rows and layout.tensor.flow != "summa":
-            unit = _loss_in_chunks(unit, tokens, rows, e)
+            unit = _loss_in_chunks(problem, kind, tokens, rows)
         elif layout.on_grid:
-            unit = _loss_on_grid(unit, e)
+            unit = _loss_on_grid(problem, kind)
     sharding = sharding_cost(problem, layout, kind, choice)
     deferred, calls = vector_sums(cluster, unit, mesh.row, mesh.col)
     vectors = calls * cluster.call
@@ -402,11 +404,12 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
     )
 
 
-@lru_cache(maxsize=64)
-def _loss_on_grid(unit: UnitSpec, width: int) -> UnitSpec:
+@per_problem
+def _loss_on_grid(problem: PlanProblem, kind: str) -> UnitSpec:
     """A grid's cross entropy saves the logits, not their softmax, and computes in one fp32 copy of them."""
+    unit = problem.spec.kinds[kind]
     v, none = unit.cast, unit.saved["none"]
-    narrow = v if width < 4 else 0.0  # the gradient, next to its fp32 copy
+    narrow = v if problem.compute_bytes < 4 else 0.0  # the gradient, next to its fp32 copy
 
     def back(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
         loss, matmul = moments
@@ -422,13 +425,14 @@ def _loss_on_grid(unit: UnitSpec, width: int) -> UnitSpec:
     )
 
 
-@lru_cache(maxsize=256)
-def _loss_in_chunks(unit: UnitSpec, tokens: int, rows: int, width: int) -> UnitSpec:
+@per_problem
+def _loss_in_chunks(problem: PlanProblem, kind: str, tokens: int, rows: int) -> UnitSpec:
     """The head with its loss a chunk of `rows` tokens at a time (model/head_loss.py), in elements per token.
 
     A chunk's logits have an fp32 copy; dW is summed in fp32, next to a chunk's part of it in the compute type. Nothing of the
     logits is saved; dW, which exists between a forward and the backward that follows it, is in the workspace of both.
     """
+    unit, width = problem.spec.kinds[kind], problem.compute_bytes
     v, none = unit.cast, unit.saved["none"]
     chunk, d = v * rows / tokens, unit.closing / 2
     dw = 0.0 if unit.frozen else v * d / tokens

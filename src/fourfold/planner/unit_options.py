@@ -11,10 +11,10 @@ the budget; the rest is a knapsack (`knapsack`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import product
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -23,18 +23,17 @@ from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem, rounded
 from fourfold.planner.stage_partition import RankLoad
 from fourfold.planner.unit_cost import UnitChoice, reduced_in_buckets, sharding_cost, unit_cost, unit_times
+from fourfold.program import modes
 from fourfold.shard.layout import JOIN
 
 __all__ = [
     "AtEnd",
     "OptionTable",
     "RankChoice",
+    "RankOptions",
     "UnitOption",
-    "choose_for_rank",
-    "free_bytes",
+    "rank_options",
     "sharding_options",
-    "smallest_bytes",
-    "smallest_for_rank",
 ]
 
 SPLITS = (2, 4, 8, 16)
@@ -42,9 +41,6 @@ _BEFORE = {"attn": "mlp", "mlp": "attn", "head": "mlp", "embed": "attn"}
 """The unit that computes while a unit's parameters are gathered."""
 _EPSILON = 1e-12
 """Seconds: options that differ by less are equally fast."""
-
-HostLinkWeights = tuple[float, float]
-"""[Note: lower bound of the host's link]"""
 
 
 class UnitOption(NamedTuple):
@@ -73,57 +69,33 @@ class AtEnd(NamedTuple):
 # ---- options of a unit ----
 
 
-def recompute_options(
-    problem: PlanProblem, layout: ParallelLayout, kind: str, weights: HostLinkWeights | None = None
-) -> list[UnitOption]:
-    """All ways to recompute: seconds and bytes of a micro-batch.
+def recompute_options(problem: PlanProblem, layout: ParallelLayout, kind: str, bound: bool = False) -> list[UnitOption]:
+    """All ways to recompute: seconds and bytes of a micro-batch; `bound`: seconds that no plan can beat.
 
-    [Note: lower bound of the host's link]
-    An op that computes for c seconds and moves activations for d takes max(c, d) + (1 - overlap) · min(c, d). Both are sums over
-    its units, which share the link, so none can be charged by itself. But the expression is convex: for each weight w in [0, 1]
-    it is at least (1 - w) · (c + (1 - overlap) · d) + w · (d + (1 - overlap) · c), which is a sum over units. `weights`: for
-    forwards, and for backwards, which compute more for the same bytes.
+    An op that computes for c seconds and moves activations to or from the host for d takes max(c, d) + (1 - overlap) · min(c, d).
+    Both are sums over its units, which share the link; estimates charge each unit as if it were alone. A lower bound that is a
+    sum over units is c + (1 - overlap) · d.
     """
-    unit, out = problem.spec.kinds[kind], []
-    no_room = _share_without_room(problem, layout) if weights is None else 0.0
+    unit, overlap, out = problem.spec.kinds[kind], problem.cluster.overlap, []
     base = unit_times(problem, layout, kind, UnitChoice(), False).work
     candidates = [UnitChoice(recompute=r) for r in ("none", "selective", "full")]
     if "per-slice" in unit.saved and not layout.on_grid:
         candidates += [UnitChoice(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]
     for choice in candidates:
         cost = unit_cost(problem, layout, kind, choice)
-        t = cost.times
+        t, moved = cost.times, cost.offloaded_bytes / problem.cluster.host.link
         seconds = t.work + t.recompute - base
-        moved, overlap = cost.offloaded_bytes / problem.cluster.host.link, problem.cluster.overlap
-        if weights is not None and layout.activations == "host":
-            backward = t.input_grad + t.recompute + (0.0 if layout.splits_backward else t.weight_grad)
-            for weight, work in zip(weights, (t.forward, backward), strict=True):
-                seconds += (1 - overlap + weight * overlap) * moved - weight * overlap * work
-        elif moved:
-            for work in (t.forward, t.input_grad + t.recompute):
-                seconds += max(work, moved) + (1 - overlap) * min(work, moved) - work
-        held = cost.saved_bytes + no_room * cost.offloaded_bytes
-        out.append(UnitOption(choice, seconds, held, max(cost.backward_workspace, cost.forward_workspace)))
+        for work in (t.forward, t.input_grad + t.recompute) if moved else ():
+            seconds += (1 - overlap) * moved if bound else max(work, moved) + (1 - overlap) * min(work, moved) - work
+        transient = max(cost.backward_workspace, cost.forward_workspace)
+        out.append(UnitOption(choice, seconds, cost.saved_bytes, transient))
     return out
-
-
-@lru_cache(maxsize=4096)
-def _share_without_room(problem: PlanProblem, layout: ParallelLayout) -> float:
-    """Share of offloaded activations for which the host has no room if nothing is recomputed."""
-    if layout.activations == "device" or problem.on_cpu:
-        return 0.0
-    flight = min(layout.micro_batches, layout.mesh.pipe) / layout.mesh.pipe
-    kinds = Counter(u.kind for u in problem.spec.units)
-    sizes = (n * unit_cost(problem, layout, kind, UnitChoice()).offloaded_bytes for kind, n in kinds.items())
-    moves = flight * sum(sizes)
-    return max(0.0, 1 - layout.host_activation_bytes(problem) / moves) if moves else 0.0
 
 
 def sharding_options(
     problem: PlanProblem,
     layout: ParallelLayout,
     kind: str,
-    piped: bool,
     at_end: AtEnd = AtEnd(),  # noqa: B008
     bound: bool = False,
     wanted: str = "",
@@ -137,16 +109,14 @@ def sharding_options(
     choices = [UnitChoice()]
     if replicas > 1:
         node = problem.cluster.devices // layout.replica_stride
-        groups = [0]
-        if 1 < node < replicas and replicas % node == 0:
-            groups.append(node)
-        modes: list[Literal["zero2", "zero3", "keep"]] = ["zero3"]
+        groups = [0, node] if 1 < node < replicas and replicas % node == 0 else [0]
+        every: list[Literal["zero3", "keep", "zero2"]] = ["zero3"]
         if m > 1 or wanted == "keep":  # keep and zero2 are the same in one micro-batch
-            modes.append("keep")
+            every.append("keep")
         if m == 1 or wanted == "zero2":
-            modes.append("zero2")
+            every.append("zero2")
         reduces: list[Literal["step", "micro-batch"]] = ["step", "micro-batch"] if m > 1 else ["step"]
-        choices += [UnitChoice(mode, reduce, g) for mode in modes for reduce in reduces for g in groups]
+        choices += [UnitChoice(mode, reduce, g) for mode in every for reduce in reduces for g in groups]
     whole_ops = replace(layout, mesh=replace(layout.mesh, pipe=1))  # no backward is split
     before = _BEFORE.get(kind.partition(" ")[0], kind)
     before = before if before in problem.spec.kinds else kind
@@ -156,10 +126,9 @@ def sharding_options(
         forward, backward = 2 * forward, backward + 2 * forward
     if not layout.prefetch:  # nothing is in flight while something computes
         forward = backward = 0.0
+    piped, windows = layout.mesh.pipe > 1, (forward, backward)
     return [
-        o
-        for c in choices
-        for o in _sharding_option(problem, whole_ops, kind, before, c, piped, (forward, backward), at_end, bound)
+        o for c in choices for o in _sharding_option(problem, whole_ops, kind, before, c, piped, windows, at_end, bound)
     ]
 
 
@@ -186,9 +155,10 @@ def _sharding_option(
         beyond = max(0.0, takes - window)
         return beyond + (1 - overlap) * (takes - beyond)
 
-    sharded = choice.mode != "replicate"
+    sharded, each_op = modes.shards(choice.mode), modes.gathered_for_each_op(choice.mode)
+    each_micro_batch = modes.reduces(choice.reduce, last=False)
     seconds = 0.0
-    if choice.mode == "zero3":
+    if each_op:
         seconds += (1 if at_end.first else m) * exposed(cost.gather, forward)
         seconds += 0.0 if at_end.last else m * exposed(cost.gather, backward)
     elif sharded:
@@ -200,14 +170,13 @@ def _sharding_option(
         reduce = min(cost.reduce, cost.gradient_bytes / JOIN * reduce)
     if bound and not sharded:
         backward = reduce
-    sums = exposed(reduce, backward) + exposed(cost.across, backward)
-    seconds += (m if choice.reduce == "micro-batch" else 1) * sums
-    if choice.mode == "zero3" and "weights" in layout.tensor.keep:  # the grid gathers them again
+    seconds += (m if each_micro_batch else 1) * (exposed(reduce, backward) + exposed(cost.across, backward))
+    if each_op and "weights" in layout.tensor.keep:  # the grid gathers them again
         again, once = (unit_times(problem, layout, kind, c).work for c in (choice, UnitChoice()))
         seconds += m * (again - once)
-    first = cost.parameter_bytes + (cost.gathered_bytes if choice.mode in ("keep", "zero2") else 0.0)
+    first = cost.parameter_bytes + (cost.gathered_bytes if sharded and not each_op else 0.0)
     last = cost.parameter_bytes + cost.reduced_bytes
-    reduced_at_once = sharded and (choice.reduce == "micro-batch" or (m == 1 and not piped))
+    reduced_at_once = sharded and (each_micro_batch or (m == 1 and not piped))
     memory = first + (cost.reduced_bytes if reduced_at_once else cost.gradient_bytes)
     transient = cost.transient_bytes + (cost.gradient_bytes if reduced_at_once else 0.0)
     if cost.transient_bytes and layout.prefetch:  # one is gathered ahead
@@ -224,54 +193,39 @@ class OptionTable:
 
     def __init__(self, problem: PlanProblem, fixed: dict[str, str]):
         self.problem, self.fixed = problem, fixed
-        first, *_, last = [u.kind for u in problem.spec.units]
-        kinds = Counter(u.kind for u in problem.spec.units)
-        self._at_end = {k: AtEnd(k == first, k == last) for k in (first, last) if kinds[k] == 1}
-        self._sharding: dict[tuple[object, ...], list[UnitOption]] = {}
-        self._recompute: dict[tuple[object, ...], list[UnitOption]] = {}
         self.cache: dict[tuple[object, ...], Any] = {}
-        """What is known of ranks and units, by `key` and more."""
+        """What is known of units and of ranks (by `key` and more)."""
 
     def key(self, layout: ParallelLayout) -> tuple[object, ...]:
         """What a rank's options depend on: layouts that differ only in their schedules share it."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size, mesh.pipe > 1)
-        where = (layout.optimizer, layout.activations, layout.tensor, layout.prefetch, layout.amortized_over)
-        return (*sizes, *where, layout.stages_per_rank > 1)
+        return (*sizes, layout.optimizer, layout.activations, layout.tensor, layout.prefetch, layout.amortized_over)
 
     def sharding(
         self,
         layout: ParallelLayout,
         kind: str,
-        piped: bool,
-        at_end: AtEnd | None = None,
+        at_end: AtEnd = AtEnd(),  # noqa: B008
         bound: bool = False,
     ) -> list[UnitOption]:
         """Modes, with seconds and bytes of a step; `bound`: lower bounds of the seconds, not estimates."""
         mesh = layout.mesh
-        if at_end is None:
-            at_end = self._at_end.get(kind, AtEnd()) if layout.stages_per_rank == 1 else AtEnd()
-        sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size)
-        key = (kind, *sizes, piped, layout.optimizer, layout.tensor, layout.prefetch, at_end, bound)
-        if key not in self._sharding:
-            options = sharding_options(self.problem, layout, kind, piped, at_end, bound, self.fixed.get("mode", ""))
-            self._sharding[key] = self._useful(options, "mode")
-        return self._sharding[key]
+        sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size, mesh.pipe > 1)
+        key = (kind, *sizes, layout.optimizer, layout.tensor, layout.prefetch, at_end, bound)
+        if key not in self.cache:
+            options = sharding_options(self.problem, layout, kind, at_end, bound, self.fixed.get("mode", ""))
+            self.cache[key] = self._useful(options, "mode")
+        return self.cache[key]
 
-    def recompute(self, layout: ParallelLayout, kind: str, weights: HostLinkWeights | None = None) -> list[UnitOption]:
-        """Recomputation and splits, with seconds and bytes of a micro-batch.
-
-        `weights`: of the host's link in a lower bound, where activations are offloaded; without, as if each unit waited.
-        """
-        mesh = layout.mesh
-        where: tuple[object, ...] = (layout.activations, weights, layout.splits_backward)
-        if weights is None or layout.activations == "device":
-            where = (layout.activations, _share_without_room(self.problem, layout))
+    def recompute(self, layout: ParallelLayout, kind: str, bound: bool = False) -> list[UnitOption]:
+        """Recomputation and splits, with seconds and bytes of a micro-batch."""
+        mesh, bound = layout.mesh, bound and layout.activations == "host"
         sizes = (mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.amortized_over)
-        key = (kind, *sizes, *where)
-        if key not in self._recompute:
-            self._recompute[key] = self._useful(recompute_options(self.problem, layout, kind, weights), "recompute")
-        return self._recompute[key]
+        key = (kind, *sizes, layout.activations, bound)
+        if key not in self.cache:
+            self.cache[key] = self._useful(recompute_options(self.problem, layout, kind, bound), "recompute")
+        return self.cache[key]
 
     def _useful(self, options: list[UnitOption], aspect: str) -> list[UnitOption]:
         """Options as constrained (all, where a unit has none of these), without dominated ones."""
@@ -285,19 +239,13 @@ class OptionTable:
 
 
 def _dominates(a: UnitOption, b: UnitOption) -> bool:
-    return (
-        a.seconds <= b.seconds
-        and a.memory <= b.memory
-        and a.transient <= b.transient
-        and a.first <= b.first
-        and a.last <= b.last
-    )
+    return all(x <= y for x, y in zip(a[1:], b[1:], strict=True))
 
 
 # ---- the choice for a rank ----
 
-_Rows = list[tuple[str, int, list[UnitOption]]]
-"""(kind of unit, number of units, options): for every kind a row of sharding, then a row of recomputation."""
+_Rows = list[tuple[int, list[UnitOption]]]
+"""Kind by kind: number of units, and their options in one aspect."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +257,8 @@ class RankChoice:
     """No choice within the budget takes less, by these sums."""
     needs: float
     """The least budget in which the choice would be this one or better."""
-    options: tuple[tuple[str, tuple[tuple[UnitChoice, int], ...], tuple[tuple[UnitChoice, int], ...]], ...]
-    """By kind: how many units are sharded how, and how many recompute how."""
+    units: dict[str, list[UnitChoice]]
+    """By kind: a choice for every unit, those that hold least first."""
     free: bool
     """Memory does not bind: more of it would change nothing."""
 
@@ -318,136 +266,122 @@ class RankChoice:
     def gap(self) -> float:
         return self.seconds - self.bound
 
-    def choices(self, kind: str) -> list[UnitChoice]:
-        """A choice for every unit of a kind, those that hold least first."""
-        for name, sharding, recompute in self.options:
-            if name == kind:
-                sharded = [c for c, n in sharding for _ in range(n)]
-                again = [c for c, n in recompute for _ in range(n)]
-                return [a._replace(split=b.split, recompute=b.recompute) for a, b in zip(sharded, again, strict=True)]
-        return []
 
+class RankOptions:
+    """What the units of a rank may choose, and the fastest choice within a budget of bytes."""
 
-class _Rank:
-    """A rank's rows of options; `free`: the least budget in which memory does not bind."""
-
-    def __init__(self, rows: _Rows):
-        self.rows, self.fastest = rows, []
-        for kind, n, options in rows:
-            least = min([o.seconds for o in options]) + _EPSILON
-            self.fastest.append((kind, n, [o for o in options if o.seconds <= least]))
-        self.free, self.free_limits = _least_budget(self.fastest)
-        self.chosen: dict[float, RankChoice | None] = {}
+    def __init__(self, kinds: Sequence[str], sharding: _Rows, recompute: _Rows):
+        self._kinds, self._aspects = kinds, (sharding, recompute)
+        fast = [[(n, [o for o in options if _is_fastest(o, options)]) for n, options in rows] for rows in self._aspects]
+        self._fastest = fast[0], fast[1]
+        self.free, self._free_limits = _least_budget(self._fastest)
+        """The least budget in which memory does not bind: every unit has the fastest of its options."""
+        self._chosen: dict[float, RankChoice | None] = {}
 
     @cached_property
-    def smallest(self) -> tuple[float, list[float]]:
-        return _least_budget(self.rows)
+    def least(self) -> tuple[float, list[float]]:
+        """The least budget in which anything can be chosen, and its limits on transient bytes."""
+        return _least_budget(self._aspects)
 
+    def smallest(self) -> RankChoice:
+        """The choices that hold least."""
+        return self._smallest(self._aspects, *self.least, False)
 
-def _rank(table: OptionTable, layout: ParallelLayout, load: RankLoad) -> _Rank:
-    key = (*table.key(layout), load)
-    known: _Rank | None = table.cache.get(key)
-    if known is None:
-        rows: _Rows = []
-        m, flight, piped = layout.micro_batches, load.in_flight, layout.mesh.pipe > 1
-        for kind, count in load.units:
-            rows.append((kind, count, table.sharding(layout, kind, piped)))
-            again = [
-                UnitOption(o.choice, m * o.seconds, flight * o.memory, o.transient)
-                for o in table.recompute(layout, kind)
-            ]
-            rows.append((kind, count, again))
-        known = table.cache[key] = _Rank(rows)
-    return known
+    def choose(self, budget: float) -> RankChoice | None:
+        """The fastest choices within the budget, or None."""
+        if budget not in self._chosen:
+            free = budget >= self.free
+            found = self._smallest(self._fastest, self.free, self._free_limits, True) if free else self._solve(budget)
+            self._chosen[budget] = found
+        return self._chosen[budget]
 
+    def _smallest(self, aspects: tuple[_Rows, _Rows], needs: float, limits: Sequence[float], free: bool) -> RankChoice:
+        """Of every row the smallest option within the limits on transient bytes."""
+        picked = [
+            (n, min([o for o in options if o.transient <= limit], key=lambda o: (o.memory, o.seconds)))
+            for rows, limit in zip(aspects, limits, strict=True)
+            for n, options in rows
+        ]
+        seconds = sum(n * o.seconds for n, o in picked)
+        return RankChoice(seconds, seconds, needs, self._by_kind([[(o, n)] for n, o in picked]), free)
 
-def smallest_bytes(table: OptionTable, layout: ParallelLayout, load: RankLoad) -> float:
-    """The least budget in which `choose_for_rank` finds something."""
-    return _rank(table, layout, load).smallest[0]
+    def _solve(self, budget: float) -> RankChoice | None:
+        """The knapsack, for every pair of limits on transient bytes (sharding, recomputation) that makes a difference."""
+        best: tuple[Chosen, list[list[UnitOption]]] | None = None
+        bound, needs = inf, 0.0
+        limits = [_spaced({o.transient for _, options in rows for o in options}) for rows in self._aspects]
+        below: dict[tuple[int, float], list[tuple[list[UnitOption], Group]]] = {}
 
+        def within(aspect: int, limit: float) -> list[tuple[list[UnitOption], Group]]:
+            """Options with at most `limit` transient bytes."""
+            if (aspect, limit) not in below:
+                rows = [(n, [o for o in options if o.transient <= limit]) for n, options in self._aspects[aspect]]
+                groups = [(options, Group([(o.memory, o.seconds) for o in options], n)) for n, options in rows]
+                below[aspect, limit] = groups if all(options for options, _ in groups) else []
+            return below[aspect, limit]
 
-def free_bytes(table: OptionTable, layout: ParallelLayout, load: RankLoad) -> float:
-    """The least budget in which memory does not bind: every unit has the fastest of its options."""
-    return _rank(table, layout, load).free
-
-
-def choose_for_rank(table: OptionTable, layout: ParallelLayout, load: RankLoad, budget: float) -> RankChoice | None:
-    """The fastest choices within the budget, or None."""
-    rank = _rank(table, layout, load)
-    if budget not in rank.chosen:
-        if budget >= rank.free:
-            rank.chosen[budget] = _smallest(rank.fastest, rank.free, rank.free_limits, True)
-        else:
-            rank.chosen[budget] = _solve(rank.rows, budget)
-    return rank.chosen[budget]
-
-
-def smallest_for_rank(table: OptionTable, layout: ParallelLayout, load: RankLoad) -> RankChoice:
-    """The choices that hold least."""
-    rank = _rank(table, layout, load)
-    return _smallest(rank.rows, *rank.smallest, False)
-
-
-def _least_budget(rows: _Rows) -> tuple[float, list[float]]:
-    """Bytes that the smallest options need, and the limits on transient bytes (sharding, recomputation) for that."""
-    total, limits = 0.0, []
-    for aspect in (rows[0::2], rows[1::2]):
-        best = (inf, 0.0)
-        for limit in {o.transient for _, _, options in aspect for o in options}:
-            held = 0.0
-            for _, n, options in aspect:
-                held += n * min([o.memory for o in options if o.transient <= limit], default=inf)
-            best = min(best, (limit + held, limit))
-        total += best[0]
-        limits.append(best[1])
-    return total, limits
-
-
-def _smallest(rows: _Rows, needs: float, limits: Sequence[float], free: bool) -> RankChoice:
-    """Of every row the smallest option within the limits on transient bytes."""
-    picked = [
-        [min([o for o in options if o.transient <= limits[i % 2]], key=lambda o: (o.memory, o.seconds))]
-        for i, (_, _, options) in enumerate(rows)
-    ]
-    counts = [n for _, n, _ in rows]
-    seconds = sum(n * o.seconds for n, (o,) in zip(counts, picked, strict=True))
-    return _rank_choice(rows, tuple({0: n} for n in counts), picked, (seconds, seconds, needs), free)
-
-
-def _solve(rows: _Rows, budget: float) -> RankChoice | None:
-    best: tuple[Chosen, list[list[UnitOption]]] | None = None
-    bound, needs = None, 0.0
-    limits = [_spaced({o.transient for _, _, options in rows[i::2] for o in options}) for i in (0, 1)]
-    below: dict[tuple[int, float], tuple[list[UnitOption], Group]] = {}
-
-    def within(i: int, limit: float) -> tuple[list[UnitOption], Group]:
-        """Options of a row with at most `limit` transient bytes."""
-        if (i, limit) not in below:
-            options = [o for o in rows[i][2] if o.transient <= limit]
-            below[i, limit] = options, Group([(o.memory, o.seconds) for o in options], rows[i][1])
-        return below[i, limit]
-
-    for sharding_limit in limits[0]:
-        for recompute_limit in limits[1]:
-            allowed = [within(i, recompute_limit if i % 2 else sharding_limit) for i in range(len(rows))]
-            if not all(options for options, _ in allowed):
-                break  # nor with less
+        for sharding_limit, recompute_limit in product(*limits):
+            sharding, recompute = within(0, sharding_limit), within(1, recompute_limit)
+            allowed = [*sharding, *recompute]
             groups = [group for _, group in allowed]
-            if best is not None and sum(g.fastest for g in groups) >= best[0].seconds:
-                break
             room = budget - sharding_limit - recompute_limit
-            if sum(g.smallest for g in groups) > room:
+            if not sharding or not recompute or sum(g.smallest for g in groups) > room:
+                continue
+            if best is not None and sum(g.fastest for g in groups) >= best[0].seconds:
                 continue
             chosen = choose(groups, room)
             if chosen is None:
                 continue
-            bound = chosen.bound if bound is None else min(bound, chosen.bound)
+            bound = min(bound, chosen.bound)
             if best is None or rounded(chosen.seconds) < rounded(best[0].seconds):
                 best = chosen, [options for options, _ in allowed]
                 needs = chosen.memory + sharding_limit + recompute_limit
-    if best is None or bound is None:
-        return None
-    return _rank_choice(rows, best[0].counts, best[1], (best[0].seconds, bound, needs), False)
+        if best is None:
+            return None
+        picked = [[(row[k], n) for k, n in counts.items()] for counts, row in zip(best[0].counts, best[1], strict=True)]
+        return RankChoice(best[0].seconds, bound, needs, self._by_kind(picked), False)
+
+    def _by_kind(self, picked: list[list[tuple[UnitOption, int]]]) -> dict[str, list[UnitChoice]]:
+        """`picked`: options and numbers of units, of every kind in the first aspect, then in the second."""
+        chosen = [
+            [o.choice for o, n in sorted(row, key=lambda each: each[0].memory) for _ in range(n)] for row in picked
+        ]
+        half, out = len(self._kinds), {}
+        for kind, sharded, again in zip(self._kinds, chosen[:half], chosen[half:], strict=True):
+            pairs = zip(sharded, again, strict=True)
+            out[kind] = [a._replace(split=b.split, recompute=b.recompute) for a, b in pairs]
+        return out
+
+
+def rank_options(table: OptionTable, layout: ParallelLayout, load: RankLoad) -> RankOptions:
+    """The options of a rank, known to the table."""
+    key = (*table.key(layout), load)
+    if key not in table.cache:
+        m, flight = layout.micro_batches, load.in_flight
+        sharding = [(count, table.sharding(layout, kind)) for kind, count in load.units]
+        recompute = [
+            (count, [UnitOption(o.choice, m * o.seconds, flight * o.memory, o.transient) for o in options])
+            for count, options in ((count, table.recompute(layout, kind)) for kind, count in load.units)
+        ]
+        table.cache[key] = RankOptions([kind for kind, _ in load.units], sharding, recompute)
+    found: RankOptions = table.cache[key]
+    return found
+
+
+def _is_fastest(o: UnitOption, options: Sequence[UnitOption]) -> bool:
+    return o.seconds <= min([other.seconds for other in options]) + _EPSILON
+
+
+def _least_budget(aspects: tuple[_Rows, _Rows]) -> tuple[float, list[float]]:
+    """Bytes that the smallest options need, and the limits on transient bytes (sharding, recomputation) for that."""
+    found = []
+    for rows in aspects:
+        best = (inf, 0.0)
+        for limit in {o.transient for _, options in rows for o in options}:
+            least = ((n, [o.memory for o in options if o.transient <= limit]) for n, options in rows)
+            best = min(best, (limit + sum(n * min(sizes, default=inf) for n, sizes in least), limit))
+        found.append(best)
+    return sum(total for total, _ in found), [limit for _, limit in found]
 
 
 def _spaced(values: set[float]) -> list[float]:
@@ -458,18 +392,3 @@ def _spaced(values: set[float]) -> list[float]:
             out.append(value)
     smallest = min(values)
     return out if out[-1] == smallest else [*out, smallest]
-
-
-def _rank_choice(
-    rows: _Rows,
-    counts: Sequence[dict[int, int]],
-    allowed: list[list[UnitOption]],
-    numbers: tuple[float, float, float],
-    free: bool,
-) -> RankChoice:
-    picked = [
-        tuple((options[k].choice, n) for k, n in sorted(row.items(), key=lambda item: options[item[0]].memory))
-        for row, options in zip(counts, allowed, strict=True)
-    ]
-    options = tuple((rows[i][0], picked[i], picked[i + 1]) for i in range(0, len(rows), 2))
-    return RankChoice(*numbers, options, free)

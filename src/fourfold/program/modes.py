@@ -12,7 +12,22 @@ Lowering places GATHER, RELEASE and REDUCE by these rules, and the planner's mod
 
 from __future__ import annotations
 
-__all__ = ["gathers", "reduces", "releases"]
+__all__ = ["gathered_for_each_op", "gathers", "once_a_step", "reduces", "releases", "shards"]
+
+
+def shards(mode: str) -> bool:
+    """Whether each rank of the group holds a part of the unit's parameters, gradients and optimizer state."""
+    return mode != "replicate"
+
+
+def gathered_for_each_op(mode: str) -> bool:
+    """Whether a unit is gathered for every forward and every backward, and held only meanwhile."""
+    return gathers(mode, "B", first=False, none_in_flight=False)
+
+
+def once_a_step(mode: str, reduce: str) -> bool:
+    """Whether a unit's collectives run once a step under every schedule: before its first forward, after its last backward."""
+    return mode in ("replicate", "keep") and not reduces(reduce, last=False)
 
 
 def gathers(mode: str, kind: str, *, first: bool, none_in_flight: bool) -> bool:

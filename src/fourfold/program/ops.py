@@ -89,6 +89,13 @@ class Schedule:
         micro_batches = 1 + max(op.micro_batch for ops in order for op in ops)
         return cls(order, tuple(where[s] for s in range(stages)), micro_batches, name)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # of thousands of ops: once
+        return hash((self.order, self.placement, self.micro_batches))
+
     @property
     def ranks(self) -> int:
         return len(self.order)

@@ -31,10 +31,16 @@ from fourfold.cluster import Cluster
 from fourfold.errors import FourfoldError, PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import SCHEDULES, Plan
-from fourfold.planner.api import default_batch, default_precision, find_plan, judge, named_precision
+from fourfold.planner.api import (
+    default_batch,
+    default_precision,
+    find_plan,
+    judge,
+    named_precision,
+    uniform_plans,
+)
 from fourfold.planner.problem import PlanProblem, parse_fixes
 from fourfold.planner.report import describe_units, with_report
-from fourfold.planner.uniform import uniform_plans
 from fourfold.schema import format_bytes, format_seconds
 from fourfold.view.plan_report import report_data
 

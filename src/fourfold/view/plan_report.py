@@ -20,10 +20,9 @@ from fourfold.cluster import Cluster
 from fourfold.errors import FourfoldError, PlanError
 from fourfold.plan import AXES, Plan
 from fourfold.planner.evaluate import StepTime, schedule_of, stage_layers
-from fourfold.planner.export import export
-from fourfold.planner.layouts import layout_of_plan
 from fourfold.planner.memory_model import CATEGORIES
 from fourfold.planner.op_times import units_of_stages
+from fourfold.planner.plan_export import export
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.report import describe_units, explain
 from fourfold.program.ops import Schedule
@@ -60,7 +59,7 @@ def report_data(
     if plan.predicted is None:
         raise PlanError("a report needs a prediction; `fourfold plan --judge` makes one for any plan")
     p, cluster = plan.predicted, problem.cluster
-    schedule = schedule_of(plan, layout_of_plan(plan, problem), problem.spec.layers)
+    schedule = schedule_of(problem, plan)
     return {
         "version": fourfold.__version__,
         "title": f"{p['model']} on {p['ranks']} × {cluster.device.name}",
