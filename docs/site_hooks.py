@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -29,7 +29,9 @@ def on_files(files: Any, config: Any) -> Any:
         text = path.read_text()
         if path.suffix == ".md":
             text = _relinked(text, path, Path("repository") / path.relative_to(ROOT))
-        files.append(File.generated(config, (Path("repository") / path.relative_to(ROOT)).as_posix(), content=text))
+        file = File.generated(config, (Path("repository") / path.relative_to(ROOT)).as_posix(), content=text)
+        file.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(file)
     return files
 
 
@@ -68,3 +70,14 @@ def _relinked(text: str, source: Path, place: Path) -> str:
 
     text = LINK.sub(link, text)
     return re.sub(r"\[([^\]]+)\]\(((?:\.\./)*[\w-]+/)\)", r"\1", text)  # folders
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The theme's search needs a script to work from file://, which it would load from the network: ours is in vendor/."""
+    local = os.path.relpath("vendor/iframe-worker.js", Path(page.file.dest_uri).parent)
+    return output.replace("https://unpkg.com/iframe-worker/shim", local)
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Likewise the page of a missing address."""
+    return output_content.replace("https://unpkg.com/iframe-worker/shim", "/vendor/iframe-worker.js")

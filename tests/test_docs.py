@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fourfold.testing.browser import Browser, missing_browser
 from tests.test_readme import RUN_BY
 
 ROOT = Path(__file__).parent.parent
@@ -71,3 +73,28 @@ def test_the_reference_is_that_of_the_code() -> None:
         [sys.executable, ROOT / "docs" / "make_reference.py", "--check"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif("FOURFOLD_SLOW_TESTS" not in os.environ, reason="builds the site: FOURFOLD_SLOW_TESTS=1")
+def test_the_site_builds_and_its_search_works_offline(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:  # nothing is loaded from elsewhere
+        assert not re.search(r'(?:<script[^>]*src|<link[^>]*rel="stylesheet"[^>]*href)="https?:', page.read_text()), (
+            page
+        )
+    if why := missing_browser():
+        pytest.skip(why)
+    with Browser(tmp_path) as browser:
+        browser.open((tmp_path / "site" / "how" / "grid.html").as_uri())
+        browser.run(
+            "const q = document.querySelector('.md-search__input'); q.focus(); q.value = 'knapsack';"
+            "q.dispatchEvent(new Event('input', {bubbles: true})); q.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}))"
+        )
+        assert browser.wait("return document.querySelectorAll('.md-search-result__item').length")
+        assert not browser.errors()
+    assert not browser.requests()
