@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from types import ModuleType
 from typing import Any, TextIO
@@ -37,7 +38,8 @@ def write_api(out: TextIO) -> int:
 
 def _write_entry(out: TextIO, name: str, value: Any, heading: str) -> None:
     kind = "class " if inspect.isclass(value) else ""
-    out.write(f"\n{heading} {kind}`{name}{_signature(value)}`\n\n{inspect.getdoc(value) or ''}\n")
+    signature = f"\n```text\n{name}{_signature(value)}\n```\n" if callable(value) else ""
+    out.write(f"\n{heading} {kind}`{name}`\n{signature}\n{inspect.getdoc(value) or ''}\n")
     if not inspect.isclass(value) or heading != "###":
         return
     for attribute, member in sorted(vars(value).items()):
@@ -49,7 +51,8 @@ def _write_entry(out: TextIO, name: str, value: Any, heading: str) -> None:
 
 def _signature(value: Any) -> str:
     try:
-        return str(inspect.signature(value)).replace("fourfold.", "") if callable(value) else ""
+        text = str(inspect.signature(value)).replace("fourfold.", "")
+        return re.sub(r"'([\w.\[\], |*]+)'(?=[,)= ]|$)", r"\1", text).replace(" -> None", "")  # annotations are strings
     except ValueError:
         return ""
 

@@ -75,6 +75,7 @@ def test_the_reference_is_that_of_the_code() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif("FOURFOLD_SLOW_TESTS" not in os.environ, reason="builds the site: FOURFOLD_SLOW_TESTS=1")
 def test_the_site_builds_and_its_search_works_offline(tmp_path: Path) -> None:
     pytest.importorskip("material")
