@@ -334,7 +334,7 @@ def test_a_grid_is_refused_with_its_reason() -> None:
     from fourfold.train.own_model import OwnModel
 
     with pytest.raises(
-        ff.PlanError, match="mesh.row = 2: the layers of your own model run as they are.*give fit.…, grid_rules=…."
+        ff.PlanError, match="mesh.row = 2: layers of your own model run unchanged.*give fit.…, grid_rules=…."
     ):
         plan.check(config_for(Path("x")), 2, OwnModel.of(layers, 0).outline)
     with pytest.raises(ff.PlanError, match="your model has 7 layers, which cannot fill 8 stages; use 7 at most"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -275,3 +276,99 @@ def test_files_in_the_docs_exist() -> None:
             if not any((root / name).exists() for root in [*roots, path.parent, path.parent.parent]):
                 missing.append(f"{path.relative_to(ROOT)}: {name}")
     assert not missing, "\n".join(missing)
+
+
+# ---- words ----
+
+DIALECT = (
+    r"of a sort|so many of|so much|what would do|go(?:es|ing)? on from|is believed|sees? to it|by turns|what it takes",
+    r"nobody moves|with the bits of|the speed of none|which nothing else|what is left of it|for want of|is told|are told",
+    r"heights|beside|likewise|for ever|whoever|nothing says|where there is none|where there are none|as it came|as they came",
+)
+"""Samples of sentences that readers had to read twice; CONTRIBUTING says how to write instead."""
+
+
+def test_words_that_readers_stumble_over_are_gone() -> None:
+    pattern = re.compile(rf"\b(?:{'|'.join(DIALECT)})\b", re.IGNORECASE)
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path in [*FILES, *pages]
+        if module_room(path) != "planner"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def module_room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0] if path.is_relative_to(SOURCE) else ""
+
+
+SAME_FUNCTION = {
+    "main": "of each program",
+    "join": "bf16 weights and their low bits, in torch and as a kernel",
+    "split": "bf16 weights and their low bits, in torch and as a kernel; the backwards of a schedule",
+    "scale": "in torch and as a kernel",
+    "round_half_up": "in torch and as a kernel",
+    "square_sum": "in torch and as a kernel",
+    "why": "the command; the reason of an OSError",
+    "verify": "the command; a checkpoint",
+    "compare": "the command; schedules in `simulate`",
+    "export": "a plan to another system; a checkpoint",
+    "explain": "a plan; an error of CUDA; replicas that differ",
+    "predict": "a plan, for users and inside the planner",
+    "search": "for a plan; for a schedule",
+    "improve": "a plan or a schedule, by local search",
+    "build": "a schedule by name; a dataclass from a mapping",
+    "parallelize": "a module on the tensor grid; any module over replicas",
+    "fuse": "matrices along a dim; I and W of a schedule",
+    "traffic": "of a matmul; through an interface",
+    "work": "of one rank; of one encoding process",
+}
+
+
+def test_a_function_name_stands_for_one_thing() -> None:
+    """Public functions at the top of modules; the same name twice only as listed."""
+    files: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(module_name(path))
+    twice = {name: where for name, where in files.items() if len(where) > 1 and name not in SAME_FUNCTION}
+    assert not twice, f"{twice}: rename one, or say in SAME_FUNCTION why both have the name"
+
+
+# ---- signs ----
+
+
+def test_names_in_docstrings_and_pages_exist() -> None:
+    """Notes, modules by dotted path, files without a folder, and environment variables."""
+    text = {path: path.read_text() for path in [*FILES, *PAGES, *TREES["tests"], ROOT / "conftest.py"]}
+    notes = {note for t in text.values() for note in re.findall(r"^ *\[Note: ([^\]\n]+)\]$", t, re.MULTILINE)}
+    variables = {v for p, t in text.items() if p.suffix == ".py" for v in re.findall(r"FOURFOLD_[A-Z_]+", t)}
+    missing = []
+    for path in [*FILES, *PAGES]:
+        found = [f"[Note: {note}]" for note in re.findall(r"\[Note: ([^\]\n]+)\]", text[path]) if note not in notes]
+        found += [v for v in re.findall(r"FOURFOLD_[A-Z_]+", text[path]) if v not in variables]
+        for dotted in re.findall(r"(?<![\w./])fourfold(?:\.[a-z_]+)+(?![\w.]*[:(/])", text[path]):
+            parts = dotted.split(".")
+            if not any(module_file(".".join(parts[:n])) for n in range(2, len(parts) + 1)) and parts[1] not in ("zip",):
+                found += (
+                    [dotted] if parts[1] not in defined(SOURCE / "__init__.py") | {"collective", "__file__"} else []
+                )
+        if path.suffix == ".py":
+            for name in re.findall(r"(?<![\w./`'\"*-])([a-z_]+\.py)\b", text[path]):
+                if not any((folder / name).exists() for folder in (path.parent, SOURCE, ROOT)) and name != "script.py":
+                    found.append(f"{name} (give its folder)")
+        missing += [f"{path.relative_to(ROOT)}: {name}" for name in found]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_table_of_rooms_is_right() -> None:
+    """docs/make_rooms.py writes it; a tenth may have come or gone since."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_rooms.py"))
+    counted, listed = made["rooms"](), made["listed"](made["PAGE"].read_text())
+    assert listed.keys() == counted.keys()
+    for room, (_, lines) in counted.items():
+        assert abs(listed[room][1] - lines) <= max(60, lines / 10), f"{room}: run python docs/make_rooms.py"

@@ -510,8 +510,8 @@ class Plan:
         for axis in ("row", "col"):
             if getattr(self.mesh, axis) > 1 and not own.grid:
                 raise PlanError(
-                    f"mesh.{axis} = {getattr(self.mesh, axis)}: the layers of your own model run as they are, and nothing says "
-                    f"how they lie on a tensor grid; give fit(…, grid_rules=…), or use {axis} = 1, and pipe, data or depth for "
+                    f"mesh.{axis} = {getattr(self.mesh, axis)}: layers of your own model run unchanged: there are no rules "
+                    f"to put them on a tensor grid; give fit(…, grid_rules=…), or use {axis} = 1, and pipe, data or depth for "
                     "the rest"
                 )
         if self.tensor.residual == "hidden":

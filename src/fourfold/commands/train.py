@@ -502,7 +502,7 @@ def loaded_defaults(args: list[str]) -> TrainArgs:
 
 
 def with_local_run(args: list[str]) -> list[str]:
-    """The arguments with the URL of `--resume` replaced by the run directory here, made where there is none."""
+    """The arguments with the URL of `--resume` replaced by the local run directory, which is created if missing."""
     from fourfold.train.remote import is_url, local_run
 
     _, resume = _named(args)

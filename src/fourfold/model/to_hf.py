@@ -65,7 +65,7 @@ def family_of(m: ModelConfig, base: dict[str, Any] | None = None) -> Family | No
 
 
 def as_written(m: ModelConfig) -> ModelConfig:
-    """The model as its files have it: theirs of a BERT always add a row of token types, one of zeros where there are none."""
+    """The model as its files describe it: files of a BERT always have a row of token types, zeros if the model has none."""
     return dataclasses.replace(m, token_types=1) if m.family == "bert" and not m.token_types else m
 
 

@@ -27,7 +27,7 @@ its factor is 1. So buckets that have a spare place on the host are updated in t
                that is not current, weights of before to the spare place
     accepted   the places change roles; nothing is copied
     rolled back    the state of before, in its current place, and the weights of before come in; the weights are set back, then
-               the update is repeated with the factor of the norm, or skipped; step counts likewise
+               the update is repeated with the factor of the norm, or skipped, as are the step counts
 
 The host reads one number per step, whether the norm is fine. Buckets without a spare place, and state on the device, wait for the
 norm. A step that waits writes its state home; `finish` copies home what is in spare places.

@@ -16,6 +16,7 @@ from fourfold.config import ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.spec import OwnLayers, unit_names
 from fourfold.plan import Plan
+from fourfold.program.modes import Mode, ReduceAfter
 
 __all__ = ["ResolvedUnit", "resolve_units"]
 
@@ -26,8 +27,8 @@ class ResolvedUnit:
 
     names: tuple[str, ...]
     """Names of the units it is run as: itself, or its slices in order."""
-    mode: Literal["replicate", "zero2", "zero3", "keep"]
-    reduce: Literal["step", "micro-batch"]
+    mode: Mode
+    reduce: ReduceAfter
     shards: int
     recompute: Literal["none", "selective", "full"]
     """Activation recomputation; slices are recomputed one by one."""

@@ -37,6 +37,7 @@ from typing import Any, Literal, cast
 
 from fourfold import files, schema
 from fourfold.errors import ScheduleError
+from fourfold.program.modes import Mode, ReduceAfter
 from fourfold.program.ops import Kind, Op, parse_number, parse_numbers
 
 __all__ = [
@@ -58,7 +59,6 @@ __all__ = [
 MOST_WEIGHT = 1e30
 """Bound on a unit's weight, which may be FLOPs."""
 Carried = Literal["activation", "gradient"]
-Mode = Literal["replicate", "zero2", "zero3", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class ProgramUnit:
 
     name: str
     mode: Mode = "replicate"
-    reduce: Literal["step", "micro-batch"] = "step"
+    reduce: ReduceAfter = "step"
     weight: float = 1
     """Its share of the stage's compute time, relative to the other units of the stage."""
 

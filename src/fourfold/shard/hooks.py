@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.program.modes import reduces, releases
+from fourfold.program.modes import Mode, ReduceAfter, reduces, releases
 from fourfold.shard.unit import Unit
 
 __all__ = ["HookDriver", "Hooked", "tensors_in"]
@@ -35,8 +35,8 @@ class Hooked:
 
     unit: Unit
     module: nn.Module
-    mode: Literal["replicate", "zero2", "zero3", "keep"]
-    reduce: Literal["step", "micro-batch"]
+    mode: Mode
+    reduce: ReduceAfter
     waiting: int = 0
     """Number of forwards whose backward is not complete."""
     reduced: bool = False

@@ -76,7 +76,7 @@ class Explanation:
     seconds: float
     """Mean time of these steps."""
     promised: float | None
-    """The planner's prediction; None where there is none for this machine."""
+    """The planner's prediction; None if there is none for this machine."""
     cluster: str
     table: tuple[tuple[str, float, float | None], ...]
     """Cause, seconds measured and seconds promised, on the ranks of the stage with the most work."""
