@@ -12,7 +12,13 @@ Lowering places GATHER, RELEASE and REDUCE by these rules, and the planner's mod
 
 from __future__ import annotations
 
-__all__ = ["gathered_for_each_op", "gathers", "once_a_step", "reduces", "releases", "shards"]
+from typing import Literal
+
+__all__ = ["Mode", "ReduceAfter", "gathered_for_each_op", "gathers", "once_a_step", "reduces", "releases", "shards"]
+
+Mode = Literal["replicate", "zero2", "zero3", "keep"]
+ReduceAfter = Literal["step", "micro-batch"]
+"""Gradients are reduced once per step, or after every micro-batch."""
 
 
 def shards(mode: str) -> bool:
