@@ -10,6 +10,7 @@ the JSON file into Arrow counts, as it does for ours. Needs `datasets` and `tran
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import resource
@@ -34,6 +35,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    missing = [name for name in ("datasets", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(f"compares with datasets.map, and needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     size = int(1e6 * (2 if args.quick else args.megabytes))
     rows = []
     with tempfile.TemporaryDirectory() as folder:

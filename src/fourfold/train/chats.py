@@ -483,30 +483,40 @@ PROCESSOR_TIME = hasattr(time, "pthread_getcpuclockid")  # not on macOS
 clock = time.thread_time if PROCESSOR_TIME else time.monotonic
 
 
+@dataclass
+class TimeLimit:
+    """When the chat that is being rendered began, and where it is from; the caller updates both."""
+
+    since: float
+    where: str
+
+
 @contextmanager
-def time_limit(what: str, seconds: float = SECONDS) -> Iterator[list[float]]:
-    """Raise DataError when more than `seconds` pass after the time in the yielded list, which the caller sets to `clock()`.
+def time_limit(where: str, seconds: float = SECONDS) -> Iterator[TimeLimit]:
+    """Raise DataError when more than `seconds` pass after the yielded time, which the caller sets to `clock()`.
 
     A template may loop; Python code can only be interrupted from another thread. Processor time of the caller's thread counts:
     on a busy machine any text takes long.
     """
-    since, thread, over = [clock()], threading.get_ident(), threading.Event()
+    limit, thread, over = TimeLimit(clock(), where), threading.get_ident(), threading.Event()
     now = (
         functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread)) if PROCESSOR_TIME else time.monotonic
     )
 
     def watch() -> None:
         while not over.wait(0.25):
-            if now() - since[0] > seconds:
+            if now() - limit.since > seconds:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Timeout))
                 return
 
     watcher = threading.Thread(target=watch, name="template time limit", daemon=True)
     watcher.start()
     try:
-        yield since
+        yield limit
     except _Timeout:
-        raise DataError(f"{what} takes longer than {seconds:g} s to render: does its template loop?") from None
+        raise DataError(
+            f"{limit.where}: its chat template takes longer than {seconds:g} s for this chat: does it loop?"
+        ) from None
     finally:
         over.set()
         watcher.join()

@@ -43,7 +43,16 @@ from fourfold import files, schema
 from fourfold.config import Config
 from fourfold.errors import ConfigError, DataError
 from fourfold.train.chats import Chat, ChatTemplate, PlainExample, parse_examples
-from fourfold.train.encode import Encoder, Encoding, cached_tokens, encode_to_file, examples, needs_cache, source_chunks
+from fourfold.train.encode import (
+    Encoder,
+    Encoding,
+    cached_tokens,
+    encode_to_file,
+    examples,
+    needs_cache,
+    nothing_in,
+    source_chunks,
+)
 from fourfold.train.packing import best_fit, segments_of
 
 __all__ = [
@@ -358,7 +367,7 @@ def open_corpus(source: str | Sequence[str], tokenizer: str = "bytes", encoding:
     for name in sources:
         documents = list(encoder(examples(source_chunks(name))))
         if not documents:
-            raise DataError(f"data.source = '{name}': there is no text in it")
+            raise DataError(nothing_in(name, encoder.empty))
         found += documents
         parts.append(len(documents))
     corpus = _corpus(title, found, codec, codec.vocab, prompted=encoder.prompted, left_out=encoder.empty)

@@ -396,6 +396,13 @@ def load_template(encoding: Encoding) -> ChatTemplate | None:
     return ChatTemplate(text, encoding.template, ChatTemplate.tokens_in(folder) if folder is not None else {}, on)
 
 
+def nothing_in(source: str, empty: int) -> str:
+    """What is said of a source without documents, `empty` of whose chats were left out."""
+    if empty:
+        return f"data.source = '{source}': the answers of all its {empty:,} chats are empty, so there is nothing to train on"
+    return f"data.source = '{source}': there is no text in it"
+
+
 class Encoder:
     """Examples to token ids and a mask of the trained ones; counts the examples it skips."""
 
@@ -414,16 +421,16 @@ class Encoder:
         self, found: Iterable[tuple[str, PlainExample | Chat]]
     ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]]:
         """The ids of each example, and the mask of the trained ones (None: all)."""
-        with time_limit("a chat") as since:
+        with time_limit("a chat") as limit:
             for batch in _batched(found, BATCH):
                 texts, trained = [], []
                 for where, example in batch:
-                    since[0] = clock()
+                    limit.since, limit.where = clock(), where
                     rendered = self._rendered(where, example)
                     if rendered is not None:
                         texts.append(rendered[0])
                         trained.append(rendered[1:])
-                since[0] = clock() + 600.0  # the library encodes; no template runs
+                limit.since = clock() + 600.0  # the library encodes; no template runs
                 locate = any(spans is not None for spans, *_ in trained)
                 for (ids, tokens), marks in zip(self.codec.encode_all(texts, locate=locate), trained, strict=True):
                     yield self._finished(ids, tokens, *marks)
@@ -666,7 +673,7 @@ def encode_to_file(
                     if progress is not None:
                         progress(min(seen, whole), whole)
                 if len(lengths) == before:
-                    raise DataError(f"data.source = '{source}': there is no text in it")
+                    raise DataError(nothing_in(source, empty))
                 parts.append(len(lengths) - before)
             if masked:
                 masks.seek(0)

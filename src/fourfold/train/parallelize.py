@@ -194,6 +194,7 @@ class Parallel:
         `batch` is a tensor, a sequence of tensors, or a dict of them, which is passed by keyword; other values are passed to
         every micro-batch unchanged. The module's loss is a mean over its micro-batch. By default these means have equal weight;
         otherwise `weight(part)` returns the number of items that each is the mean of, and the result is the mean over all items.
+        A weight on the GPU is waited for, since one of 0 changes what is computed; a number, or a tensor on the host, is not.
         """
         parts = self._parts(batch)
         shares = self._shares(parts, weight)
@@ -409,15 +410,18 @@ class Parallel:
             return parts
         return [p[0] if isinstance(batch, Tensor) else tuple(p.values()) for p in parts]
 
-    def _shares(self, parts: list[Any], weight: Callable[[Any], Any] | None) -> list[float]:
-        """The weight of each micro-batch's mean in the mean over all micro-batches and ranks."""
+    def _shares(self, parts: list[Any], weight: Callable[[Any], Any] | None) -> list[Tensor | float]:
+        """The weight of each micro-batch's mean in the mean over all micro-batches and ranks; 0.0: it is a mean over nothing."""
         if weight is None:
             self._check_labels(parts)
             return [1.0 / (len(parts) * self.replicas)] * len(parts)
-        device = self.units[0].full.device
-        found = torch.stack([torch.as_tensor(weight(part), dtype=torch.float64).to(device) for part in parts])
+        given = [float(weight(part)) for part in parts]
+        found = torch.zeros(len(parts), dtype=torch.float64, device=self.units[0].full.device)
+        for m, value in enumerate(given):
+            found[m].fill_(value)  # a copy from the host would wait for the device
         whole = self._sum(found.sum(), "the weight of the batch")
-        return (found / whole.clamp(min=torch.finfo(found.dtype).tiny)).tolist()
+        shares = found / whole.clamp(min=torch.finfo(found.dtype).tiny)
+        return [share if value else 0.0 for share, value in zip(shares, given, strict=True)]
 
     def _check_labels(self, parts: list[Any]) -> None:
         """Check the first batch: with ignored labels, micro-batch means are over different numbers of labels."""
@@ -452,8 +456,8 @@ def _device(module: nn.Module) -> torch.device:
     return torch.device(found[0])
 
 
-def _loss_of(output: Any, batch: Any, share: float) -> Tensor:
-    """The loss in a module's output, times `share`. A share of 0 means that the loss is a mean over nothing, NaN."""
+def _loss_of(output: Any, batch: Any, share: Tensor | float) -> Tensor:
+    """The loss in a module's output, times `share`. A share of 0.0 means that the loss is a mean over nothing, NaN."""
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -466,6 +470,8 @@ def _loss_of(output: Any, batch: Any, share: float) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ConfigError(f"the loss must be one number, the mean over the batch; found {found}")
+    if isinstance(share, Tensor):  # not read: that would wait for the device
+        return loss.reshape(()) * share.to(loss.dtype)
     if share:
         return loss.reshape(()) * share
     others = [t for t in tensors_in(output) if t is not loss and t.is_floating_point()]
