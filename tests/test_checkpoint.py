@@ -684,14 +684,14 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
 
 
 def _broken_on_rank_1(rank: int, ranks: int, path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+    from fourfold.train import checkpoint_files
 
     if rank == 1:
 
         def fail(self: object, *args: object) -> None:
             raise OSError("no paper")
 
-        dcp.FileSystemWriter.write_data = fail  # type: ignore[method-assign,assignment]
+        checkpoint_files.FileWriter.write_data = fail  # type: ignore[method-assign,assignment]
     layout = lay_out({"x": (64 * ranks,)}, ranks)
     pieces = {"x": (Piece("x", (64 * ranks,), ((0, 64 * ranks),), ((0, 64 * ranks),)),)}
     holding = Holding("", torch.ones(64), 64 * rank, layout, pieces)

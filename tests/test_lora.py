@@ -459,7 +459,7 @@ def test_what_cannot_be_adapted_is_refused(
 
 def test_random_weights_are_not_adapted(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", "llama", lora={"rank": 4})
-    with pytest.raises(ConfigError, match=r"\[lora\] adapts trained weights, and model.init = 'random' has none"):
+    with pytest.raises(ConfigError, match=r"\[lora\] adapts trained weights, but model.init = 'random' has none"):
         fit(config)
     data = config.to_dict()
     assert "lora" not in data["model"]
