@@ -120,13 +120,8 @@ class _Search:
         top: int,
         config: SearchConfig,
     ):
-        self.problem, self.constraints, self.progress, self.top, self.config = (
-            problem,
-            constraints,
-            progress,
-            top,
-            config,
-        )
+        self.problem, self.constraints, self.progress = problem, constraints, progress
+        self.top, self.config = top, config
         self.limit = problem.cluster.usable
         self.table = OptionTable(problem, {k: str(v) for k, v in constraints.fixed.items()})
         self.queue: list[tuple[float, int, ParallelLayout, _Step]] = []
