@@ -86,7 +86,7 @@ def test_one_sum_across_groups_overlaps() -> None:
     assert takes(long, long, long)[1] > 3 + 2 * 2.0
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(
     st.lists(st.tuples(*[st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.7))] * 8), min_size=1, max_size=3),
     st.integers(4, 40),

@@ -141,7 +141,7 @@ def test_models_are_told_by_what_is_in_their_files(tmp_path: Path, capsys: pytes
     assert main(["plan", str(tmp_path), "--cluster", "h200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["predicted"]["global_batch"] == 8
     assert main(["train", str(tmp_path / "mine.json")]) == 2
-    assert "this is a Hugging Face file" in capsys.readouterr().err
+    assert "this is a Hugging Face config" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_what_if_where_the_base_does_not_fit(capsys: pytest.CaptureFixture[str],
     text = capsys.readouterr().out
     assert text.startswith("no plan fits")
     assert "what if memory=80GiB: " in text
-    assert "nothing written" in text
+    assert "not written or exported" in text
     assert not (tmp_path / "x.json").exists()
     assert main([*args, "--what-if", "flops=x2"]) == 2
     assert capsys.readouterr().out.count("no plan fits") == 2
