@@ -163,8 +163,8 @@ def _forked(name: str, log: Path) -> int:
 # ---- make test-gpu ----
 
 
-def collected(*files: str) -> list[str]:
-    """The names of the tests in files, collected in another process."""
+def collected(*files: str) -> tuple[list[str], str]:
+    """The names of the tests in files, collected in another process, and what went wrong."""
     command = [
         sys.executable,
         "-m",
@@ -178,17 +178,18 @@ def collected(*files: str) -> list[str]:
         *files,
     ]
     out = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    names = [line for line in out.stdout.splitlines() if "::" in line]
-    if not names:
-        print(out.stdout + out.stderr)
-    return names
+    return [
+        line for line in out.stdout.splitlines() if "::" in line
+    ], "" if out.returncode == 0 else out.stdout + out.stderr
 
 
 def run_tests(session: Session) -> int:
     os.chdir(ROOT)
     os.environ.update(environment(FOURFOLD_TEST_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1"))
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-    names = collected("tests/test_kernels.py", "tests/test_cuda.py", "tests/test_nccl.py", "tests/offload")
+    names, problem = collected("tests/test_kernels.py", "tests/test_cuda.py", "tests/test_nccl.py", "tests/offload")
+    if problem:  # pytest is missing, or a file cannot be imported
+        session.done.append(Done("collecting the tests", _tail(problem), 0.0))
     import torch
 
     torch.set_num_threads(1)
