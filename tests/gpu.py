@@ -195,6 +195,9 @@ def run_tests(session: Session) -> int:
     torch.set_num_threads(1)
     import fourfold.train.worker  # noqa: F401 (once, for all that are forked)
 
+    if names:
+        import pytest  # noqa: F401
+
     alone = [n for n in names if any(word in n for word in (*NCCL, *REAL))]
     shared = [n for n in names if n not in alone and ("[cpu" not in n or "cuda" in n)]
     print(f"{len(names)} tests, {len(shared)} of them {TOGETHER} at a time", flush=True)
