@@ -74,6 +74,13 @@ def plans() -> list[tuple[str, str, dict[str, Any]]]:
             name, tensor = f"row 2 · col 2, keep {' + '.join(keep)}", {"keep": keep}
             add(name, model, mesh={"row": 2, "col": 2}, tensor=tensor, batch={"micro_batches": 2})
         add("data 2, optimizer on the host", model, mesh={"data": 2}, memory={"optimizer": "host"})
+        consumed = {"optimizer": "host", "gradients": "consume"}
+        full = [{"match": "*", "recompute": "full"}]
+        add("data 1, consumed gradients", model, memory=consumed, unit=full)
+        add("data 2, consumed gradients", model, mesh={"data": 2}, memory=consumed, unit=full)
+        rule = {"match": "*", "mode": "zero3", "recompute": "full"}
+        add("data 4, zero3, consumed gradients", model, mesh={"data": 4}, memory=consumed, unit=[rule])
+        add("col 2, consumed gradients", model, mesh={"col": 2}, memory=consumed, unit=full)
         rule = {"match": "*", "mode": "zero3", "within": 2}
         add("data 4, zero3 within 2", model, mesh={"data": 4}, unit=[rule])
     for recompute in ("none", "selective", "full"):
@@ -82,14 +89,15 @@ def plans() -> list[tuple[str, str, dict[str, Any]]]:
     return out
 
 
-def config(model: str, folder: str) -> Config:
+def config(model: str, folder: str, plan: Plan) -> Config:
     text = Path(folder) / "corpus.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(4000)))
+    norm = plan.memory.gradients != "consume"
     data = {
         "model": MODELS[model],
         "data": {"source": str(text)},
-        "train": {"steps": 3, "global_batch": 16, "run_dir": f"{folder}/run", "device": "cpu"},
-        "optim": {"warmup": 1},
+        "train": {"steps": 3, "global_batch": 16, "run_dir": f"{folder}/run", "device": "cpu", "guard": norm},
+        "optim": {"warmup": 1, "clip": float(norm)},
         "log": {"trace": 0},
     }
     return Config.from_dict(data).resolve()
@@ -132,7 +140,10 @@ def alone(fields: dict[str, Any], sections: dict[str, Any], rank: int = 0, batch
 
     plan, train = Plan.from_dict(sections), {"global_batch": batch, "run_dir": "unused", "device": "cpu"}
     model = {name: value for name, value in fields.items() if name != "lora"}
-    resolved = Config.from_dict({"model": model, "train": train, "lora": fields.get("lora", {})}).resolve()
+    norm = plan.memory.gradients != "consume"
+    optim = {"clip": float(norm)}
+    made = {"model": model, "train": {**train, "guard": norm}, "optim": optim, "lora": fields.get("lora", {})}
+    resolved = Config.from_dict(made).resolve()
     plan.check(resolved, plan.mesh.ranks)
     problem = PlanProblem(
         ModelSpec.from_config(resolved.model),
@@ -156,7 +167,7 @@ def measure(name: str, model: str, sections: dict[str, Any]) -> Row | str:
     """A row, or why there is none."""
     plan = Plan.from_dict(sections)
     with tempfile.TemporaryDirectory() as folder:
-        resolved = config(model, folder)
+        resolved = config(model, folder, plan)
         try:
             plan.check(resolved, plan.mesh.ranks)
         except PlanError as e:

@@ -265,13 +265,6 @@ class Memory:
                     f"memory.rollback = {self.rollback} is for optimizer state on the host, but memory.optimizer = 'device'; "
                     "leave it out, or use optimizer = 'host' or 'auto'"
                 )
-        unknown = self.optimizer == "auto" and not self.device_state
-        if self.gradients == "consume" and (self.optimizer == "device" or unknown):
-            found = f"memory.optimizer = '{self.optimizer}'{' without device_state' if unknown else ''}"
-            raise PlanError(
-                f"memory.gradients = 'consume' needs state on the host, in a size known before the first step, but {found}; use "
-                "optimizer = 'host', or 'auto' with device_state"
-            )
         if self.prefetch < 0:
             raise PlanError(f"memory.prefetch = {self.prefetch} must be at least 0")
 
@@ -409,8 +402,16 @@ class Plan:
 
     def check_gradients(self, config: Config) -> None:
         """Raise PlanError if gradients are to be consumed in the backward, but are needed after it."""
-        if self.memory.gradients != "consume":
+        memory = self.memory
+        if memory.gradients != "consume":
             return
+        unknown = memory.optimizer == "auto" and not memory.device_state
+        if memory.optimizer == "device" or unknown:
+            where = f"memory.optimizer = '{memory.optimizer}'{' without device_state' if unknown else ''}"
+            raise PlanError(
+                f"memory.gradients = 'consume' needs state on the host, in a size known before the first step, but {where}; use "
+                "optimizer = 'host', or 'auto' with device_state"
+            )
         micro = self.micro_batches(config.train.global_batch)
         for found, needs, instead in (
             (config.optim.clip, f"optim.clip = {config.optim.clip} needs the norm of all of them", "optim.clip = 0"),

@@ -9,14 +9,15 @@ import pytest
 
 from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
+from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
-from fourfold.planner.api import make_plan
+from fourfold.planner.api import make_plan, plan_problem
 from fourfold.planner.engines import TrainingEngine
 from fourfold.planner.evaluate import evaluate, predict, stage_layers
 from fourfold.planner.layouts import GridShape, layout_of_plan
 from fourfold.planner.op_times import units_of_stages
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.problem import PlanProblem, parse_fixes
 from fourfold.planner.unit_cost import UnitChoice, UnitTimes, unit_cost, unit_times_on_grid
 from fourfold.program import Costs, ProgramUnit, lower, simulate
 from fourfold.program.from_plan import schedule_of_plan
@@ -206,16 +207,51 @@ def on_the_host(**memory: Any) -> tuple[PlanProblem, Plan]:
 
 
 def test_every_rank_keeps_as_many_bytes_of_state_as_the_plan_says() -> None:
-    s, plan = on_the_host(optimizer="auto", device_state="1GB")
+    s, plan = on_the_host(optimizer="auto", device_state="1GB", rollback="0GiB")
     least, most = sorted(predict(plan, s).memory, key=lambda m: m.host)
-    s, whole = on_the_host(optimizer="host")
+    s, whole = on_the_host(optimizer="host", rollback="0GiB")
     less, more = sorted(predict(whole, s).memory, key=lambda m: m.host)
     assert more.host - most.host == pytest.approx(1e9)
     assert less.host - least.host == pytest.approx(min(1e9, less.host))
 
 
+def test_rolling_back_takes_host_memory() -> None:
+    """A second place for state and weights, and weights of before in the slots; in what the host has free, but for a tenth."""
+    s, plan = on_the_host(optimizer="host", rollback="0GiB")
+    _, auto = on_the_host(optimizer="host")
+    waits, tries = predict(plan, s).peak, predict(auto, s).peak
+    assert tries.host_rollback == pytest.approx(1.2 * waits.host)
+    assert tries.host == pytest.approx(2.2 * waits.host)
+    assert tries.peak - waits.peak == pytest.approx(4 * 2**24 * s.compute_bytes)
+    small = replace(s, cluster=s.cluster.what_if({"host": str(int(1.5 * waits.host * s.cluster.devices))}))
+    assert predict(auto, small).peak.host == pytest.approx(0.9 * 1.5 * waits.host)
+    assert predict(auto, replace(s, needs_norm=False)).peak == replace(waits, at=tries.at)
+
+
+@pytest.mark.parametrize("needs_norm", [True, False])
+def test_gradients_are_consumed_where_memory_needs_it(needs_norm: bool) -> None:
+    """And where no clipping and no guard need them; the plan says how much state is on the device, so that it can be checked."""
+    model = ModelConfig(
+        family="llama", layers=40, hidden=5120, heads=40, kv_heads=8, ffn=13824, vocab=32000, seq_len=4096
+    )
+    spec, precision = ModelSpec.from_config(model.resolve()), Precision(compute="bf16", reduce="bf16")
+    found = {}
+    for memory in ("141GB", "1000GB"):
+        cluster = Cluster.preset("h200").what_if({"memory": memory})
+        problem = PlanProblem(spec, cluster, 1, precision, needs_norm=needs_norm)
+        found[memory] = plan_problem(problem, parse_fixes([], None, 1)).memory
+    assert (found["141GB"].gradients == "consume") == (not needs_norm)
+    assert bool(found["141GB"].device_state)
+    assert found["1000GB"].gradients == "auto"
+    asked = plan_problem(problem, parse_fixes(["gradients=consume"], None, 1))
+    assert asked.memory.gradients == "consume"
+    many = replace(problem, global_batch=4)
+    with pytest.raises(PlanError, match="one micro-batch per step"):
+        plan_problem(many, parse_fixes(["gradients=consume", "micro_batches=4"], None, 1))
+
+
 def test_staging_takes_memory() -> None:
-    s, plan = on_the_host(optimizer="host")
+    s, plan = on_the_host(optimizer="host", rollback="0GiB")
     _, wide = on_the_host(optimizer="host", staging="1GiB")
     ring = 2**24 * s.streamed_bytes
     longer = (1 << 30) // ring - 4

@@ -257,17 +257,19 @@ def _each(value: Any) -> list[str]:
 
 def read_problem(args: PlanArgs, cluster: Cluster) -> PlanProblem:
     """The planner's problem of these arguments."""
-    spec, batch = read_model(args.model, args.seq_len, args.lora)
+    spec, batch, needs_norm = read_model(args.model, args.seq_len, args.lora)
     precision = named_precision(args.precision) if args.precision else default_precision(cluster)
     size = args.global_batch if args.global_batch is not None else batch
     if size is not None and size < 1:
         raise PlanError(f"--global-batch {size} must be at least 1")
     batch = size or default_batch(spec, cluster, args.max_ranks)
-    return PlanProblem(spec, cluster, batch, precision, args.moments).with_engine(args.engine)
+    problem = PlanProblem(spec, cluster, batch, precision, args.moments, needs_norm=needs_norm)
+    return problem.with_engine(args.engine)
 
 
-def read_model(path: str, seq_len: int | None, lora: LoraConfig | None = None) -> tuple[ModelSpec, int | None]:
-    """The model of a config of ours or of a Hugging Face file, and the batch where the config has one.
+def read_model(path: str, seq_len: int | None, lora: LoraConfig | None = None) -> tuple[ModelSpec, int | None, bool]:
+    """The model of a config of ours or of a Hugging Face file, the batch where the config has one, and whether updates need the
+    gradient norm.
 
     `lora`: from flags; it overrides the config's.
     """
@@ -278,11 +280,11 @@ def read_model(path: str, seq_len: int | None, lora: LoraConfig | None = None) -
         spec = ModelSpec.from_hf(path, seq_len=seq_len or 0)
         if lora is not None and lora.rank and spec.config is not None:
             spec = ModelSpec.from_config(replace(spec.config, lora=lora), spec.name)
-        return spec, None
+        return spec, None, True
     config = Config.load(where / "config.json" if where.is_dir() else where)  # a folder of a run
     config = config if lora is None or not lora.rank else replace(config, lora=lora)
     model: ModelConfig = config.model if seq_len is None else replace(config.model, seq_len=seq_len)
-    return ModelSpec.from_config(model, where.stem), config.train.global_batch
+    return ModelSpec.from_config(model, where.stem), config.train.global_batch, config.needs_norm
 
 
 def _planned(problem: PlanProblem, wanted: Constraints, args: PlanArgs) -> Plan:

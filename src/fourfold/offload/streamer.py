@@ -158,7 +158,8 @@ class Streamer:
         for region in self.regions:
             if self._in_one_pass(region.kinds):
                 continue
-            size = min(self.size, region.elements) * region.master.itemsize
+            longest = max((b.elements for b in self.buckets if b.region is region), default=0)
+            size = longest * region.master.itemsize
             wanted = ["grad"]
             wanted += ["master"] if "low" in region.kinds else []
             wanted += ["exp_avg", "exp_avg_sq"] if region.kinds["exp_avg"] != region.master else []

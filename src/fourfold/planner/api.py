@@ -254,7 +254,9 @@ def problem_of_run(
     """The planning problem of a run."""
     spec = ModelSpec.from_config(config.model).with_context(context)
     precision, together = precision or default_precision(cluster), config.sequences_together
-    return PlanProblem(spec, cluster, config.train.global_batch, precision, together=together)
+    return PlanProblem(
+        spec, cluster, config.train.global_batch, precision, together=together, needs_norm=config.needs_norm
+    )
 
 
 def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | None:

@@ -166,7 +166,10 @@ def evaluate(
     given, limit = plan.memory.device_state, problem.cluster.usable if limit is None else limit
     on_device = float(schema.parse_bytes(given, "memory.device_state", PlanError)) if given else None
     staging = float(schema.parse_bytes(plan.memory.staging, "memory.staging", PlanError))
-    return PlanEvaluation(problem, layout, schedule, counts, choices, limit, on_device, staging)
+    rollback = inf if not staging and plan.mesh.row == 1 else 0.0
+    if plan.memory.rollback != "auto":
+        rollback = float(schema.parse_bytes(plan.memory.rollback, "memory.rollback", PlanError))
+    return PlanEvaluation(problem, layout, schedule, counts, choices, limit, on_device, staging, rollback)
 
 
 # ---- schedule and stages of a plan ----
@@ -227,7 +230,8 @@ class PlanEvaluation:
     """A plan through a step, in `limit` bytes of a device: time and memory of every rank, computed when asked for.
 
     `counts`: layers per stage, with the embedding and the head as layers; `choices` by unit name. With `optimizer = "auto"`,
-    state that fits is on the device, or `state_on_device` bytes of it. `staging`: bytes of prefetched optimizer state.
+    state that fits is on the device, or `state_on_device` bytes of it. `staging`: bytes of prefetched optimizer state;
+    `rollback`: at most so many host bytes to roll updates back.
     """
 
     def __init__(
@@ -240,11 +244,14 @@ class PlanEvaluation:
         limit: float,
         state_on_device: float | None = None,
         staging: float = 0.0,
+        rollback: float = 0.0,
     ):
         self.problem, self.layout, self.schedule, self.limit = problem, layout, schedule, limit
         self.stages = plan_units(problem, layout, units_of_stages(problem.spec, counts), choices)
         self._state_on_device, self._staging = state_on_device, staging
         self._streams = layout.streams_optimizer(problem)
+        hosted = layout.optimizer != "device" and not problem.on_cpu and problem.engine.name == "fourfold"
+        self._rollback = rollback if hosted and problem.needs_norm else 0.0
         self._message_bytes = layout.message_bytes(problem)
         self._tied_on_two_ranks = problem.spec.tied and schedule.placement[0] != schedule.placement[-1]
         self._tied_elements = 0.0 if problem.spec.lora else tied_elements(problem.spec, layout.mesh)  # exchanged
@@ -425,7 +432,14 @@ class PlanEvaluation:
     def memory(self) -> tuple[RankMemory, ...]:
         """What every rank of the pipeline holds."""
         held = zip(self._without_state, self.updated, strict=True)
-        return tuple(m.with_state(*self._state(updated, self.device_share)) for m, updated in held)
+        return tuple(self._with_state(m, updated) for m, updated in held)
+
+    def _with_state(self, m: RankMemory, updated: float) -> RankMemory:
+        """With the optimizer's state. Rolling back takes what the host has free, but for a tenth."""
+        on_device, on_host = self._state(updated, self.device_share)
+        p = self.problem
+        wanted = min(self._rollback, on_host * (1 + p.compute_bytes / p.streamed_bytes))
+        return m.with_state(on_device, on_host, max(0.0, min(wanted, 0.9 * p.cluster.host_memory - m.host - on_host)))
 
     @property
     def peak(self) -> float:
@@ -458,6 +472,8 @@ class PlanEvaluation:
                 host=0.0 if p.on_cpu else on_host,
                 update=0.0 if self._streams else rounding,
                 prefetch=layout.prefetch,
+                consume=layout.consume,
+                replicas=layout.replicas > 1,
             )
             out.append(replay_rank(p, schedule, rank, self.stages, extras, known))
         return out
@@ -533,12 +549,15 @@ class PlanEvaluation:
         if not self._streams:
             return 0.0
         bucket = min(STREAM_BUCKET, updated)
+        if self.layout.consume:  # buckets end where units end
+            bucket = min(bucket, max(u.cost.updated / u.cost.slices for s in self.stages for u in s))
         wanted = max(STREAM_SLOTS, self._staging // (bucket * p.streamed_bytes))
-        slots = min(wanted, -(-self._on_host(updated, device_share) // STREAM_BUCKET))
+        slots = min(wanted, -(-self._on_host(updated, device_share) // bucket))
         scratch = max(4, p.compute_bytes) * (1 + (p.compute_bytes < 4) + 2 * (p.moments == "bf16"))
         if p.compute_bytes < 4 and not p.on_cpu:
             scratch = 0  # one kernel does it all
-        return bucket * (slots * p.streamed_bytes + scratch)
+        kept = p.compute_bytes if self._rollback else 0  # weights of before pass through the slots
+        return bucket * (slots * (p.streamed_bytes + kept) + scratch)
 
 
 def _collectives_at_ends(units: Sequence[PlannedUnit]) -> tuple[float, list[PlannedUnit]]:

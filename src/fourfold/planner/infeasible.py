@@ -15,7 +15,7 @@ from fourfold.errors import PlanError, ScheduleError
 from fourfold.plan import Mesh, Precision
 from fourfold.planner.build import Candidate, smallest_plan
 from fourfold.planner.evaluate import fits
-from fourfold.planner.layouts import ParallelLayout, enumerate_layouts
+from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, may_consume
 from fourfold.planner.lower_bounds import least_bytes
 from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.planner.unit_options import OptionTable
@@ -50,11 +50,23 @@ def least_memory_plan(problem: PlanProblem, constraints: Constraints, table: Opt
 def _small_layouts(problem: PlanProblem, constraints: Constraints) -> Iterator[ParallelLayout]:
     """Layouts that may need least: the smallest micro-batches, no prefetch, and all that the host can hold there."""
     of_mesh: dict[Mesh, ParallelLayout] = {}
+    consuming = False
     for found in enumerate_layouts(problem, constraints):
         if found.mesh.pipe == 1 or found.schedule == (constraints.schedule or "1f1b"):
             other = of_mesh.setdefault(found.mesh, found)
             if found.micro_batch_size < other.micro_batch_size:
                 of_mesh[found.mesh] = found
+            hosted = replace(found, prefetch=0, optimizer=constraints.get("optimizer", "host"))
+            if may_consume(problem, constraints.fixed, hosted):
+                consuming = True
+                yield replace(hosted, consume=True, tensor=replace(found.tensor, keep=()))
+    if constraints.get("gradients") == "consume":
+        if not consuming:
+            raise PlanError(
+                "--fix gradients=consume needs one micro-batch per step on every rank, and the engine fourfold; leave it out, or "
+                "use a smaller --global-batch"
+            )
+        return
     for found in of_mesh.values():
         bare = replace(found, prefetch=0, tensor=replace(found.tensor, keep=()))
         if problem.on_cpu:

@@ -8,16 +8,16 @@ that the grid can keep; the search varies these.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fourfold.errors import PlanError
 from fourfold.plan import AXES, Batch, Flows, Kept, Memory, Mesh, Pipeline, Plan, Tensor, UnitRule
 from fourfold.planner.problem import Constraints, PlanProblem
 
-__all__ = ["GridShape", "ParallelLayout", "enumerate_layouts", "keep_options", "layout_of_plan"]
+__all__ = ["GridShape", "ParallelLayout", "enumerate_layouts", "keep_options", "layout_of_plan", "may_consume"]
 
 _SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved", "wave", "zb-v")
 """gpipe is never better, and synthesized schedules take long to make: only where requested."""
@@ -55,6 +55,8 @@ class ParallelLayout:
     tensor: Tensor = field(default_factory=Tensor)
     prefetch: int = 1
     """Units gathered ahead: 0 or 1."""
+    consume: bool = False
+    """Gradients are freed after their updates in the backward."""
 
     @property
     def replicas(self) -> int:
@@ -146,6 +148,7 @@ class ParallelLayout:
                 moments=problem.moments,
                 activations=self.activations,
                 prefetch=self.prefetch,
+                gradients="consume" if self.consume else "auto",
             ),
             precision=problem.precision,
         )
@@ -175,7 +178,16 @@ def layout_of_plan(plan: Plan, problem: PlanProblem) -> ParallelLayout:
         plan.memory.activations,
         plan.tensor,
         plan.memory.prefetch,
+        plan.memory.gradients == "consume",
     )
+
+
+def may_consume(problem: PlanProblem, fixed: Mapping[str, Any], layout: ParallelLayout) -> bool:
+    """Whether gradients may be freed in the backward: state is on the host, and nothing needs them afterwards."""
+    if problem.engine.name != "fourfold" or layout.optimizer == "device" or layout.micro_batches > 1:
+        return False
+    default = "keep" if problem.needs_norm or problem.on_cpu else "consume"
+    return fixed.get("gradients", default) == "consume"
 
 
 # ---- enumeration ----

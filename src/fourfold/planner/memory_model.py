@@ -275,8 +275,9 @@ class RankMemory:
     """The op at the peak, or `update`."""
     by_category: tuple[float, ...]
     host: float = 0.0
-    """Bytes on its host: activations and optimizer state."""
+    """Bytes on its host: activations, optimizer state, and what is kept to roll updates back."""
     host_activations: float = 0.0
+    host_rollback: float = 0.0
 
     @cached_property
     def peak(self) -> float:
@@ -287,15 +288,16 @@ class RankMemory:
         """Bytes by category."""
         return dict(zip(CATEGORIES, self.by_category, strict=True))
 
-    def with_state(self, optimizer: float, host: float) -> RankMemory:
-        """With these bytes of optimizer state on the device and on the host, held all the time."""
+    def with_state(self, optimizer: float, host: float, rollback: float) -> RankMemory:
+        """With these bytes of optimizer state on the device and on the host, held all the time, and of it for rolling back."""
         held = list(self.by_category)
         held[_OPTIMIZER] += optimizer
-        return RankMemory(self.rank, self.at, tuple(held), self.host + host, self.host_activations)
+        return RankMemory(self.rank, self.at, tuple(held), self.host + host + rollback, self.host_activations, rollback)
 
     def to_dict(self) -> dict[str, object]:
         parts = {name: round(size) for name, size in zip(CATEGORIES, self.by_category, strict=True) if size >= 1}
         host = {"host": round(self.host), "host_activations": round(self.host_activations)}
+        host |= {"host_rollback": round(self.host_rollback)} if self.host_rollback else {}
         return {"rank": self.rank, "bytes": round(self.peak), "at": self.at, **parts, **host}
 
 
@@ -323,6 +325,10 @@ class RankExtras:
     """Workspace of the update: rounding of masters."""
     prefetch: int = 1
     """Links gathered ahead."""
+    consume: bool = False
+    """A gradient is freed when the next link's update has been submitted."""
+    replicas: bool = False
+    """There are replicas: updates are submitted one link later, so that reductions overlap."""
 
 
 class _OpContext(NamedTuple):
@@ -503,7 +509,7 @@ def _replay_op(
             early = c.gradient_bytes / c.slices if c.accumulates_early and kind == "B" and allocates else 0.0
             workspaces = {"B": c.backward_workspace, "I": c.input_grad_workspace, "W": c.weight_grad_workspace}
             meter.mark(workspaces[kind] - grad, prefetched, early)
-            if c.slices > 1:  # its gradient waits for the reductions before it
+            if c.slices > 1 and not extras.consume:  # its gradient waits for the reductions before it
                 meter.gradients -= sum(reducing)
                 reducing = (0.0, 0.0)
             if allocates:
@@ -538,6 +544,8 @@ def _reduce(
     if u.spec.layer == 0:
         meter.mark(gradients=extras.tied_received)
         meter.gradients -= extras.tied_here
+    if extras.consume:
+        return _consume(whole, shard, reducing, meter, extras)
     if c.reduced_bytes >= c.gradient_bytes:  # it stays whole; a second one is added to it when the third begins
         meter.gradients += whole if each_time and context.first and not context.last else 0.0
         return reducing
@@ -550,6 +558,23 @@ def _reduce(
         meter.gradients -= whole + added
         return 0.0, 0.0
     return whole, added
+
+
+def _consume(
+    whole: float, shard: float, waiting: tuple[float, float], meter: _Meter, extras: RankExtras
+) -> tuple[float, float]:
+    """A link's gradient is reduced; `waiting` are bytes freed now, and after the next link. Returns those that wait then."""
+    if shard < whole:
+        meter.mark(gradients=shard)
+        meter.gradients += shard
+    meter.gradients -= waiting[0]
+    if not extras.replicas:
+        return whole, 0.0
+    reduced_away = whole if shard < whole else 0.0  # when the next reduction starts
+    if not extras.prefetch:
+        meter.gradients -= reduced_away
+        reduced_away = 0.0
+    return waiting[1] + reduced_away, shard
 
 
 def _link_bytes(u: PlannedUnit) -> float:

@@ -48,6 +48,8 @@ class PlanProblem:
     """See `Memory.logits`."""
     together: int = 1
     """Consecutive sequences that must be in one micro-batch."""
+    needs_norm: bool = True
+    """Updates need the norm of all gradients: for clipping, or the guard."""
     caches: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
     """By function, its results for this problem (`per_problem`)."""
 
@@ -132,6 +134,7 @@ _WORDS = {
     "recompute": ("none", "selective", "full", "per-slice"),
     "optimizer": ("device", "host", "auto"),
     "activations": ("device", "host"),
+    "gradients": ("keep", "consume"),
     "flow": ("auto", "summa", "os", "ls", "ws"),
     "keep": ("none", "weights", "inputs", "gradients", "all"),
 }
@@ -189,6 +192,11 @@ def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | 
     if fixed.get("pipe") == 1 and (named not in (None, "1f1b") or fixed.keys() & {"waves", "stages_per_rank"}):
         raise PlanError(
             "--fix pipe=1 has no pipeline, but a schedule was requested; leave one out, or use pipe=2 or more"
+        )
+    if fixed.get("gradients") == "consume" and fixed.get("optimizer") == "device":
+        raise PlanError(
+            "--fix gradients=consume frees gradients after updates of state on the host, but optimizer=device was requested; "
+            "use optimizer=host or auto"
         )
     if max_ranks is not None and max_ranks < 1:
         raise PlanError(f"--max-ranks {max_ranks} must be at least 1")

@@ -227,7 +227,9 @@ def _memory(plan: Plan) -> list[str]:
         lines += _memory_by_rank(p["memory"])
     fullest = max(p["memory"], key=lambda m: m.get("host", 0))
     activations = fullest.get("host_activations", 0)
-    sizes = {"optimizer state": fullest.get("host", 0) - activations, "activations": activations}
+    rollback = fullest.get("host_rollback", 0)
+    state = fullest.get("host", 0) - activations - rollback
+    sizes = {"optimizer state": state, "activations": activations, "state kept to roll updates back": rollback}
     on_host = [f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size]
     if on_host:
         lines.append(f"  and on the host, for every device: {', '.join(on_host)} of {format_bytes(p['host_bytes'])}")

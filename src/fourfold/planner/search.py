@@ -29,7 +29,7 @@ from fourfold.plan import Tensor
 from fourfold.planner.build import Candidate, build_plan
 from fourfold.planner.evaluate import fits
 from fourfold.planner.infeasible import explain_no_fit, least_memory_plan
-from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
+from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options, may_consume
 from fourfold.planner.local_search import improve, price_of_memory
 from fourfold.planner.lower_bounds import compute_bound, memory_bound
 from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig, rounded
@@ -212,6 +212,12 @@ class _Search:
                     variants.append(replace(layout, activations="host"))
                 if not {"optimizer", "activations"} & fixed.keys():
                     variants.append(replace(layout, optimizer="auto", activations="host"))
+                variants += [replace(v, consume=True) for v in variants if may_consume(self.problem, fixed, v)]
+        if fixed.get("gradients") == "consume":
+            hosted = [v if v.optimizer != "device" else replace(v, optimizer="auto") for v in variants]
+            variants = list(
+                dict.fromkeys(replace(v, consume=True) for v in hosted if may_consume(self.problem, fixed, v))
+            )
         for variant in variants:
             self._push(max(bound, compute_bound(self.problem, variant, grid=True)), variant, self._add_memory)
 

@@ -178,7 +178,9 @@ def _sharding_option(
     last = cost.parameter_bytes + cost.reduced_bytes
     reduced_at_once = sharded and (each_micro_batch or (m == 1 and not piped))
     memory = first + (cost.reduced_bytes if reduced_at_once else cost.gradient_bytes)
-    transient = cost.transient_bytes + (cost.gradient_bytes if reduced_at_once else 0.0)
+    transient = cost.transient_bytes + (cost.gradient_bytes if reduced_at_once or layout.consume else 0.0)
+    if layout.consume:
+        memory, last = first, cost.parameter_bytes
     if cost.transient_bytes and layout.prefetch:  # one is gathered ahead
         transient += sharding_cost(problem, layout, before, choice).transient_bytes
     state = cost.updated * (problem.state_bytes if layout.optimizer == "device" else problem.streamed_bytes)
@@ -200,7 +202,8 @@ class OptionTable:
         """What a rank's options depend on: layouts that differ only in their schedules share it."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size, mesh.pipe > 1)
-        return (*sizes, layout.optimizer, layout.activations, layout.tensor, layout.prefetch, layout.amortized_over)
+        where = (layout.optimizer, layout.consume, layout.activations, layout.tensor, layout.prefetch)
+        return (*sizes, *where, layout.amortized_over)
 
     def sharding(
         self,
@@ -212,7 +215,7 @@ class OptionTable:
         """Modes, with seconds and bytes of a step; `bound`: lower bounds of the seconds, not estimates."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size, mesh.pipe > 1)
-        key = (kind, *sizes, layout.optimizer, layout.tensor, layout.prefetch, at_end, bound)
+        key = (kind, *sizes, layout.optimizer, layout.consume, layout.tensor, layout.prefetch, at_end, bound)
         if key not in self.cache:
             options = sharding_options(self.problem, layout, kind, at_end, bound, self.fixed.get("mode", ""))
             self.cache[key] = self._useful(options, "mode")

@@ -101,7 +101,7 @@ def panel_of(
     return Panel(name, tuple(rows), path, memory, peaks=tuple(marks))
 
 
-_NOT_PARTS = ("rank", "bytes", "at", "host", "host_activations")
+_NOT_PARTS = ("rank", "bytes", "at", "host", "host_activations", "host_rollback")
 
 
 def _is_size(value: Any) -> bool:
