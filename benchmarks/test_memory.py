@@ -82,3 +82,13 @@ def test_real_runs(model: str, plan: dict[str, Any]) -> None:
     row = measure("", model, plan)
     assert isinstance(row, Row), row
     assert row.ratio == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "sections", [{}, {"mesh": {"data": 2}}, {"mesh": {"data": 4}, "unit": [{"match": "*", "mode": "zero3"}]}]
+)
+def test_the_planner_counts_consumed_gradients(sections: dict[str, Any]) -> None:
+    """Predicted over counted bytes of one rank."""
+    fields = {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "seq_len": 16, "vocab": 64}
+    made = {"memory": {"optimizer": "host", "gradients": "consume"}, **sections}
+    assert alone(fields, made, batch=4) == pytest.approx(1, abs=0.01)
