@@ -107,7 +107,7 @@ def build_graph(programs: Programs, link: str = "private", rendezvous: bool = Fa
                 key = (program.replica, (instruction.stage, instruction.kind, instruction.micro_batch))
                 (sends if isinstance(instruction, Send) else recvs)[key] = node
         issued.append(ids)
-    transfers = _add_transfers(graph, programs, issued, sends, recvs, link)
+    transfers = _add_transfers(graph, programs, sends, recvs, link)
     collectives = _add_collectives(graph, programs, issued)
     for row, program in enumerate(rows):
         _add_needs(graph, programs, row, issued[row], transfers, collectives)
@@ -122,7 +122,6 @@ def build_graph(programs: Programs, link: str = "private", rendezvous: bool = Fa
 def _add_transfers(
     graph: Graph,
     programs: Programs,
-    issued: list[list[int]],
     sends: dict[tuple[int, Any], int],
     recvs: dict[tuple[int, Any], int],
     link: str,

@@ -191,7 +191,7 @@ def _failed(
         case "hang":
             how, advice = _hang(message, again, run)
         case "memory":
-            how, advice, made = _memory(run, config, plan, env, flight, flights, rank, first, replan)
+            how, advice, made = _memory(run, config, plan, env, flight, rank, first, replan)
         case "disk":
             free = schema.format_bytes(shutil.disk_usage(run.path).free)
             how = first
@@ -333,7 +333,6 @@ def _memory(
     plan: Plan,
     env: Mapping[str, Any],
     flight: Flight | None,
-    flights: Mapping[int, Flight],
     rank: int,
     message: str,
     replan: bool,

@@ -122,7 +122,7 @@ class Parallel:
             parts += self._split(name, sharings[shards[name]], reductions)
         # largest unit last, when the others hold only their shards
         order = sorted(names, key=lambda n: sum(p.numel() for p in module.get_submodule(_path(n)).parameters()))
-        made = {n: _make_unit(n, module, names, sharings[shards[n]], reductions, plan) for n in order}
+        made = {n: _make_unit(n, module, names, sharings[shards[n]], reductions) for n in order}
         for name in names:
             unit, rule = made[name], plan.rule_for(name)
             mode = rule.mode if shards[name] > 1 else "replicate"
@@ -582,9 +582,7 @@ def _path(name: str) -> str:
 
 
 @torch.no_grad()
-def _make_unit(
-    name: str, root: nn.Module, names: list[str], sharing: Sharing, reductions: Reductions, plan: Plan
-) -> Unit:
+def _make_unit(name: str, root: nn.Module, names: list[str], sharing: Sharing, reductions: Reductions) -> Unit:
     """Make a unit of a module, with the module's weights."""
     module = root.get_submodule(_path(name))
     others = tuple(f"{n}." for n in names if n != REST) if name == REST else ()

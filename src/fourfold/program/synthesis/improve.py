@@ -28,7 +28,7 @@ def improve(problem: Problem, order: Order, rng: random.Random, evaluations: int
     times = run(problem, best)
     value = _value(times)
     while evaluations > 0:
-        pairs = _swappable(problem, best, where, times)
+        pairs = _swappable(best, where, times)
         rng.shuffle(pairs)
         improved = False
         for rank, i in pairs:
@@ -53,9 +53,7 @@ def _value(times: OpTimes) -> tuple[Any, Any]:
     return times.makespan, sum(row[-1] for row in times.ends if row)
 
 
-def _swappable(
-    problem: Problem, order: list[list[_Op]], where: dict[_Op, tuple[int, int]], times: OpTimes
-) -> list[tuple[int, int]]:
+def _swappable(order: list[list[_Op]], where: dict[_Op, tuple[int, int]], times: OpTimes) -> list[tuple[int, int]]:
     """(rank, index) of ops on a critical path that run directly before the next op of their rank and may swap with it."""
     rank = max(range(len(order)), key=lambda r: times.ends[r][-1] if times.ends[r] else -1)
     i = len(order[rank]) - 1
