@@ -416,7 +416,7 @@ def replan(count: int, chance: random.Random, folder: Path) -> Promise:
         return promise
     for i in range(count):
         kind = ("srun", "torchrun")[i % 2]
-        train_flags = {"steps": 100_000, "timeout": 5.0, "eval_every": 0}
+        train_flags = {"steps": 100_000, "timeout": 10.0, "eval_every": 0}
         args = write_config(folder, f"hosts{i}", train=train_flags, checkpoint={"every": 10})
         args += ["--on-fault", "replan"]
         run, env = folder / f"hosts{i}", {"OMP_NUM_THREADS": "1", "FOURFOLD_FAULTS": ""}

@@ -10,6 +10,7 @@ Both factors are `nn.Linear`s, so that a split backward defers their weight grad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,16 @@ class AdapterShape:
 class Adapter(nn.Module):
     """The factors A and B, or the part of them that a slice or a grid rank holds: `inputs` × `outputs` local positions."""
 
-    def __init__(self, shape: AdapterShape, inputs: int, in_runs: Runs, outputs: int, out_runs: Runs):
+    def __init__(
+        self,
+        shape: AdapterShape,
+        inputs: int,
+        in_runs: Runs,
+        outputs: int,
+        out_runs: Runs,
+        all_out_runs: Sequence[Runs] = (),
+    ):
+        """`all_out_runs`: those of all columns of a grid. B is padded to the rows of the fullest, so that a unit has one size."""
         super().__init__()
         self.shape, self.in_runs, self.outputs = shape, in_runs, outputs
         self.a = nn.Linear(inputs, shape.rank * len(shape.parts), bias=False, device="meta")
@@ -56,7 +66,8 @@ class Adapter(nn.Module):
                     self.places.append((at + low - start, k, filled, high - low))
                     filled += high - low
             self.rows[part.name] = tuple(held)
-            self.b[part.name] = nn.Linear(shape.rank, filled, bias=False, device="meta")
+            most = max((_rows(part, runs) for runs in all_out_runs), default=filled)
+            self.b[part.name] = nn.Linear(shape.rank, most, bias=False, device="meta")
         self.places.sort()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +83,7 @@ class Adapter(nn.Module):
         each = u.split(self.shape.rank, dim=-1)
         made = [linear(part) for linear, part in zip(self.b.values(), each, strict=True)]
         # a rank that holds no outputs takes part in the backward, too: its u went through collectives of the grid
-        out, end = [] if self.places else made[:1], 0
+        out, end = [] if self.places else [made[0][..., :0]], 0
         for at, k, first, rows in self.places:
             if at > end:
                 out.append(u.new_zeros((*u.shape[:-1], at - end)))
@@ -111,6 +122,11 @@ class Adapter(nn.Module):
                 for start, stop, at in self.rows[part.name]
             )
         return found
+
+
+def _rows(part: AdapterPart, runs: Runs) -> int:
+    """How many outputs of a part there are in runs."""
+    return sum(max(0, min(stop, part.stop) - max(start, part.start)) for start, stop, _ in runs)
 
 
 class LoraLinear(nn.Linear):

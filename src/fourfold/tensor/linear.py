@@ -164,7 +164,9 @@ class GridLinear(nn.Module):
 
     def adapt(self, shape: AdapterShape) -> None:
         """Add an adapter: [Note: adapters on the grid]."""
-        self.adapter = Adapter(shape, *self._side(self.inputs), *self._side(self.outputs)).to(self.weight.dtype)
+        columns = () if self.outputs.tokens else self.outputs.blocks.runs
+        sides = (*self._side(self.inputs), *self._side(self.outputs))
+        self.adapter = Adapter(shape, *sides, columns).to(self.weight.dtype)
 
     def _side(self, side: ActivationLayout) -> tuple[int, Runs]:
         """How many features of the input or output this rank has, and which."""
