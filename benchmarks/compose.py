@@ -411,24 +411,28 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def write_matrix(path: Path, report: Report, pairs: dict[tuple[str, str], str]) -> None:
     """The support matrix, as Markdown: one line of a code block per feature, one character per pair."""
     names = list(FEATURES)
+    pairs = {pair: why for pair, why in pairs.items() if pair[0] not in FEATURES[pair[1]].needs}  # implied
     reasons: dict[str, str] = {}
     for why in pairs.values():
         if why:
             reasons.setdefault(_general(why), LETTERS[len(reasons)])
-    works = sum(not why for why in pairs.values())
+    works, untried = (
+        sum(not why for why in pairs.values()),
+        sum(why.startswith("not tried") for why in pairs.values()),
+    )
     width = max(map(len, names)) + 3
-    refused = len(pairs) - works
+    refused = len(pairs) - works - untried
     runs = (
         "Written by `python -m benchmarks.compose --matrix docs/support.md` from runs of real processes (gloo, CPUs) in fp64, "
         "each compared with one process: losses, gradient norms and evaluation are equal to 1e-9. "
         f"{len(report.passed)} random plans of 2 to 16 ranks, with up to six features besides their axes; {report.resumed} "
         "pairs of random plans, of which the second resumes what the first saved; "
         f"{len(report.failed)} failures. Pairs of features that no random plan had were run alone, on the smallest mesh that "
-        f"has both. Of {len(pairs)} pairs that can meet, {works} work, and {refused} are refused with a reason before any "
-        "process starts."
+        f"has both. Of {len(pairs)} pairs that can meet, {works} work; refused with a reason, before any "
+        f"process starts: {refused}; not tried: {untried}."
     )
     legend = (
-        f"`{WORKS}` works. A letter is the reason, listed below, for which the pair is refused. `{EXCLUDED}`: the two exclude "
+        f"`{WORKS}` works. A letter says why a pair is refused or was not tried. `{EXCLUDED}`: the two exclude "
         "each other (two schedules), or one implies the other (a schedule and the pipe axis). Columns have the numbers of the "
         "rows."
     )
@@ -448,8 +452,13 @@ def write_matrix(path: Path, report: Report, pairs: dict[tuple[str, str], str]) 
             why = pairs.get((b, a))
             cells.append(EXCLUDED if why is None else reasons[_general(why)] if why else WORKS)
         lines.append(f"{i + 1:2d} {a:<{width}}{' '.join(cells)}".rstrip())
-    lines += ["```", "", "| | why a pair is refused |", "|---|---|"]
+    lines += ["```", "", "| | why not |", "|---|---|"]
     lines += [f"| {letter} | {why.replace('|', chr(92) + '|')} |" for why, letter in reasons.items()]
+    more = Counter(_general(why) for _, why in report.refused)
+    more = Counter({why: n for why, n in more.items() if why not in reasons})
+    if more:
+        lines += ["", "Refused where more than two features meet, with the plans that were drawn and refused:", ""]
+        lines += ["| plans | why |", "|---|---|", *(f"| {n} | {why} |" for why, n in more.most_common())]
     path.write_text("\n".join([*lines, ""]))
 
 

@@ -494,7 +494,6 @@ def soak(count: int, chance: random.Random, folder: Path) -> Promise:
         at = step + (0 if "save" in kind else chance.randrange(save))
         faults.append(kind.format(f"rank={chance.randrange(8)} step={at}"))
     promise = Promise(f"soak: {count:,} steps on 8 ranks, a checkpoint every {save}, a fault every {every}")
-    temporary = len(list(Path(tempfile.gettempdir()).glob("fourfold-*")))
     restarts = ["--max-restarts", str(len(faults)), "--restart-delay", "0"]
     calm, soaked = (
         _sampled(write_config(folder, name, SOAK_PLAN, **flags) + restarts, given, folder / name)
@@ -502,7 +501,7 @@ def soak(count: int, chance: random.Random, folder: Path) -> Promise:
     )
     failures = sum(line["event"] == "failure" for line in read_history(RunDir(folder / "soaked")))
     whole = list(range(1, count + 1))
-    left = len(list(Path(tempfile.gettempdir()).glob("fourfold-*"))) - temporary
+    left = sum(len(list(folder.glob(f"{name}.tmp/*"))) for name in ("calm", "soaked"))
     for what, good in {
         f"exit codes {calm.code} and {soaked.code}": not calm.code and not soaked.code,
         "every step is in metrics.jsonl once": steps(folder / "calm") == whole and steps(folder / "soaked") == whole,
@@ -551,13 +550,11 @@ class Sampled:
 
 def _sampled(args: list[str], faults: str, run: Path) -> Sampled:
     began = time.monotonic()
+    temporary = Path(f"{run}.tmp")
+    temporary.mkdir()
+    env = {**os.environ, "FOURFOLD_FAULTS": faults, "TMPDIR": str(temporary)}
     with open(f"{run}.log", "w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold", *args],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "FOURFOLD_FAULTS": faults},
-        )
+        process = subprocess.Popen([sys.executable, "-m", "fourfold", *args], stdout=log, stderr=log, env=env)
         launcher = psutil.Process(process.pid)
         mine, theirs = [], []
         while process.poll() is None:
