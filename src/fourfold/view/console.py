@@ -174,8 +174,12 @@ class Progress:
 
 
 def braille(values: Sequence[float], width: int, height: int) -> list[str]:
-    """A curve in braille characters: 2 × 4 dots each; several values in one column are averaged."""
+    """A curve in braille characters: 2 × 4 dots each; several values in one column are averaged, few are joined by lines."""
     columns, dots = 2 * width, 4 * height
+    if 1 < len(values) < columns:
+        places = [x * (len(values) - 1) / (columns - 1) for x in range(columns)]
+        pairs = [*values, values[-1]]
+        values = [pairs[int(t)] + (t - int(t)) * (pairs[int(t) + 1] - pairs[int(t)]) for t in places]
     low, high = min(values), max(values)
     cells = [[0] * width for _ in range(height)]
     bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
