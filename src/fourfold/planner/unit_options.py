@@ -11,6 +11,7 @@ the budget; the rest is a knapsack (`knapsack`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from fourfold.planner.knapsack import Chosen, Group, choose
 from fourfold.planner.layouts import ParallelLayout
-from fourfold.planner.problem import PlanProblem, rounded
+from fourfold.planner.problem import PlanProblem, per_problem, rounded
 from fourfold.planner.stage_partition import RankLoad
 from fourfold.planner.unit_cost import UnitChoice, reduced_in_buckets, sharding_cost, unit_cost, unit_times
 from fourfold.program import modes
@@ -77,6 +78,7 @@ def recompute_options(problem: PlanProblem, layout: ParallelLayout, kind: str, b
     sum over units is c + (1 - overlap) · d.
     """
     unit, overlap, out = problem.spec.kinds[kind], problem.cluster.overlap, []
+    no_room = 0.0 if bound else _share_without_room(problem, layout)
     base = unit_times(problem, layout, kind, UnitChoice(), False).work
     candidates = [UnitChoice(recompute=r) for r in ("none", "selective", "full")]
     if "per-slice" in unit.saved and not layout.on_grid:
@@ -88,8 +90,20 @@ def recompute_options(problem: PlanProblem, layout: ParallelLayout, kind: str, b
         for work in (t.forward, t.input_grad + t.recompute) if moved else ():
             seconds += (1 - overlap) * moved if bound else max(work, moved) + (1 - overlap) * min(work, moved) - work
         transient = max(cost.backward_workspace, cost.forward_workspace)
-        out.append(UnitOption(choice, seconds, cost.saved_bytes, transient))
+        out.append(UnitOption(choice, seconds, cost.saved_bytes + no_room * cost.offloaded_bytes, transient))
     return out
+
+
+@per_problem
+def _share_without_room(problem: PlanProblem, layout: ParallelLayout) -> float:
+    """Share of offloaded activations for which the host has no room if nothing is recomputed: they stay on the device."""
+    if layout.activations == "device" or problem.on_cpu:
+        return 0.0
+    flight = min(layout.micro_batches, layout.mesh.pipe) / layout.mesh.pipe
+    kinds = Counter(u.kind for u in problem.spec.units)
+    sizes = (n * unit_cost(problem, layout, kind, UnitChoice()).offloaded_bytes for kind, n in kinds.items())
+    moves = flight * sum(sizes)
+    return max(0.0, 1 - layout.host_activation_bytes(problem) / moves) if moves else 0.0
 
 
 def sharding_options(
@@ -225,7 +239,8 @@ class OptionTable:
         """Recomputation and splits, with seconds and bytes of a micro-batch."""
         mesh, bound = layout.mesh, bound and layout.activations == "host"
         sizes = (mesh.row, mesh.col, layout.micro_batch_size, layout.tensor, layout.amortized_over)
-        key = (kind, *sizes, layout.activations, bound)
+        no_room = 0.0 if bound else _share_without_room(self.problem, layout)
+        key = (kind, *sizes, layout.activations, bound, no_room)
         if key not in self.cache:
             self.cache[key] = self._useful(recompute_options(self.problem, layout, kind, bound), "recompute")
         return self.cache[key]
