@@ -282,8 +282,13 @@ class Precision:
     """Dtype of weights and activations; with bf16 the optimizer keeps fp32 master weights."""
     reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype in which gradients accumulate and are reduced; fp64 compute always uses fp64."""
-    compile: bool = False
-    """torch.compile every unit."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile every unit; auto: on GPUs, for models of ours, where the plan allows it. A unit that cannot be compiled runs
+    uncompiled."""
+
+    def compiles(self, kind: str) -> bool:
+        """Whether units are compiled on devices of a kind ("cuda" or "cpu"), as far as the precision says."""
+        return kind == "cuda" if self.compile == "auto" else self.compile
 
     @property
     def compute_bytes(self) -> int:
@@ -545,16 +550,26 @@ class Plan:
                 f"tensor.flow = 'summa' broadcasts over square planes, but mesh.row = {mesh.row} and mesh.col = {mesh.col}; "
                 f"use {hint}flow = 'auto', which takes any rectangle"
             )
-        if square and mesh.col > 1 and self.precision.compile:
-            raise PlanError(
-                "precision.compile: torch cannot capture the reductions of tensor.flow = 'summa'; use flow = 'auto'"
-            )
+        if self.precision.compile is True and (reason := self.not_compiled):
+            raise PlanError(f"precision.compile: {reason}")
+
+    @property
+    def not_compiled(self) -> str:
+        """Why the units of this plan cannot be compiled, and what to use instead; empty where they can."""
+        mesh, tensor = self.mesh, self.tensor
+        if mesh.col > 1 and "summa" in (tensor.flow, *dataclasses.asdict(tensor.flows).values()):
+            return "torch cannot capture the reductions of tensor.flow = 'summa'; use flow = 'auto'"
         kept = [what for what in tensor.keep if what != "inputs"]
-        if kept and mesh.row > 1 and self.precision.compile:
-            raise PlanError(
-                f"precision.compile: a compiled graph gathers and sums on its own, and tensor.keep = '{kept[0]}' cannot be "
-                "kept; use keep = [] or ['inputs']"
+        if kept and mesh.row > 1:
+            return (
+                f"a compiled graph gathers and sums on its own, and tensor.keep = '{kept[0]}' cannot be kept; use keep = [] "
+                "or ['inputs']"
             )
+        return ""
+
+    def compiles(self, kind: str) -> bool:
+        """Whether units are compiled on devices of a kind ("cuda" or "cpu")."""
+        return self.precision.compiles(kind) and not self.not_compiled
 
 
 def _patterns(units: list[str]) -> list[str]:

@@ -65,7 +65,7 @@ def operator_seconds(
             return f + extra, i + extra, 0.0
         adds = 0.0 if problem.engine.fused_accumulation else cluster.memory_bound(accumulated, fused=True)
         return f + extra, i + extra, w + extra + adds
-    compiled = problem.precision.compile
+    compiled = problem.compiled
     if o.kind == "attention":
         seconds = _attention_seconds(problem, o, o.flops * tokens / col)
         return seconds, seconds * cluster.device.attention_backward * o.backward / 2.5, 0.0
@@ -100,7 +100,7 @@ def unit_seconds(
         forward, input_grad, weight_grad = forward + f, input_grad + i, weight_grad + w
         if o.kind == "product":
             skips = o.name == unit.unread and o.name in problem.engine.skipped
-            unread += f if skips and row * col == split == 1 and not problem.precision.compile else 0.0
+            unread += f if skips and row * col == split == 1 and not problem.compiled else 0.0
         elif o.name in unit.again or (o.kind == "memory" and not unit.again):
             cheap += f
     return UnitSeconds(forward, input_grad, weight_grad, cheap, unread)

@@ -77,6 +77,13 @@ class PlanProblem:
         return self.cluster.device.kind == "cpu"
 
     @cached_property
+    def compiled(self) -> bool:
+        """Whether units are compiled. By default: on GPUs, by this system; other systems are judged as they are without."""
+        if self.precision.compile == "auto" and self.engine.name != FOURFOLD.name:
+            return False
+        return self.precision.compiles(self.cluster.device.kind)
+
+    @cached_property
     def compute_bytes(self) -> int:
         """Bytes of a weight or an activation."""
         return self.precision.compute_bytes

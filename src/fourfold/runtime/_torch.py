@@ -1,4 +1,4 @@
-"""The private torch name that this package uses: autograd's engine.
+"""The private torch names that this package uses: autograd's engine, and the compiler's errors.
 
 `torch.autograd.grad` checks shapes and types in Python before it calls the engine, which checks them again: 0.1 ms a call, as
 long as the whole backward of a small unit. A stage calls it once per unit and micro-batch, with gradients of the right shapes.
@@ -12,7 +12,21 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["accumulate", "gradients"]
+__all__ = ["accumulate", "compile_errors", "compile_gradients_early", "gradients"]
+
+
+def compile_gradients_early() -> None:
+    """Compile a function's gradient together with it: a failure then shows in the forward, not in the first backward."""
+    import torch._functorch.config as config
+
+    config.force_non_lazy_backward_lowering = True
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises where it fails; imported when it is needed, since it takes seconds."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
 
 
 def gradients(

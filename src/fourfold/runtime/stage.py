@@ -50,6 +50,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fourfold.record import RECORD
 from fourfold.runtime._torch import accumulate, gradients
+from fourfold.runtime.compiled import OrUncompiled
 from fourfold.runtime.weight_grad import COMPILE_OPTIONS, WeightGradQueue, defer
 from fourfold.runtime.wire import flatten
 
@@ -474,7 +475,7 @@ def _make_run(link: ChainLink, split: bool) -> Callable[..., Any]:
         )
     if link.compile:
         deferred = split or link.sliced
-        run = torch.compile(run, options=dict(COMPILE_OPTIONS)) if deferred else torch.compile(run)
+        run = OrUncompiled(link.name, run, COMPILE_OPTIONS if deferred else None)
     return run
 
 

@@ -128,7 +128,7 @@ class Parallel:
             mode = rule.mode if shards[name] > 1 else "replicate"
             part = module.get_submodule(_path(name))
             if name != REST:
-                _wrap(part, rule, compiled=plan.precision.compile)
+                _wrap(part, rule, compiled=plan.precision.compile is True)
             parts.append(Hooked(unit, part, mode, rule.reduce))
         wholes = [
             p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names

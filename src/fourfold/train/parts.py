@@ -310,6 +310,7 @@ def make_stages(
     keeper: Keeper | None = None,
     *,
     own: bool = False,
+    compiled: bool = False,
 ) -> RankStages:
     """This rank's stages, each a chain of its units' modules; `own`: of the user's own model, which may draw random numbers."""
     recompute = {name: choice.recompute for choice in layout.choices.values() for name in choice.names}
@@ -327,7 +328,7 @@ def make_stages(
                         held.units[name],
                         part.module,
                         "none" if chunked and recompute[name] == "selective" else recompute[name],
-                        plan.precision.compile and not chunked,
+                        compiled and not chunked,
                         part.adds,
                         part.takes_extra,
                         getattr(part.module, "takes_documents", False),

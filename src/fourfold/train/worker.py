@@ -35,6 +35,7 @@ from fourfold.model.to_hf import check_written
 from fourfold.offload.streamer import LAST_STEPS, TOO_MANY
 from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import PipelineLayout
+from fourfold.runtime.compiled import set_compile_cache
 from fourfold.runtime.executor import Executor
 from fourfold.tensor.own_layers import OwnRule
 from fourfold.train import checkpoint
@@ -365,7 +366,13 @@ def assemble(
     units = list(held.units.values())
     optimizer = make_optimizer(config, plan, units, place.local_ranks)
     keeper = make_keeper(plan, device, place.local_ranks)
-    stages = make_stages(config, plan, mesh, layout, held, keeper, own=user.model is not None)
+    wanted = plan.precision.compiles(device.type) if user.model is None else plan.precision.compile is True
+    compiled = wanted and not plan.not_compiled
+    if compiled:
+        set_compile_cache(os.environ)
+    elif wanted and place.rank == 0:
+        print(f"units are not compiled: {plan.not_compiled}", file=console, flush=True)
+    stages = make_stages(config, plan, mesh, layout, held, keeper, own=user.model is not None, compiled=compiled)
     handles = make_handles(held, stages, optimizer)
     executor = Executor(
         layout.schedule.placement,

@@ -301,7 +301,7 @@ class _Case:
             lost = (by_rank[rank] - median(like)) * self.micro_batches * both
             if best is None or lost > best.seconds:
                 slower = by_rank[rank] / median(like)
-                compiled = self.plan.precision.compile
+                compiled = self.plan.compiles("cuda")
                 advice = (
                     "look for graph breaks and recompilations of this unit: TORCH_LOGS=graph_breaks,recompiles"
                     if compiled
@@ -465,7 +465,7 @@ class _Case:
             if count >= 1 and ways % count == 0 and count != self.micro_batches:
                 changed = replace(plan, batch=replace(plan.batch, micro_batches=count))
                 yield "plan", f"micro_batches = {count}, of {ways // count} sequences each", changed, cluster
-        if not plan.precision.compile and cluster.device.kind == "cuda":
+        if not plan.precision.compiles("cuda") and cluster.device.kind == "cuda":
             yield (
                 "plan",
                 "precision.compile = true",

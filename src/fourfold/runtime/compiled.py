@@ -1,0 +1,50 @@
+"""A compiled function that runs uncompiled where it cannot be compiled, and a place for compiled code that lasts.
+
+The first call compiles. If the compiler fails, the call is repeated uncompiled, a line on stderr says why, and later calls are
+not compiled either. The function must be repeatable: it has no effect before it is compiled. Errors of the function itself
+are raised as they are. The gradient is compiled with the forward, not at the first backward, so that its failure is seen in time.
+
+Compiled code is kept in `~/.cache/fourfold/inductor` (or $XDG_CACHE_HOME) unless TORCHINDUCTOR_CACHE_DIR says otherwise; torch's
+own default is a temporary folder, which a job may lose between two runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fourfold.runtime._torch import compile_errors, compile_gradients_early
+
+__all__ = ["OrUncompiled", "set_compile_cache"]
+
+
+class OrUncompiled:
+    """`run`, compiled with `options` if that works."""
+
+    def __init__(self, name: str, run: Callable[..., Any], options: Mapping[str, bool] | None = None):
+        self.name, self.plain = name, run
+        compile_gradients_early()
+        self.compiled: Callable[..., Any] | None = (
+            torch.compile(run, options=dict(options)) if options else torch.compile(run)
+        )
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.compiled is None:
+            return self.plain(*args, **named)
+        try:
+            return self.compiled(*args, **named)
+        except compile_errors() as e:
+            why = " ".join(str(e).split())[:300] or type(e).__name__
+            print(f"{self.name} runs uncompiled: torch.compile failed: {why}", file=sys.stderr, flush=True)
+            self.compiled = None
+        return self.plain(*args, **named)
+
+
+def set_compile_cache(environment: MutableMapping[str, str]) -> None:
+    """Let compiled code be kept between runs."""
+    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache) / "fourfold" / "inductor"))
