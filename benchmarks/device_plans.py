@@ -204,7 +204,8 @@ def measured(config: Config, plan: Plan, rank: int, device: str, steps: int) -> 
 
 def rows(cluster: Cluster, quick: bool, device: str) -> Iterator[Row]:
     for name, model, size, rank, sections in PLANS:
-        plan = Plan.from_dict({"precision": {"compute": "bf16" if device == "cuda" else "fp32"}, **sections})
+        narrow = {"compute": "bf16" if device == "cuda" else "fp32", "compile": False}
+        plan = Plan.from_dict({"precision": narrow, **sections})
         batch = plan.mesh.batch_ways * (plan.batch.micro_batches or 1) * size
         train = {"global_batch": batch, "run_dir": "unused", "device": device}
         config = Config.from_dict({"model": (TINY if quick else MODELS)[model], "train": train}).resolve()

@@ -32,7 +32,7 @@ from fourfold.planner.knapsack import Group, choose
 from fourfold.planner.problem import PlanProblem
 
 DATA = tomllib.loads((Path(__file__).parent / "published_runs.toml").read_text(encoding="utf-8"))
-HALF = Precision(compute="bf16")
+HALF = Precision(compute="bf16", compile=False)
 PAPER = TrainingEngine("paper", fused=True)
 """Systems of which only the layout is known: the host is always ahead."""
 
@@ -116,7 +116,7 @@ def axonn() -> Iterator[Row]:
             pipeline=Pipeline(schedule="1f1b"),
             unit=(UnitRule(match="blocks.*", recompute="full"),),
             memory=Memory(optimizer="host"),
-            precision=Precision(compute="bf16", reduce="bf16"),
+            precision=Precision(compute="bf16", reduce="bf16", compile=False),
         )
         problem = PlanProblem(spec, summit(r["gpus"]), 16384, plan.precision, engine=PAPER)
         seconds = predict(plan, problem).seconds
@@ -150,7 +150,7 @@ def hanayo() -> Iterator[Row]:
     the times are then those of sequences of about 2048 tokens.
     """
     model = ModelConfig(family="bert", layers=64, hidden=2560, heads=64, vocab=30522, seq_len=2048)
-    single = Precision()
+    single = Precision(compile=False)
     spec = ModelSpec.from_config(model).with_plain_attention()
     for r in DATA["hanayo"]["rows"]:
         cluster = replace(hanayo_cluster(r["cluster"]), nodes=1, devices=8)
@@ -189,7 +189,7 @@ def tesseract() -> Iterator[Row]:
     base = fused("a100-40g")
     near, far = base.level
     cluster = replace(base, nodes=16, devices=4, level=(replace(near, ranks=4), replace(far, bandwidth=11.5e9)))
-    single = Precision()
+    single = Precision(compile=False)
     for name, first, second in (("strong", 16, 16), ("weak", 30, 384)):
         s = DATA["tesseract"][name]
         model = ModelConfig(family="gpt", layers=8, hidden=s["hidden"], heads=s["heads"], vocab=512, seq_len=512)

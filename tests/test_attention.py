@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.model import attention
 from fourfold.model.attention import blocked_attention
 from fourfold.runtime.stage import keep_products
+from fourfold.train import attention_kernel
 
 TOKENS = 23
 
@@ -67,3 +68,34 @@ def test_selective_recomputation_keeps_the_output(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1
     y.sum().backward()
     assert len(calls) == 2  # once more for the gradient of the scores, and not for the output
+
+
+# ---- which of torch's kernels, on a GPU ----
+
+
+def test_the_fastest_kernel_is_first_unless_it_is_not_deterministic() -> None:
+    seconds = {"cudnn": 0.010, "flash": 0.016, "efficient": 0.030}
+    free, exact = (attention_kernel.choose(seconds, deterministic=d) for d in (False, True))
+    assert free is not None
+    assert free.order == ("cudnn", "flash", "efficient")
+    assert str(free) == "attention: cudnn (time of others: flash 1.60, efficient 3.00)"
+    assert exact is not None
+    assert exact.order == ("flash", "efficient", "cudnn")
+    assert "cudnn is faster, but its gradient is not deterministic: train.deterministic = false" in str(exact)
+    assert exact.to_dict() == {"kernel": "flash", "seconds": seconds}
+    only = attention_kernel.choose({"efficient": 0.03}, deterministic=True)
+    assert only is not None
+    assert only.order == ("efficient", "cudnn", "flash")  # torch still asks the others, which refuse
+    assert attention_kernel.choose({}, deterministic=True) is None
+
+
+def test_torch_takes_the_order() -> None:
+    before = torch._C._get_sdp_priority_order()
+    try:
+        choice = attention_kernel.choose({"efficient": 1.0, "cudnn": 2.0, "flash": 3.0}, deterministic=False)
+        assert choice is not None
+        attention_kernel.use(choice)
+        assert torch._C._get_sdp_priority_order()[:4] == [2, 3, 1, 0]
+        assert sorted(torch._C._get_sdp_priority_order()) == sorted(before)
+    finally:
+        torch._C._set_sdp_priority_order(before)

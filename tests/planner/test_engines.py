@@ -21,7 +21,7 @@ LLAMA = ModelSpec.from_config(
     ModelConfig(family="llama", layers=16, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=4096)
 )
 A100 = Cluster.preset("a100-80g")
-HALF = Precision(compute="bf16")
+HALF = Precision(compute="bf16", compile=False)
 FSDP = Plan(mesh=Mesh(data=8), unit=(UnitRule(match="*", mode="zero3"),), precision=HALF)
 
 

@@ -27,7 +27,9 @@ def question(bandwidth: str = "x1", batch: int = 16, layers: int = 8, nodes: int
     model = ModelConfig(family="llama", layers=layers, hidden=2048, heads=16, vocab=4096, seq_len=2048)
     cluster = replace(Cluster.preset("a100-80g", nodes=nodes).what_if({"bandwidth": bandwidth}), overlap=1.0)
     ahead = TrainingEngine()  # its host is always ahead
-    return PlanProblem(ModelSpec.from_config(model), cluster, batch, Precision(compute="bf16"), engine=ahead)
+    return PlanProblem(
+        ModelSpec.from_config(model), cluster, batch, Precision(compute="bf16", compile=False), engine=ahead
+    )
 
 
 def simulated(plan: Plan, problem: PlanProblem) -> float:
@@ -163,7 +165,9 @@ def test_imperfect_overlap_is_charged_once() -> None:
 def test_recomputation_is_a_forward_without_its_last_matmul() -> None:
     """Full recomputation adds a forward without the matmul whose output nothing reads; on a grid it is computed."""
     m = ModelConfig(family="llama", layers=2, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=2048)
-    problem = PlanProblem(ModelSpec.from_config(m), Cluster.preset("h100-sxm"), 8, Precision(compute="bf16"))
+    problem = PlanProblem(
+        ModelSpec.from_config(m), Cluster.preset("h100-sxm"), 8, Precision(compute="bf16", compile=False)
+    )
 
     def times(kind: str, col: int) -> UnitTimes:
         return unit_times_on_grid(problem, kind, GridShape(8 * 2048, 1, col, Tensor()), 1, "full")
@@ -261,7 +265,9 @@ def test_staging_takes_memory() -> None:
 
 def test_a_tied_weight_goes_from_end_to_end() -> None:
     model = ModelConfig(family="gpt", layers=14, hidden=1024, heads=16, vocab=32768, seq_len=512, tie=True)
-    s = PlanProblem(ModelSpec.from_config(model), Cluster.preset("a100-80g", nodes=2), 32, Precision(compute="bf16"))
+    s = PlanProblem(
+        ModelSpec.from_config(model), Cluster.preset("a100-80g", nodes=2), 32, Precision(compute="bf16", compile=False)
+    )
     untied = replace(s, spec=ModelSpec.from_config(replace(model, tie=False)))
     plan = Plan(mesh=Mesh(pipe=8, data=2), batch=Batch(micro_batches=8), precision=s.precision)
     ends = [predict(plan, x) for x in (s, untied)]

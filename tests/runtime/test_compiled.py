@@ -31,7 +31,9 @@ def test_what_is_compiled() -> None:
         Plan.from_dict({"precision": {"compile": "some"}})
 
 
-def test_a_function_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_that_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The compiler fails on the second of two functions: it runs as it is, is not tried again, and its own errors are its own."""
     real, calls = torch.compile, []
 

@@ -24,14 +24,12 @@ Letters: B sequences, T tokens, H heads, K key heads, G = H / K, E width of a he
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from fourfold.kernels import operator
 
@@ -42,8 +40,8 @@ SCORES = 1 << 24
 FEWEST = 64
 WIDTHS = range(8, 257, 8)
 """Head widths that torch's variable-length kernel supports."""
-GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether torch's kernel supports fewer key heads than query heads (since 2.12)."""
+GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Whether torch's kernel supports fewer key heads than query heads."""
 
 
 class Documents(NamedTuple):
@@ -82,9 +80,17 @@ def document_attention(
     return blocked_attention(q, k, v, scale=scale, cap=cap, window=window, starts=documents.starts)
 
 
+def _kernel() -> Any:
+    """Torch's kernel, imported when it is first needed: it brings the compiler with it, which takes as long as torch itself."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
 def _variable_length(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, window: int) -> Tensor:
     """By torch's variable-length kernel, which takes all tokens in one dim: [B · T, H, E]."""
     rows, more = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)], {}
+    varlen_attn = _kernel()
     if q.shape[1] != k.shape[1]:
         if GROUPED:
             more = {"enable_gqa": True}
@@ -92,8 +98,7 @@ def _variable_length(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scal
             rows[1:] = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in rows[1:]]
     at, longest = documents.bounds, documents.longest
     reach = (window - 1 if window else -1, 0)
-    attend: Any = varlen_attn
-    out: Tensor = attend(*rows, at, at, longest, longest, scale=scale, window_size=reach, **more)
+    out: Tensor = varlen_attn(*rows, at, at, longest, longest, scale=scale, window_size=reach, **more)
     return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 

@@ -1,5 +1,5 @@
 """The private torch names that this package uses, in one place: NCCL communicators, fake groups, the default group's store,
-records of DCP.
+records of DCP, the order of attention kernels.
 
 `_get_backend`, `eager_connect_single_device` and `_comm_ptr` exist in 2.11, 2.12 and 2.13; the list of process groups is the
 one that `torch.distributed` itself looks groups up in.
@@ -7,12 +7,21 @@ one that `torch.distributed` itself looks groups up in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["communicator", "default_store", "fake_store", "make_communicator", "process_groups", "stored_at"]
+__all__ = [
+    "communicator",
+    "default_store",
+    "fake_store",
+    "make_communicator",
+    "process_groups",
+    "set_attention_order",
+    "stored_at",
+]
 
 
 def make_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -42,6 +51,13 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def set_attention_order(kernels: Sequence[Any]) -> None:
+    """The order in which `scaled_dot_product_attention` tries its kernels; those left out keep their places after them."""
+    first = [int(kernel) for kernel in kernels]
+    rest = [kernel for kernel in torch._C._get_sdp_priority_order() if kernel not in first]
+    torch._C._set_sdp_priority_order(first + rest)
 
 
 def stored_at(file: str, offset: int, length: int) -> Any:

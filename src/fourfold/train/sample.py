@@ -182,7 +182,10 @@ class Cache:
         """Logits [V] after the last of the new tokens: the prompt first, then one token at a time."""
         assert self.length == 0 or len(tokens) == 1
         at = next(self.model.parameters()).device
-        out: Tensor = self.model(torch.tensor([tokens], device=at))[0, -1]
+        x_btd = self.model.embed(torch.tensor([tokens], device=at))
+        for block in self.model.blocks:
+            x_btd = block(x_btd)
+        out: Tensor = self.model.head(x_btd[:, -1:])[0, -1]  # of a prompt, only the last token's logits are needed
         self.length += len(tokens)
         return out
 

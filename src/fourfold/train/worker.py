@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,7 @@ from fourfold.tensor.own_layers import OwnRule
 from fourfold.train import checkpoint
 from fourfold.train._torch import default_store
 from fourfold.train.adapters import check_base, check_lora
+from fourfold.train.attention_kernel import AttentionChoice, choose, measure, use
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.clock import make_clock
 from fourfold.train.data import Samples
@@ -331,6 +333,7 @@ def assemble(
     compute = DTYPES[plan.precision.compute]
     reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
     peak_rate = peak_flops(device, compute)  # measuring needs memory, so do it before the model is built
+    attention = None if user.model is not None else _choose_attention(config, plan, place, device, compute, console)
     guard = Guard(
         limits=limits,
         max_skipped=config.train.max_skipped,
@@ -367,11 +370,14 @@ def assemble(
     optimizer = make_optimizer(config, plan, units, place.local_ranks)
     keeper = make_keeper(plan, device, place.local_ranks)
     wanted = plan.precision.compiles(device.type) if user.model is None else plan.precision.compile is True
-    compiled = wanted and not plan.not_compiled
+    missing = plan.not_compiled
+    if device.type == "cuda" and plan.precision.compile == "auto" and find_spec("triton") is None:
+        missing = "Triton, which compiles for GPUs, is not installed"
+    compiled = wanted and not missing
     if compiled:
         set_compile_cache(os.environ)
     elif wanted and place.rank == 0:
-        print(f"units are not compiled: {plan.not_compiled}", file=console, flush=True)
+        print(f"units are not compiled: {missing}", file=console, flush=True)
     stages = make_stages(config, plan, mesh, layout, held, keeper, own=user.model is not None, compiled=compiled)
     handles = make_handles(held, stages, optimizer)
     executor = Executor(
@@ -440,8 +446,10 @@ def assemble(
             print(f"trace/rank{place.rank}.jsonl: dropped {loop.trace.dropped} damaged lines", flush=True)
     if place.rank == 0:
         run.write(config, plan)  # after the checkpoint was opened under them
-        own = {} if user.model is None else {"own_layers": user.model.outline.parameters}
-        schema.write_json(run.env_file, environment(place, device) | own)
+        more: dict[str, Any] = {} if attention is None else {"attention": attention.to_dict()}
+        if user.model is not None:
+            more["own_layers"] = user.model.outline.parameters
+        schema.write_json(run.env_file, environment(place, device) | more)
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
 
@@ -463,6 +471,29 @@ def _positions(samples: Samples) -> int:
     """Rows that a linear layer of the user's own model has for each sample, as far as its inputs show."""
     shape = samples.shapes.get("inputs", ()) if isinstance(samples, OwnSamples) else ()
     return max(1, math.prod(shape[:-1]))
+
+
+def _choose_attention(
+    config: Config, plan: Plan, place: Place, device: torch.device, compute: torch.dtype, console: IO[str] | None
+) -> AttentionChoice | None:
+    """Measure torch's attention kernels on a GPU and use the fastest; None on CPUs, and where none was measured."""
+    m, col = config.model, plan.mesh.col
+    if device.type != "cuda" or compute == torch.float64:
+        return None
+    seconds: dict[str, float] = {}
+    if place.rank == 0:
+        heads, kv_heads = -(-m.heads // col), max(1, -(-m.kv_heads // col))
+        heads = -(-heads // kv_heads) * kv_heads
+        try:
+            seconds = measure(device, compute, heads, kv_heads, m.head_dim, m.seq_len, causal=m.causal)
+        except RuntimeError as e:
+            print(f"attention kernels were not measured: {' '.join(str(e).split())[:200]}", file=console, flush=True)
+    choice = choose(_everyone(seconds, place)[0], deterministic=config.train.deterministic)
+    if choice is not None:
+        use(choice)
+        if place.rank == 0:
+            print(choice, file=console, flush=True)
+    return choice
 
 
 def environment(place: Place, device: torch.device) -> dict[str, Any]:
