@@ -75,7 +75,7 @@ def test_selective_recomputation_keeps_the_output(monkeypatch: pytest.MonkeyPatc
 
 def test_the_fastest_kernel_is_first_unless_it_is_not_deterministic() -> None:
     seconds = {"cudnn": 0.010, "flash": 0.016, "efficient": 0.030}
-    free, exact = (attention_kernel.choose(seconds, deterministic=d) for d in (False, True))
+    free, exact = (attention_kernel.choose_kernel(seconds, deterministic=d) for d in (False, True))
     assert free is not None
     assert free.order == ("cudnn", "flash", "efficient")
     assert str(free) == "attention: cudnn (time of others: flash 1.60, efficient 3.00)"
@@ -83,18 +83,18 @@ def test_the_fastest_kernel_is_first_unless_it_is_not_deterministic() -> None:
     assert exact.order == ("flash", "efficient", "cudnn")
     assert "cudnn is faster, but its gradient is not deterministic: train.deterministic = false" in str(exact)
     assert exact.to_dict() == {"kernel": "flash", "seconds": seconds}
-    only = attention_kernel.choose({"efficient": 0.03}, deterministic=True)
+    only = attention_kernel.choose_kernel({"efficient": 0.03}, deterministic=True)
     assert only is not None
     assert only.order == ("efficient", "cudnn", "flash")  # torch still asks the others, which refuse
-    assert attention_kernel.choose({}, deterministic=True) is None
+    assert attention_kernel.choose_kernel({}, deterministic=True) is None
 
 
 def test_torch_takes_the_order() -> None:
     before = torch._C._get_sdp_priority_order()
     try:
-        choice = attention_kernel.choose({"efficient": 1.0, "cudnn": 2.0, "flash": 3.0}, deterministic=False)
+        choice = attention_kernel.choose_kernel({"efficient": 1.0, "cudnn": 2.0, "flash": 3.0}, deterministic=False)
         assert choice is not None
-        attention_kernel.use(choice)
+        attention_kernel.use_kernel(choice)
         assert torch._C._get_sdp_priority_order()[:4] == [2, 3, 1, 0]
         assert sorted(torch._C._get_sdp_priority_order()) == sorted(before)
     finally:

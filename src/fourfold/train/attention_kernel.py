@@ -2,7 +2,7 @@
 
 `scaled_dot_product_attention` has cuDNN's kernel, FlashAttention and a memory-efficient one; which is fastest depends on GPU,
 length and width of heads, and torch's own order on its version and cuDNN's. Each is timed for the run's shapes, forward and
-backward, and torch is told the order; a kernel that refuses a shape is passed over, as always. Rank 0's measurement counts for
+backward, and torch's order is set by these times; a kernel that refuses a shape is skipped. Rank 0's measurement counts for
 all ranks.
 
 cuDNN's gradient is not deterministic: with `train.deterministic` it comes last, and the choice says what that costs.
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fourfold.train._torch import set_attention_order
 
-__all__ = ["KERNELS", "AttentionChoice", "choose", "measure", "use"]
+__all__ = ["KERNELS", "AttentionChoice", "attention_seconds", "choose_kernel", "use_kernel"]
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -60,7 +60,7 @@ class AttentionChoice:
         return {"kernel": self.order[0], "seconds": dict(self.seconds)}
 
 
-def choose(seconds: Mapping[str, float], *, deterministic: bool) -> AttentionChoice | None:
+def choose_kernel(seconds: Mapping[str, float], *, deterministic: bool) -> AttentionChoice | None:
     """The fastest first; with `deterministic`, cuDNN's last. None where no fused kernel takes the shape."""
     if not seconds:
         return None
@@ -68,7 +68,7 @@ def choose(seconds: Mapping[str, float], *, deterministic: bool) -> AttentionCho
     return AttentionChoice((*order, *(name for name in KERNELS if name not in seconds)), dict(seconds), deterministic)
 
 
-def measure(
+def attention_seconds(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, tokens: int, *, causal: bool
 ) -> dict[str, float]:
     """Seconds of a forward and backward of every kernel that takes this shape, on a GPU."""
@@ -105,6 +105,6 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1000 / CALLS
 
 
-def use(choice: AttentionChoice) -> None:
-    """Tell torch the order, for this process."""
+def use_kernel(choice: AttentionChoice) -> None:
+    """Set torch's order, for this process."""
     set_attention_order([*(KERNELS[name] for name in choice.order), SDPBackend.MATH])

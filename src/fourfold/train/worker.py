@@ -42,7 +42,7 @@ from fourfold.tensor.own_layers import OwnRule
 from fourfold.train import checkpoint
 from fourfold.train._torch import default_store
 from fourfold.train.adapters import check_base, check_lora
-from fourfold.train.attention_kernel import AttentionChoice, choose, measure, use
+from fourfold.train.attention_kernel import AttentionChoice, attention_seconds, choose_kernel, use_kernel
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.clock import make_clock
 from fourfold.train.data import Samples
@@ -485,12 +485,12 @@ def _choose_attention(
         heads, kv_heads = -(-m.heads // col), max(1, -(-m.kv_heads // col))
         heads = -(-heads // kv_heads) * kv_heads
         try:
-            seconds = measure(device, compute, heads, kv_heads, m.head_dim, m.seq_len, causal=m.causal)
+            seconds = attention_seconds(device, compute, heads, kv_heads, m.head_dim, m.seq_len, causal=m.causal)
         except RuntimeError as e:
             print(f"attention kernels were not measured: {' '.join(str(e).split())[:200]}", file=console, flush=True)
-    choice = choose(_everyone(seconds, place)[0], deterministic=config.train.deterministic)
+    choice = choose_kernel(_everyone(seconds, place)[0], deterministic=config.train.deterministic)
     if choice is not None:
-        use(choice)
+        use_kernel(choice)
         if place.rank == 0:
             print(choice, file=console, flush=True)
     return choice
