@@ -375,6 +375,6 @@ def test_files_for_several_machines(
     monkeypatch.chdir(tmp_path)
     Path("configs").symlink_to(ROOT / "configs")
     Path("plan.toml").write_text("[mesh]\ndata = 16\n")
-    Path("text.txt").write_text("some text\n" * 9000)
+    Path("text.txt").write_text("some text\n" * 60_000)
     here = ["--data.source", "text.txt", "--train.device", "cpu", "--nproc", "16", "--dry-run"]
     assert main([*words[words.index("train") :], *here]) == 0, capsys.readouterr()

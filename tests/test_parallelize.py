@@ -350,7 +350,7 @@ def test_what_a_module_must_be() -> None:
     with pytest.raises(ff.PlanError, match="the mesh is data 3 = 3 ranks, but there are 1"):
         ff.parallelize(Net(), ff.Plan.from_dict({"mesh": {"data": 3}}))
     model = ff.parallelize(Net(), ff.Plan.from_dict({"batch": {"micro_batches": 2}}))
-    with pytest.raises(ff.ConfigError, match="would depend on the plan; say how many"):
+    with pytest.raises(ff.ConfigError, match="would depend on the plan; pass the numbers"):
         model.step({"tokens": batch(0)[0], "labels": torch.full((12, 5), -100)})
 
 

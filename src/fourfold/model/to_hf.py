@@ -124,12 +124,18 @@ def hf_config(
             sizes = [m.windows[i % len(m.windows)] for i in range(m.layers)]
             kinds = ["sliding_attention" if size else "full_attention" for size in sizes]
             c |= {"sliding_window": max(sizes), "use_sliding_window": True, "layer_types": kinds}
+        if family.rope is not None and family.rope.layers == "listed":
+            rotary = m.rope_layers or (True,)
+            c["no_rope_layers"] = [int(rotary[i % len(rotary)]) for i in range(m.layers)]
     else:
         c |= base
     for key in family.keys if base is None or not _says(base, m) else ():
         _write(c, key, m)
     if family.rope is not None and not (base or {}).keys() & {"rope_theta", "rope_parameters", family.rope.theta_key}:
         c["rope_parameters"] = _rope(m)
+        if family.rope.local_theta not in (None, "", "same"):  # layers with a window have a theta of their own
+            local = {"rope_type": "default", "rope_theta": m.rope_local_theta or m.rope_theta}
+            c["rope_parameters"] = {"full_attention": c["rope_parameters"], "sliding_attention": local}
     if family.rope is not None:
         _both_rotary_forms(c, family.rope)
     return dict(sorted((c | {"dtype": dtype, "torch_dtype": dtype}).items()))
