@@ -38,7 +38,7 @@ def test_memory_that_is_left_is_used(optimizer: str) -> None:
     start = small(optimizer)
     before, after = predict(start, PROBLEM), improved(start)
     assert after.prediction.seconds < 0.9 * before.seconds
-    assert 0.96 * CLUSTER.usable < after.prediction.peak.peak <= CLUSTER.usable
+    assert 0.97 * CLUSTER.usable < after.prediction.peak.peak <= CLUSTER.usable
     assert predict(Plan.from_dict(after.plan.to_dict()), PROBLEM).seconds == pytest.approx(after.prediction.seconds)
 
 
