@@ -222,7 +222,7 @@ def test_every_rank_keeps_as_many_bytes_of_state_as_the_plan_says() -> None:
 def test_rolling_back_takes_host_memory() -> None:
     """A second place for state and weights, and weights of before in the slots; in what the host has free, but for a tenth."""
     s, plan = on_the_host(optimizer="host", rollback="0GiB")
-    _, auto = on_the_host(optimizer="host")
+    _, auto = on_the_host(optimizer="host", rollback="auto")
     waits, tries = predict(plan, s).peak, predict(auto, s).peak
     assert tries.host_rollback == pytest.approx(1.2 * waits.host)
     assert tries.host == pytest.approx(2.2 * waits.host)
