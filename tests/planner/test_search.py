@@ -182,7 +182,7 @@ def test_invalid_arguments(asked: dict[str, Any], message: str) -> None:
         (
             ["data=8", "waves=1"],
             None,
-            "the schedule wave needs a pipeline of 2 ranks or more, and --fix data 8 leaves none of 8",
+            "the schedule wave needs a pipeline of 2 ranks or more, and --fix data 8 uses all 8",
         ),
         (["pipe=4", "data=2"], "zb-v", "zb-v makes 8 stages on 4 ranks of a pipeline, and the model has 4 layers"),
         (["pipe=2", "micro_batches=1"], "interleaved", "fix stages_per_rank too, or use micro_batches=2"),

@@ -2,7 +2,7 @@
 
 make_plan(spec, cluster, global_batch=1024)  ->  Plan, with `predicted`, `certificate` and `alternatives` filled in
 predict(plan, spec, cluster, global_batch=1024) ->  Prediction of any plan: seconds, bytes, tokens/s, MFU
-judge(plan, problem)                         ->  the same plan with its prediction, without a search
+judge(plan, problem)                         ->  the same plan with its prediction; searches nothing
 plan_run(config, cluster)                    ->  the plan of a run that starts now
 uniform_plans(problem, most)                 ->  plans as one would write them by hand, predicted in milliseconds each
 """
@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 _DEFAULT_TOKENS = 4 * 2**20
-"""Tokens of a step where no batch is given."""
+"""Default tokens per step."""
 _COMPUTE_TYPES = ("bf16", "fp32", "fp64")
 _MOMENT_TYPES = ("fp32", "bf16")
 _WORTH_IT = 0.9
-"""For a run that starts now: a plan replaces plain data parallelism if it takes at most this share of its time."""
+"""For a run that starts now: a plan replaces plain data parallelism if its step takes at most this share of the time."""
 
 
 def make_plan(
@@ -66,7 +66,7 @@ def make_plan(
     engine: str | TrainingEngine = "fourfold",
     progress: Progress | None = None,
 ) -> Plan:
-    """The fastest plan that fits, with its report. Raises PlanError, with what would fit, where there is none.
+    """The fastest plan that fits, with its report. If none fits, raises PlanError, which says what would fit.
 
     `cluster`: a cluster, the name of a preset (one node), or a file.
     `precision`: "bf16", "fp32" or "fp64"; default: bf16 on GPUs, fp32 on CPUs. `fix` constrains the search:
@@ -100,9 +100,9 @@ def plan_problem(
     narrow: bool = False,
     every: bool = False,
 ) -> Plan:
-    """The fastest plan that fits, with its report of `top` plans, or of every one that was evaluated.
+    """The fastest plan that fits; its report lists the `top` best plans, or all that were evaluated.
 
-    `narrow`: where none fits, gradients may be accumulated and reduced in bf16.
+    `narrow`: if no plan fits, gradients may be accumulated and reduced in bf16.
     """
 
     def reported(question: PlanProblem) -> Plan:
@@ -133,7 +133,7 @@ def predict(
     global_batch: int,
     engine: str | TrainingEngine = "fourfold",
 ) -> Prediction:
-    """What a plan takes and holds, by part and by rank; it need not fit. Raises PlanError where the plan cannot run.
+    """Time of a plan by part and memory by rank; the plan need not fit. Raises PlanError if the plan cannot run.
 
     `cluster`: a cluster, the name of a preset (one node), or a file. `engine`: the system that runs the plan ("fourfold",
     "torchtitan", "megatron", "nemo"). Searches nothing; `fourfold plan --judge` prints the same.
@@ -154,7 +154,7 @@ def find_plan(
     """The search, after checking the problem."""
     schema.check_count("global_batch", problem.global_batch, PlanError)
     collects = gc.isenabled()
-    gc.disable()  # the search's many objects live to its end: scanning them takes a tenth of the time
+    gc.disable()  # most objects live until the search ends; scanning them would take a tenth of the time
     try:
         return search(problem, constraints, progress, top, config or SearchConfig())
     finally:
@@ -163,7 +163,7 @@ def find_plan(
 
 
 def named_precision(name: str) -> Precision:
-    """Computing in this type; gradients are reduced in fp32, or in fp64 for fp64."""
+    """The precision with this compute type; gradients are reduced in fp32, or in fp64 for fp64."""
     if name not in _COMPUTE_TYPES:
         raise PlanError(f"precision = {name!r} is an invalid value{schema.nearest(name, _COMPUTE_TYPES)}")
     return schema.build(Precision, {"compute": name, "reduce": "fp64" if name == "fp64" else "fp32"}, error=PlanError)
@@ -176,26 +176,26 @@ def default_precision(cluster: Cluster) -> Precision:
 
 
 def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = None) -> int:
-    """Sequences that make about four million tokens, a multiple of the ranks."""
+    """The number of sequences with about four million tokens; a multiple of the number of ranks."""
     ranks = min(cluster.ranks, max_ranks or cluster.ranks)
     sequences = _DEFAULT_TOKENS // spec.seq_len if cluster.device.kind == "cuda" else 8 * ranks
     return max(1, round(sequences / ranks)) * ranks
 
 
 def judge(plan: Plan, problem: PlanProblem) -> Plan:
-    """A plan as it is, with the planner's prediction; its field `misfit` says why it does not fit."""
+    """The same plan with the planner's prediction; if it does not fit, the field `misfit` says why."""
     layout, problem = _checked(plan, problem)
     plan = replace(plan, tensor=replace(plan.tensor, flows=chosen_flows(problem, layout)))
     candidate = Candidate(layout, plan, evaluate(plan, problem).prediction())
     judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1)
     assert judged.predicted is not None
-    # what more memory would buy is known after a search only
+    # the value of more memory is known only after a search
     predicted = judged.predicted | {"binding": "", "price": 0.0, "misfit": no_fit(candidate, problem)}
     return replace(judged, predicted=predicted, certificate=None)
 
 
 def _checked(plan: Plan, problem: PlanProblem) -> tuple[ParallelLayout, PlanProblem]:
-    """The plan's layout, and the question with the plan's precision. Raises PlanError where the plan cannot run."""
+    """The plan's layout, and the problem with the plan's precision. Raises PlanError if the plan cannot run."""
     cluster, spec = problem.cluster, problem.spec
     if plan.mesh.ranks > cluster.ranks:
         nodes = plan.mesh.ranks if cluster.name == "local" else -(-plan.mesh.ranks // cluster.devices)
@@ -222,10 +222,10 @@ def _checked(plan: Plan, problem: PlanProblem) -> tuple[ParallelLayout, PlanProb
 def plan_run(config: Config, cluster: Cluster, precision: Precision | None = None, context: float = 0.0) -> Plan:
     """The plan of a resolved config on all ranks of a cluster, with its prediction.
 
-    `context`: of its data, where several documents share a sequence (`Samples.context`).
+    `context`: the context of its data if several documents share a sequence (`Samples.context`).
 
-    Plain data parallelism is preferred: where it fits, another plan must be predicted to be a tenth faster; and on `local`, whose
-    numbers are not measured, it is always taken.
+    Plain data parallelism is preferred: if it fits, another plan must be predicted to be a tenth faster. On `local`, whose
+    numbers are not measured, it is always chosen.
     """
     ranks, problem = cluster.ranks, problem_of_run(config, cluster, precision, context)
     refusal: PlanError | None = None
@@ -260,7 +260,7 @@ def problem_of_run(
 
 
 def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | None:
-    """A replica on every rank, judged; None where it does not fit. Raises PlanError where the batch does not divide."""
+    """A replica on every rank, judged; None if it does not fit. Raises PlanError if the batch is not divisible."""
     plan = Plan(mesh=Mesh(data=ranks), precision=problem.precision)
     plan.check(config, ranks)
     judged = judge(plan, problem)
@@ -268,7 +268,7 @@ def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | N
     return judged if judged.predicted["peak_bytes"] <= problem.cluster.usable else None
 
 
-# ---- plans as one would write them by hand: one mode and one recomputation for all units, no search ----
+# ---- plans as a user would write them: one mode and one recomputation for all units, no search ----
 
 _Mode = Literal["replicate", "keep", "zero3"]
 _Recompute = Literal["none", "selective", "full"]
@@ -295,7 +295,7 @@ _MANY = tuple(_Choice(mode, recompute) for mode in _MODES for recompute in _RECO
 def uniform_plans(
     problem: PlanProblem, most: int, constraints: Constraints | None = None, *, few: bool = False
 ) -> Iterator[Plan]:
-    """At most `most` plans, judged (`misfit` says which do not fit), the usual ones first; `few`: four choices per mesh."""
+    """At most `most` judged plans (with `misfit` if they do not fit), the most common first; `few`: four choices per mesh."""
     count, constraints = 0, constraints or Constraints({})
     choices = [c for c in (_FEW if few else (*_MANY, _FEW[1])) if _allowed(c, problem, constraints)]
     for size, mesh in product((1, 2, 4), _meshes(problem, constraints)):  # size: sequences of a micro-batch
@@ -306,7 +306,7 @@ def uniform_plans(
             continue
         tried = set()
         for choice in choices:
-            if mesh.data == 1 and constraints.get("mode") is None:  # there is nothing to shard over
+            if mesh.data == 1 and constraints.get("mode") is None:  # no replicas to shard over
                 choice = choice._replace(mode="replicate")
             if choice in tried:
                 continue
@@ -327,7 +327,7 @@ def _allowed(choice: _Choice, problem: PlanProblem, constraints: Constraints) ->
 
 
 def _meshes(problem: PlanProblem, constraints: Constraints) -> list[Mesh]:
-    """All ranks: data alone, then with columns inside a node, with a pipeline, and with both."""
+    """Meshes of all ranks: data only, then with columns inside a node, with a pipeline, and with both."""
     cluster = problem.cluster
     ranks, layers = min(cluster.ranks, constraints.max_ranks or cluster.ranks), problem.spec.layers - 2
     columns = [1, *(n for n in (8, 4, 2) if cluster.devices % n == 0 and problem.heads % n == 0)]
@@ -356,5 +356,5 @@ def _judged(
         data["tensor"]["keep"] = ["weights", "inputs", "gradients"] if keep == "all" else [keep]
     try:
         return judge(replace(Plan.from_dict(data), precision=problem.precision), problem)
-    except FourfoldError:  # not every model can have every mesh
+    except FourfoldError:  # this model does not support this mesh
         return None

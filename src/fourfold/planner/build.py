@@ -1,8 +1,8 @@
-"""One layout made into a plan: every rank's own choice of units, memory replayed, the schedule simulated.
+"""Builds a plan from one layout: chooses the options of every rank's units, replays memory, simulates the schedule.
 
-The knapsack adds up what a rank's units hold; the replay follows them through the step, where transient bytes may or may not
-coincide. So a rank's budget is moved until what is chosen with it just fits by the replay. What a rank holds does not depend on
-the others: each has its own budget, and the schedule is simulated only when all of them fit.
+The knapsack adds up the bytes of a rank's units; the replay follows them through the step, where transient bytes may or may not
+coincide. So a rank's budget is adjusted until the choice just fits in the replay. A rank's memory does not depend on other
+ranks: each has its own budget, and the schedule is simulated only once all of them fit.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Candidate:
     plan: Plan
     prediction: Prediction
     choice_gap: float = 0.0
-    """Seconds by which the choice of units may exceed the optimum of its knapsack."""
+    """Upper bound, in seconds, on the distance of the choice of units from the optimum of its knapsack."""
     price: float = 0.0
     """Seconds that one more GiB on every device would save in this layout; known for the best plan only."""
     with_more: tuple[float, float, str] | None = None
-    """(bytes more on every device, seconds that they would save in any layout, that layout), where this was searched."""
+    """(extra bytes on every device, seconds that they would save over all layouts, the best layout then), if searched."""
 
 
 class _PartitionedLayout:
-    """A layout with its schedule and its layers partitioned into stages: what every rank chooses for."""
+    """A layout with its schedule and its layers partitioned into stages: the input of every rank's choice."""
 
     def __init__(self, problem: PlanProblem, layout: ParallelLayout):
         self.problem, self.layout = problem, layout
@@ -65,7 +65,7 @@ class _PartitionedLayout:
     def plan(self, chosen: Sequence[RankChoice], limit: float) -> tuple[Plan, PlanEvaluation]:
         """The plan with every rank's choices, evaluated in `limit` bytes."""
         spec, choices = self.problem.spec, _assign(self._units, chosen)
-        if spec.tied:  # the head's matrix is the embedding's, and is sharded with it
+        if spec.tied:  # the head uses the embedding's matrix, so both are sharded alike
             lender, head = choices[spec.units[0].name], spec.units[-1].name
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         flows = chosen_flows(self.problem, self.layout)
@@ -74,25 +74,25 @@ class _PartitionedLayout:
 
 
 class _RankBudget:
-    """The largest budget of a rank with which what its units choose fits by the replay, found by trying."""
+    """Searches the largest budget of a rank whose choice of units fits in the replay."""
 
     def __init__(self, choose: Callable[[float], RankChoice | None], limit: float, close: float, fills_up: bool):
-        """`close`: bytes that may stay free. `fills_up`: optimizer state takes what is free, so the peak does not show it."""
+        """`close`: bytes that may stay free. `fills_up`: optimizer state fills the free memory, so the peak does not show it."""
         self._choose, self._limit, self._close, self._fills_up = choose, limit, close, fills_up
         self._budget, self._low = limit, 0.0
-        self._high = inf  # it does not fit; `_low` fits, or is too little for any choice
+        self._high = inf  # does not fit; `_low` fits, or is too small for any choice
         self.tried, self.settled = choose(limit), False
         self.best: RankChoice | None = None
 
     def update(self, peak: float) -> None:
-        """What was tried holds `peak` bytes: keep it and try a little more, or try less."""
+        """The choice that was tried peaks at `peak` bytes: accept it and try a larger budget, or try a smaller one."""
         if self.tried is None or (self.settled and peak <= self._limit):
             return
         free = self._limit - peak
         if free < 0:
             if self.settled:  # with the other ranks' choices (a tied weight) it no longer fits
                 self.best, self._low, self.settled = None, 0.0, False
-            self._high = min(self._high, self.tried.needs)  # with as much or more it would be chosen again
+            self._high = min(self._high, self.tried.needs)  # this budget or a larger one would give the same choice
         else:
             if self.best is None or self.tried.seconds <= self.best.seconds:
                 self.best, self._low = self.tried, self._budget
@@ -113,7 +113,7 @@ class _RankBudget:
         self._budget, self.tried = budget, self._choose(budget)
 
     def settle(self) -> RankChoice | None:
-        """Take the best that fits."""
+        """Accept the best choice that fits."""
         self.tried, self.settled = self.best, self.best is not None
         return self.tried
 
@@ -121,7 +121,7 @@ class _RankBudget:
 def build_plan(
     problem: PlanProblem, table: OptionTable, layout: ParallelLayout, limit: float, config: SearchConfig
 ) -> Candidate | None:
-    """The plan of a layout with every rank's own choices; None where none fits into `limit` bytes."""
+    """The plan of a layout with the choices of every rank; None if none fits into `limit` bytes."""
     partitioned = _PartitionedLayout(problem, layout)
     close, fills_up = config.budget_tolerance * limit, layout.optimizer == "auto"
     every = [rank_options(table, layout, load) for load in partitioned.loads]
@@ -143,7 +143,7 @@ def build_plan(
 def smallest_plan(
     problem: PlanProblem, table: OptionTable, layout: ParallelLayout
 ) -> tuple[Sequence[RankMemory], Callable[[], Candidate]]:
-    """What ranks hold where every unit holds as little as it can, by the sums; and the plan."""
+    """The plan in which every unit uses its smallest options, and the summed bytes of its ranks."""
     partitioned = _PartitionedLayout(problem, layout)
     chosen = [rank_options(table, layout, load).smallest() for load in partitioned.loads]
     plan, held = partitioned.plan(chosen, 0.0)
@@ -151,7 +151,7 @@ def smallest_plan(
 
 
 def _assign(rank_units: list[list[UnitSpec]], chosen: Sequence[RankChoice]) -> dict[str, UnitChoice]:
-    """A choice for every unit: within a rank and kind, those that hold least go to the earlier layers."""
+    """A choice for every unit: within a rank and kind, the smallest choices go to the earlier layers."""
     out: dict[str, UnitChoice] = {}
     for units, choice in zip(rank_units, chosen, strict=True):
         by_kind: dict[str, list[str]] = {}

@@ -1,14 +1,14 @@
-"""How much communication is exposed: a compute clock, with collectives that run next to it and share links.
+"""Exposed communication: a compute clock, and concurrent collectives that share links.
 
 `SharedLink` is the clock: channels run their collectives in order, and channels on the same link share its bandwidth evenly.
 `UnitTimeline` runs a chain of units on it, as the lowered program does (program/lowering.py, shard/sharing.py):
 
 - Units compute one after another. When one starts, the gather of the next one starts: at most one is prefetched.
-- A unit's reduction starts when its gradients are complete. Of sharded units, one reduction at most overlaps with computing the
-  next gradient: when a second one starts, computing waits for the first, whose sum across groups starts then. One such sum
-  at most overlaps with computing: the next one waits for it.
-- Gathers, reductions and the grid's collectives share the link. The grid's are spread over the unit: in `_GRID_PARTS` parts,
-  each computes and then waits for its share.
+- A unit's reduction starts when its gradients are complete. For sharded units, at most one reduction overlaps with computing the
+  next gradient: when a second one starts, computing waits for the first, and its sum across groups starts. At most one such
+  sum overlaps with computing: the next one waits for it.
+- Gathers, reductions and the grid's collectives share the link. The grid's collectives are spread over the unit in `_GRID_PARTS`
+  parts; each part computes and then waits for its share of them.
 
 Identical layers soon take identical times: once the state repeats from one layer to the next, the rest is extrapolated.
 """
@@ -22,21 +22,21 @@ from typing import NamedTuple
 __all__ = ["SharedLink", "UnitStep", "UnitTimeline"]
 
 _EPSILON, _DIGITS = 1e-12, 11
-"""Shorter times (seconds) count as zero; digits of seconds by which two states are compared."""
+"""Epsilon in seconds: shorter times count as zero; decimal digits of seconds in comparisons of states."""
 
 
 class SharedLink:
     """A compute clock (`now`, seconds) and channels of collectives.
 
-    `links[c]` is the number of channel c's link. A collective that starts on a busy link first queues behind in-flight traffic
-    of the other channels, for `queues[c]` seconds at most.
+    `links[c]` is the index of channel c's link. A collective that starts on a busy link first queues behind in-flight traffic
+    of the other channels, for at most `queues[c]` seconds.
     """
 
     def __init__(self, links: Sequence[int], queues: Sequence[float]):
         self.now = 0.0
         self._links, self._queues = links, queues
         self._remaining: list[deque[float]] = [deque() for _ in links]
-        self._queued = [0.0] * len(links)  # seconds that the running collective of a channel still queues
+        self._queued = [0.0] * len(links)  # remaining queueing time of each channel's running collective, seconds
         self._started, self._ended = [0] * len(links), [0] * len(links)
         self._busy: list[int] = []  # channels with a running collective
 
@@ -60,7 +60,7 @@ class SharedLink:
             self._queued[channel] = min(self._queues[channel], others)
 
     def wait(self, channel: int, number: int) -> float:
-        """Wait until that collective has ended; returns the seconds waited."""
+        """Wait until that collective ends; returns the seconds waited."""
         began = self.now
         while self._ended[channel] < number:
             self._advance(None)
@@ -78,7 +78,7 @@ class SharedLink:
         self.now = end
 
     def state(self) -> tuple[float, ...]:
-        """In-flight collectives, as far as they matter for the future."""
+        """State of the in-flight collectives that affects later times."""
         pairs = zip(self._remaining, self._queued, strict=True)
         return tuple(round(x, _DIGITS) for remaining, queued in pairs for x in (-1, queued, *remaining))
 
@@ -87,7 +87,7 @@ class SharedLink:
         return list(self._started)
 
     def skip(self, seconds: float, counts: Sequence[int]) -> None:
-        """Advance to a time at which the state is the same again, with `counts` more collectives started and ended."""
+        """Advance to a later time with the same state, after `counts` more collectives per channel."""
         self.now += seconds
         self._started = [n + more for n, more in zip(self._started, counts, strict=True)]
         self._ended = [n + more for n, more in zip(self._ended, counts, strict=True)]
@@ -109,7 +109,7 @@ class SharedLink:
             if not queued[channel]:
                 moving[self._links[channel]] += 1
         for channel in busy:
-            if queued[channel] and not moving[self._links[channel]]:  # nothing is ahead of it any more
+            if queued[channel] and not moving[self._links[channel]]:  # the traffic ahead of it has ended
                 queued[channel] = 0.0
                 moving[self._links[channel]] += 1
         shares = [0.0 if queued[channel] else 1.0 / moving[self._links[channel]] for channel in busy]
@@ -144,32 +144,32 @@ class SharedLink:
 _GATHERS, _REDUCTIONS, _GRID, _SUMS = 0, 1, 2, 3
 _GRID_PARTS = 4
 _LONGEST_PERIOD = 40
-"""Units of a layer, at most, whose repetition is detected."""
+"""Longest repeating sequence of units that is detected."""
 
 
 class UnitStep(NamedTuple):
     """One unit's part of an op, in seconds."""
 
     compute: float
-    """Without its collectives on the grid."""
+    """Compute time, without its collectives on the grid."""
     gather: float = 0.0
-    """All-gather of its parameters, where they are not there yet."""
+    """All-gather of its parameters; 0 if they are already gathered."""
     reduce: float = 0.0
     """Reduction of its gradients, after computing."""
     across: float = 0.0
     """Sum across sharding groups that follows the reduction."""
     sharded: bool = True
-    """Its reduction must have ended before the one after the next starts."""
+    """Whether its reduction must end before the second reduction after it starts."""
     grid_exposed: float = 0.0
-    """Grid collectives that are waited for, on the link of gathers and reductions."""
+    """Exposed grid collectives on the link of gathers and reductions."""
     grid_overlapped: float = 0.0
-    """Grid collectives on that link that overlap with computing, were the link theirs alone."""
+    """Grid collectives on that link that overlap with computing; the time they take alone on the link."""
     other_links: float = 0.0
-    """Grid collectives that are waited for on other links."""
+    """Exposed grid collectives on other links."""
 
 
 class _Mark(NamedTuple):
-    """A place in a chain: the state there, and the totals so far."""
+    """A position in a chain: the state there, and the totals so far."""
 
     place: int
     state: tuple[float, ...] = ()
@@ -183,12 +183,12 @@ _NO_MARK = _Mark(-_LONGEST_PERIOD - 1)
 
 
 class UnitTimeline:
-    """Units that compute one after another, with their gathers and reductions next to them."""
+    """Units that compute one after another, with their concurrent gathers and reductions."""
 
     def __init__(self, queue: float = 0.0, sums_link: int = 0) -> None:
         """`sums_link`: 0 if sums across groups use the link of gathers and reductions, 1 if they have their own."""
         self.exposed = self.communicated = 0.0
-        """Seconds waited for collectives so far; seconds of all collectives, each alone on the link."""
+        """Exposed seconds of collectives so far; total seconds of collectives, each alone on its link."""
         self._computed = 0.0
         self._link = SharedLink((0, 0, 0, sums_link), (queue,) * 4)
         self._in_flight: deque[tuple[int, float]] = deque()  # reductions: (number, the sum across groups after it)
@@ -199,11 +199,11 @@ class UnitTimeline:
 
     @property
     def since_compute(self) -> float:
-        """Seconds since a unit last computed: its reduction waited for others."""
+        """Seconds since a unit last computed, spent waiting for earlier reductions."""
         return self.now - self._computed
 
     def run(self, chain: Sequence[UnitStep], *, started: bool = False, following: float = 0.0) -> None:
-        """Run units; `started`: the first one's gather is in flight; `following`: the gather of the unit after them."""
+        """Run units; `started`: the first unit's gather is in flight; `following`: gather time of the unit after them."""
         if not started:
             self.gather(chain[0].gather)
         periods = _periods([id(step) for step in chain])
@@ -268,7 +268,7 @@ class UnitTimeline:
             self.communicated += seconds
 
     def reduce(self, step: UnitStep) -> None:
-        """Start a reduction; of sharded units, wait until one is in flight."""
+        """Start a reduction; for sharded units, wait until it is the only one in flight."""
         number = self._link.start(_REDUCTIONS, step.reduce)
         self.communicated += step.reduce + step.across
         if step.sharded:
@@ -292,7 +292,7 @@ class UnitTimeline:
 
 
 def _periods(chain: Sequence[int]) -> list[tuple[int, int]]:
-    """For every place: after how many units the same one comes again, and for how many units in a row that is so."""
+    """For every position: the period after which the same unit repeats, and for how many units in a row it does."""
     out, last = [(0, 0)] * len(chain), dict[int, int]()
     for i in range(len(chain) - 1, -1, -1):
         period = last.get(chain[i], len(chain) + _LONGEST_PERIOD) - i

@@ -1,6 +1,6 @@
-"""Seconds that operators compute on one device, without communication.
+"""Compute time of operators on one device, in seconds, without communication.
 
-A matmul of T tokens takes what [T, K] · [K, N/col] takes on the device; attention is charged by FLOPs, everything else by bytes
+A matmul of T tokens takes the device's time for [T, K] · [K, N/col]; attention is charged by FLOPs, everything else by bytes
 at memory bandwidth. The backward of a matmul is two matmuls: of the input gradient (I) and of the weight gradient (W), which is
 then added to the gradients of earlier micro-batches.
 """
@@ -16,7 +16,7 @@ __all__ = ["UnitSeconds", "host_seconds", "matmul_seconds", "operator_seconds", 
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds that one micro-batch of a unit computes."""
+    """Compute time of one micro-batch of a unit, in seconds."""
 
     forward: float
     input_grad: float
@@ -24,7 +24,7 @@ class UnitSeconds(NamedTuple):
     cheap: float
     """Part of the forward that selective recomputation repeats: all but matmuls and attention."""
     unread: float
-    """Part of the forward whose output the backward does not read: full recomputation leaves it out."""
+    """Part of the forward whose output the backward does not read: full recomputation skips it."""
 
 
 def matmul_seconds(problem: PlanProblem, o: Operator, tokens: int, col: int, split: int) -> tuple[float, float, float]:
@@ -50,16 +50,16 @@ def operator_seconds(
 ) -> tuple[float, float, float]:
     """Forward, input gradient and weight gradient of an operator for `tokens` tokens.
 
-    `keeps_gradients`: the grid keeps gradients of all rows over micro-batches, and adds to them.
+    `keeps_gradients`: the grid accumulates the gradients of all rows over micro-batches.
     """
     cluster, width, reduce = problem.cluster, problem.compute_bytes, problem.reduce_bytes
     if o.kind == "product":
         f, i, w = matmul_seconds(problem, o, tokens, col, split)
         accumulated = width + 2.0 * reduce  # bytes per element: read the new one, read and write the sum
-        if row > 1 and not keeps_gradients:  # widened for the sum over rows, then this row's part is added
+        if row > 1 and not keeps_gradients:  # cast for the sum over rows, then this row's part is accumulated
             accumulated = (width + reduce if width < reduce else 0) + 3 * reduce / row
         accumulated *= o.inputs * o.outputs / col
-        # slicing, padding, joining and a separate bias; on a GPU the host does that ahead of the kernels
+        # slicing, padding, concatenating and a separate bias; on a GPU the host does that ahead of the kernels
         extra = cluster.device.operator if row * col > 1 and problem.on_cpu else 0.0
         if o.frozen:
             return f + extra, i + extra, 0.0
@@ -76,7 +76,7 @@ def operator_seconds(
 
 
 def _attention_seconds(problem: PlanProblem, o: Operator, flops: float) -> float:
-    """The forward: a fused kernel, or two batched matmuls, which are slow where a head's width is not aligned."""
+    """The forward: a fused kernel, or two batched matmuls, which are slow if the head width is not aligned."""
     config, dtype, cluster = problem.spec.config, problem.precision.compute, problem.cluster
     if config is None or not config.head_dim:
         return cluster.attention(flops, dtype)
@@ -107,7 +107,7 @@ def unit_seconds(
 
 
 def host_seconds(problem: PlanProblem, kind: str, on_grid: bool, split: int) -> tuple[float, float]:
-    """Seconds that the host takes for a unit's forward and backward on a GPU: its device cannot be faster. 0 on CPUs."""
+    """Host seconds of a unit's forward and backward on a GPU: a lower bound of the unit's time. 0 on CPUs."""
     engine = problem.engine
     if problem.on_cpu or not (engine.host_unit or engine.host_matmul):
         return 0.0, 0.0

@@ -1,8 +1,8 @@
 """The system that runs a plan, as far as the planner's model depends on it: Fourfold itself, torchtitan, Megatron-LM, NeMo.
 
-A `TrainingEngine` says what the same plan takes and holds in another system: how many bytes its operators between matmuls move,
-what full recomputation repeats, how fast its attention is, what its host does for every unit, whether ZeRO-1's collectives are at
-the ends of a step, and which memory it takes besides. `make_plan(…, engine=)` and `predict(…, engine=)` take a name or an engine.
+A `TrainingEngine` describes how time and memory of a plan differ in another system: bytes moved by operators between matmuls,
+what full recomputation repeats, the speed of attention, host time per unit, whether ZeRO-1's collectives are at the ends of a
+step, and extra memory. `make_plan(…, engine=)` and `predict(…, engine=)` take a name or an engine.
 
 Where the numbers are from: `fourfold` is measured on an H200. Of the others, bytes are counted kernel by kernel from their
 sources; rates of attention kernels are those of the FlashAttention-2 paper's figures; host times and memory shares are assumed.
@@ -29,35 +29,35 @@ class TrainingEngine:
 
     name: str = "fourfold"
     fused: bool = False
-    """Operators between matmuls are fused even where a plan does not compile."""
+    """Operators between matmuls are fused even if a plan does not compile."""
     traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """By operator between matmuls: bytes it moves, relative to ours, where nothing is compiled."""
+    """By operator between matmuls: bytes it moves, relative to ours without compilation."""
     fused_accumulation: bool = False
-    """Matmuls of weight gradients add to those of earlier micro-batches; else a kernel of its own does."""
+    """The matmul of a weight gradient also accumulates it; otherwise a separate kernel does."""
     skipped: tuple[str, ...] = ("out", "down")
-    """Matmuls that full recomputation leaves out, since the backward does not read their output."""
+    """Matmuls that full recomputation skips, since the backward does not read their output."""
     attention: Literal["best", "flash-2", "flash-1"] = "best"
     """Its attention kernel: the device's best, or a version of FlashAttention."""
     host_unit: float = 0.0
-    """Seconds that the host takes for a forward and backward of a unit: on a GPU, a lower bound of its time."""
+    """Host seconds of a unit's forward and backward: on a GPU, a lower bound of the unit's time."""
     host_matmul: float = 0.0
-    """The same for every matmul on a tensor grid, in addition."""
+    """Additional host seconds for every matmul on a tensor grid."""
     host_step: float = 0.0
     """Seconds of every step in which the device waits for the host: data, optimizer, metrics."""
     synchronous: bool = False
     """Kernels are launched one at a time (CUDA_LAUNCH_BLOCKING=1): the host's time adds to the device's."""
     zero1_at_ends: bool = False
-    """In a pipeline, what is gathered and reduced once a step is gathered before the first forward and reduced after the last
-    backward, on all stages at once."""
+    """In a pipeline, parameters that are gathered once a step are gathered before the first forward, and their gradients are
+    reduced after the last backward, on all stages at once."""
     broadcasts: bool = False
-    """ZeRO-1's parameters are broadcast by one rank of the group after another, not gathered."""
+    """ZeRO-1's parameters are broadcast by the ranks of the group in turn, not all-gathered."""
     logits: float = 0.0
-    """Bytes of a logit that the loss holds, beyond ours: fp32 copies, where the loss is not fused."""
+    """Extra bytes per logit, relative to ours: fp32 copies if the loss is not fused."""
     margin: float = 0.0
     """Fraction of the memory that its allocator loses, beyond the cluster's margin."""
 
     def attention_speed(self, device: Device) -> float:
-        """Of its attention kernel, relative to the device's best."""
+        """Speed of its attention kernel relative to the device's best."""
         return {"best": 1.0, "flash-2": device.flash_2, "flash-1": _FLASH_1 * device.flash_2}[self.attention]
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -70,18 +70,18 @@ class TrainingEngine:
 _FLASH_1 = 0.5
 """Speed of the first FlashAttention relative to the second, on an A100."""
 FOURFOLD = TrainingEngine(host_unit=1.2e-3, host_matmul=0.9e-3)
-"""On the H200's host, Python takes 2.4 ms for a layer of two units, and 5 to 7 ms on a grid."""
+"""Measured on the host of an H200: Python takes 2.4 ms for a layer of two units, and 5 to 7 ms on a grid."""
 _TITAN = TrainingEngine(
     name="torchtitan",
     # eager: queries and keys are rotated as complex fp32 numbers (20 bytes an element instead of 4), RMSNorm is partly fused,
-    # SiLU and the product are two kernels (10 bytes instead of 6)
+    # SiLU and the multiplication are two kernels (10 bytes instead of 6)
     traffic={"rotary": 3.5, "norm": 3.0, "activation": 1.67, "norm of every head": 3.0, "norm of all heads": 3.0},
-    skipped=("down",),  # a block is recomputed as one, up to the last result that the backward reads
+    skipped=("down",),  # a block is recomputed as a whole, up to the last tensor that the backward reads
     attention="flash-2",
     host_unit=0.8e-3,
     host_matmul=0.5e-3,
     host_step=0.02,
-    logits=2.0,  # bf16 logits beside their fp32 copy
+    logits=2.0,  # bf16 logits in addition to their fp32 copy
     margin=0.03,
 )
 _MEGATRON = TrainingEngine(

@@ -1,11 +1,11 @@
-"""What a plan takes and holds: the planner's evaluation of any plan, its own or one written by hand.
+"""Time and memory of a plan: the planner's evaluation of any plan, its own or one written by hand.
 
-Time: a rank without a pipeline runs its units (`op_times.whole_step`); a pipeline's schedule is simulated with the seconds of
-every stage's ops. Then come the reductions that the last backward does not hide, and the update. `PlanEvaluation.step_time`
+Time: a rank without a pipeline runs its units (`op_times.whole_step`); a pipeline's schedule is simulated with the times of
+every stage's ops. Reductions that do not overlap with the last backward follow, then the update. `PlanEvaluation.step_time`
 adds them up: compute + recompute + grid + exposed + bubble + update.
 
 Memory: a replay of every rank (`memory_model`), and the optimizer's state on the device or on the host. Nothing is fitted to
-the result; `fourfold calibrate` measures what the numbers are made of.
+the result; `fourfold calibrate` measures the inputs of the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _MOST_OPS = 30_000
-"""Ops of a schedule that are simulated; of longer ones, some micro-batches in the middle, which repeat, are left out."""
+"""Maximum ops of a simulated schedule; longer ones are simulated without some of the repeating micro-batches in the middle."""
 
 
 class StepTime(NamedTuple):
@@ -70,7 +70,8 @@ class StepTime(NamedTuple):
 class Prediction:
     """Seconds of a step by part, bytes by part for every rank of a pipeline, tokens/s and MFU.
 
-    `memory[rank].peak` are the bytes of a rank, `.parts` what they are, `.at` the instant; ranks of the other axes hold as much.
+    `memory[rank].peak` is the peak of a rank in bytes, `.parts` its breakdown, `.at` its instant; ranks along the other axes hold
+    the same.
     """
 
     seconds: float
@@ -89,7 +90,7 @@ class Prediction:
     rate: float
     """Peak FLOP/s of a device."""
     device_state: float = 0.0
-    """Bytes of optimizer state that the fullest rank keeps on its device, where the plan leaves that open."""
+    """Bytes of optimizer state that the fullest rank keeps on its device, if the plan's optimizer is `auto`."""
     computing: tuple[float, ...] = ()
     """Per rank of a pipeline: compute, recomputation and update, without any communication."""
     stages: tuple[tuple[float, float, float], ...] = ()
@@ -105,22 +106,22 @@ class Prediction:
 
     @property
     def parts(self) -> StepTime:
-        """Where the seconds go; they sum to `seconds`."""
+        """The parts of a step; they sum to `seconds`."""
         return StepTime(*(getattr(self, name) for name in StepTime._fields))
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's tensors fit into its device."""
+        """Whether every rank's tensors fit on its device."""
         return self.peak.peak <= self.usable
 
     @property
     def peak(self) -> RankMemory:
-        """The rank that holds most."""
+        """Memory of the fullest rank."""
         return max(self.memory, key=lambda m: m.peak)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the devices could do; recomputation does not count."""
+        """Model FLOPs divided by the peak of the devices; recomputation does not count."""
         return self.flops * self.tokens / (self.seconds * self.ranks * self.rate)
 
     @property
@@ -147,14 +148,14 @@ def fits(memory: Sequence[RankMemory], cluster: Cluster, limit: float) -> bool:
 
 
 def predict(plan: Plan, problem: PlanProblem, limit: float | None = None) -> Prediction:
-    """What a plan takes and holds; `limit`: bytes of a device, if not all that are usable."""
+    """Time and memory of a plan; `limit`: bytes of a device, by default all usable ones."""
     return evaluate(plan, problem, limit=limit).prediction()
 
 
 def evaluate(
     plan: Plan, problem: PlanProblem, choices: dict[str, UnitChoice] | None = None, limit: float | None = None
 ) -> PlanEvaluation:
-    """Evaluate a plan lazily. `choices` by unit name, where they are at hand; else they are read from the plan's rules."""
+    """Evaluate a plan lazily. `choices` by unit name; by default they are read from the plan's rules."""
     spec, layout = problem.spec, layout_of_plan(plan, problem)
     try:
         schedule = schedule_of(problem, plan)
@@ -176,9 +177,9 @@ def evaluate(
 
 
 def schedule_of(problem: PlanProblem, plan: Plan) -> Schedule:
-    """A plan's schedule, with as many micro-batches as are simulated."""
+    """A plan's schedule, with the number of micro-batches that is simulated."""
     pipeline, micro_batches = plan.pipeline, plan.micro_batches(problem.global_batch)
-    if pipeline.schedule != "synthesized":  # which has as many stages as there are layers for
+    if pipeline.schedule != "synthesized":  # a synthesized schedule chooses its number of stages itself
         pipeline = replace(pipeline, layers="auto")
     per, few = 3 * layout_of_plan(plan, problem).stages, 4 * plan.mesh.pipe
     if micro_batches * per > _MOST_OPS:
@@ -188,7 +189,7 @@ def schedule_of(problem: PlanProblem, plan: Plan) -> Schedule:
 
 @per_problem
 def _schedule(problem: PlanProblem, shape: Plan, micro_batches: int) -> Schedule:
-    """`shape`: what of a plan its schedule depends on."""
+    """`shape`: the values of a plan that determine its schedule."""
     return schedule_of_plan(shape, micro_batches, layers=problem.spec.layers)
 
 
@@ -219,19 +220,19 @@ class _StepEnds(NamedTuple):
     seconds: list[float]
     """Of every rank."""
     late: list[float]
-    """Of these, communication after the rank's last backward."""
+    """Part of these seconds: communication after the rank's last backward."""
     busiest: int
     """The rank whose ops take longest."""
     busy: float
-    """Seconds of its ops with their exposed communication, without what comes after its last backward."""
+    """Seconds of its ops with their exposed communication, up to its last backward."""
 
 
 class PlanEvaluation:
-    """A plan through a step, in `limit` bytes of a device: time and memory of every rank, computed when asked for.
+    """Time and memory of every rank for a plan, with `limit` bytes on a device; computed lazily.
 
     `counts`: layers per stage, with the embedding and the head as layers; `choices` by unit name. With `optimizer = "auto"`,
     state that fits is on the device, or `state_on_device` bytes of it. `staging`: bytes of prefetched optimizer state;
-    `rollback`: at most so many host bytes to roll updates back.
+    `rollback`: maximum host bytes for rolling updates back.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class PlanEvaluation:
 
     @cached_property
     def updated(self) -> tuple[float, ...]:
-        """Parameters that every rank updates."""
+        """Number of parameters that each rank updates."""
         return tuple(sum(u.cost.updated for u in self.units(rank)) for rank in range(self.schedule.ranks))
 
     def prediction(self) -> Prediction:
@@ -290,8 +291,8 @@ class PlanEvaluation:
         """Where a step's seconds go, on the rank with the most work:
 
         seconds = compute + recompute + grid     sums over its units, for all micro-batches
-                + exposed                        what its ops take beyond that, and communication after its last backward
-                + bubble                         its waiting, and that of the rank that ends last
+                + exposed                        further time of its ops, and communication after its last backward
+                + bubble                         its idle time, and the extra time of the rank that ends last
                 + update                         the optimizer
         """
         seconds, late, update = self._slowest
@@ -312,13 +313,13 @@ class PlanEvaluation:
 
     @cached_property
     def _slowest(self) -> tuple[float, float, float]:
-        """Of the rank that ends last: seconds of its step, of communication after its last backward, of its update."""
+        """Seconds of the rank that ends last: its step, communication after its last backward, its update."""
         ends, updates = self._ends, [self._update(updated, self.device_share) for updated in self.updated]
         return max((e + u, late, u) for e, late, u in zip(ends.seconds, ends.late, updates, strict=True))
 
     @property
     def seconds_with_state_on_device(self) -> float:
-        """Seconds, if all optimizer state had room on the device."""
+        """Step time if all optimizer state fit on the device."""
         if self.device_share == 1:
             return self.seconds
         return max(e + self._update(updated, 1.0) for e, updated in zip(self._ends.seconds, self.updated, strict=True))
@@ -357,21 +358,21 @@ class PlanEvaluation:
 
     @cached_property
     def _timed(self) -> list[tuple[float, Sequence[PlannedUnit]]]:
-        """By stage: seconds of collectives before its first forward and after its last backward; units without them."""
+        """By stage: seconds of collectives before its first forward and after its last backward; its units without them."""
         if not self.problem.engine.zero1_at_ends:
             return [(0.0, units) for units in self.stages]
         return [_collectives_at_ends(units) for units in self.stages]
 
     @cached_property
     def _stage_times(self) -> list[StageTimes]:
-        """Of every stage; identical ones are timed once."""
+        """Times of every stage; identical stages are timed once."""
         schedule, known, out = self.schedule, dict[object, StageTimes](), []
         in_flight, emptied = [0] * schedule.stages, [0] * schedule.stages
         for op in (op for ops in schedule.order for op in ops if op.kind != "W"):
             in_flight[op.stage] += 1 if op.kind == "F" else -1
             emptied[op.stage] += in_flight[op.stage] == 0
         for stage, (_, units) in enumerate(self._timed):
-            # steady: some micro-batch is in flight from its first forward to its last backward
+            # steady: at least one micro-batch is in flight from its first forward to its last backward
             steady, alone = emptied[stage] == 1, len(schedule.stages_of[schedule.placement[stage]]) == 1
             key = (steady, alone, *((u.spec.kind, u.choice) for u in units))
             if key not in known:
@@ -392,7 +393,7 @@ class PlanEvaluation:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], ...]:
-        """Seconds of a message between every two ranks that hold neighbouring stages."""
+        """Seconds of a message between each pair of ranks with adjacent stages."""
         mesh, cluster = self.layout.mesh, self.problem.cluster
         stride, table = mesh.ranks // mesh.pipe, [[0.0] * mesh.pipe for _ in range(mesh.pipe)]
         for a, b in {*pairwise(self.schedule.placement), *pairwise(self.schedule.placement[::-1])}:
@@ -401,7 +402,7 @@ class PlanEvaluation:
         return tuple(map(tuple, table))
 
     def _exchange_tied(self, rank: int) -> float:
-        """Seconds in which a tied weight's gradient goes from the last stage to the first, and the new weight back."""
+        """Seconds to send a tied weight's gradient from the last stage to the first, and the new weight back."""
         place, p = self.schedule.placement, self.problem
         if not self._tied_on_two_ranks or not self._tied_elements or rank not in (place[0], place[-1]):
             return 0.0
@@ -414,10 +415,10 @@ class PlanEvaluation:
         return self.layout.micro_batches * once + self._update(self.updated[rank], self.device_share)
 
     def _update(self, updated: float, device_share: float) -> float:
-        """Seconds to update that many parameters: at memory bandwidth, or that of the host's link for state there."""
+        """Seconds to update `updated` parameters: at memory bandwidth, or at the host link's for state on the host."""
         p, cluster = self.problem, self.problem.cluster
-        # state is read and written; gradients are cleared, measured, clipped, read; narrow weights are rounded from a master:
-        # in one pass by a GPU's kernel
+        # state is read and written; gradients are zeroed, their norm is computed, they are clipped and read; bf16 weights are
+        # rounded from a master, on a GPU in one pass by a kernel
         if p.compute_bytes < 4 and not p.on_cpu:
             moved = 2 * p.state_bytes + 3 * p.reduce_bytes + p.compute_bytes
         else:
@@ -430,12 +431,12 @@ class PlanEvaluation:
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """What every rank of the pipeline holds."""
+        """Memory of every rank of the pipeline."""
         held = zip(self._without_state, self.updated, strict=True)
         return tuple(self._with_state(m, updated) for m, updated in held)
 
     def _with_state(self, m: RankMemory, updated: float) -> RankMemory:
-        """With the optimizer's state. Rolling back takes what the host has free, but for a tenth."""
+        """Add the optimizer's state. Rolling back may use at most 90 % of the host's memory, less what is used already."""
         on_device, on_host = self._state(updated, self.device_share)
         p = self.problem
         wanted = min(self._rollback, on_host * (1 + p.compute_bytes / p.streamed_bytes))
@@ -451,7 +452,7 @@ class PlanEvaluation:
 
     @cached_property
     def _without_state(self) -> list[RankMemory]:
-        """What every rank holds, without optimizer state."""
+        """Memory of every rank, without optimizer state."""
         p, schedule, layout = self.problem, self.schedule, self.layout
         place, two, known = schedule.placement, self._tied_on_two_ranks, dict[Any, Any]()
         embedding, head, out = self.stages[0][0].cost, self.stages[-1][-1].cost, []
@@ -479,7 +480,7 @@ class PlanEvaluation:
         return out
 
     def _offloaded(self, rank: int) -> float:
-        """Bytes of activations for the host when most micro-batches are in flight."""
+        """Peak bytes of offloaded activations."""
         size = {s: sum(u.cost.offloaded_bytes for u in self.stages[s]) for s in self.schedule.stages_of[rank]}
         if not any(size.values()):
             return 0.0
@@ -488,7 +489,7 @@ class PlanEvaluation:
             if op.kind == "F":
                 held += size[op.stage]
                 most = max(most, held)
-            elif op.kind != "I":  # of a backward in two parts, the second still needs some
+            elif op.kind != "I":  # W still needs some of them
                 held -= size[op.stage]
         return most
 
@@ -512,39 +513,39 @@ class PlanEvaluation:
             return min(1.0, self._state_on_device / most)
         found = self._free(0.0) / most
         if 0 < found < 1 and (1 - found) * most < STREAM_SLOTS * STREAM_BUCKET * self.problem.streamed_bytes:
-            found += self._free(found) / most  # with little to stream, the buffers are smaller, too
+            found += self._free(found) / most  # with little state to stream, the buffers are smaller
         return max(0.0, min(1.0, found))
 
     @cached_property
     def room(self) -> float:
-        """Bytes that units may hold more while no more state crosses the host's link than the update hides."""
+        """Bytes that units may use in addition while the streamed state still overlaps fully with the update."""
         if self.layout.optimizer != "auto":
             return self.limit - self.peak
         hidden = self._update(max(self.updated), 1.0) * self.problem.cluster.host.link
         return self._free(max(0.0, 1 - hidden / self._most_state))
 
     def _free(self, device_share: float) -> float:
-        """Bytes that every rank has free with that share of its state on the device."""
+        """Free bytes of the fullest rank with this share of its state on the device."""
         held = zip(self._without_state, self.updated, strict=True)
         return min(self.limit - m.peak - self._state(updated, device_share)[0] for m, updated in held)
 
     @property
     def _most_state(self) -> float:
-        """Bytes of the optimizer's state of the rank that has most of it."""
+        """Largest optimizer state of any rank, in bytes."""
         return max(1.0, *self.updated) * self.problem.streamed_bytes
 
     def _on_host(self, updated: float, device_share: float) -> float:
-        """Of a rank's parameters, those with state on the host: each rank keeps as many bytes as the fullest one's share."""
+        """Parameters of a rank with state on the host; every rank keeps the same bytes of state on its device."""
         return max(0.0, updated - device_share * max(self.updated))
 
     def _state(self, updated: float, device_share: float) -> tuple[float, float]:
-        """Bytes of the state of that many parameters on the device, with streaming buffers, and on the host."""
+        """Bytes of the state of `updated` parameters: on the device, with streaming buffers, and on the host."""
         state = updated * (self.problem.streamed_bytes if self._streams else self.problem.state_bytes)
         on_host = 0.0 if self.problem.on_cpu else self._on_host(updated, device_share) / max(1.0, updated)
         return state * (1 - on_host) + self._buffers(updated, device_share), state * on_host
 
     def _buffers(self, updated: float, device_share: float) -> float:
-        """Bytes of the streamed update's buffers and scratch; narrow moments are widened there, wherever they are."""
+        """Bytes of the streamed update's buffers and scratch; bf16 moments are cast to fp32 in the scratch."""
         p = self.problem
         if not self._streams:
             return 0.0
@@ -555,13 +556,13 @@ class PlanEvaluation:
         slots = min(wanted, -(-self._on_host(updated, device_share) // bucket))
         scratch = max(4, p.compute_bytes) * (1 + (p.compute_bytes < 4) + 2 * (p.moments == "bf16"))
         if p.compute_bytes < 4 and not p.on_cpu:
-            scratch = 0  # one kernel does it all
-        kept = p.compute_bytes if self._rollback else 0  # weights of before pass through the slots
+            scratch = 0  # a single kernel needs none
+        kept = p.compute_bytes if self._rollback else 0  # the previous weights pass through the slots
         return bucket * (slots * (p.streamed_bytes + kept) + scratch)
 
 
 def _collectives_at_ends(units: Sequence[PlannedUnit]) -> tuple[float, list[PlannedUnit]]:
-    """Seconds of a stage's collectives that a step has once; and the units without them."""
+    """Seconds of a stage's collectives that run once per step; and the units without them."""
     seconds, out = 0.0, []
     for u in units:
         if modes.once_a_step(u.choice.mode, u.choice.reduce):

@@ -1,17 +1,17 @@
-"""The tensor grid's collectives: which flow each matmul uses, what its collectives take, and how much of that is exposed.
+"""The tensor grid's collectives: the flow of each matmul, the time of its collectives, and the exposed part of that time.
 
-Bytes and calls of a flow are `fourfold.tensor.costs`, as the run does them; each axis of the grid has the bandwidth and latency
-of the networks that it crosses. `flow = "auto"` takes for every matmul the flow with the least exposed time. The choice is
-written into the plan, so that ranks and later runs need not measure.
+Bytes and calls of a flow come from `fourfold.tensor.costs`, which describes what a run does; each axis of the grid has the
+bandwidth and latency of the networks that it crosses. `flow = "auto"` chooses for every matmul the flow with the least exposed
+time. The choice is written into the plan, so that ranks and later runs need not measure.
 
 Exposure is simulated matmul by matmul, as linears run (tensor/flows.py, tensor/late.py). Each axis (row, col) is a channel of a
 `SharedLink`; where a cluster has a `small` size, collectives below it run in a channel of their own.
 
-- Where a matmul needs W of all rows, the gather for the next matmul starts first. The first gather of an op is not prefetched.
-- Inputs of all columns are waited for, after W. In the backward they are for the weight gradient, and overlap with computing the
-  input gradient; the scatter of input gradients overlaps with computing the weight gradient.
-- The sum over rows of one weight gradient overlaps with the next matmul; a second one waits for it.
-- Everything else is exposed; and all of it, where the plan does not overlap.
+- If a matmul needs W of all rows, the gather for the next matmul starts first. The first gather of an op is not prefetched.
+- A matmul waits for W, then for the inputs of all columns. In the backward these inputs are for the weight gradient, and overlap
+  with computing the input gradient; the scatter of input gradients overlaps with computing the weight gradient.
+- The sum over rows of one weight gradient overlaps with the next matmul; the next sum waits for it.
+- Everything else is exposed. If the plan does not overlap, everything is exposed.
 
 A unit is timed in the middle of a chain of units, with the model's units before and after it.
 """
@@ -63,7 +63,7 @@ __all__ = [
 
 
 class GridAxes:
-    """The axes of a grid on a cluster: columns are neighbours, rows are `col` ranks apart."""
+    """The axes of a grid on a cluster: columns are adjacent ranks, rows have a stride of `col` ranks."""
 
     def __init__(self, cluster: Cluster, row: int, col: int):
         self.cluster, self.axes = cluster, {"row": (row, col), "col": (col, 1)}
@@ -79,7 +79,7 @@ class GridAxes:
         return known
 
     def size(self, m: Move, width: int) -> float:
-        """Bytes of a call's whole buffer."""
+        """Bytes of a call's full buffer."""
         members = self.axes[m.axis][0]
         return passed(m) * width / m.calls * members / (members - 1)
 
@@ -131,7 +131,7 @@ def flow_of(problem: PlanProblem, o: Operator, grid: GridShape) -> str:
 def _collectives(problem: PlanProblem, o: Operator, grid: GridShape, once: bool) -> list[tuple[Move, float, float]]:
     """An operator's collectives in a micro-batch: (collective, its seconds alone on its axis, bytes of a call).
 
-    `once`: include those that only one micro-batch of a step has.
+    `once`: include those that run in only one micro-batch of a step.
     """
     axes, config = grid_axes(problem, grid.row, grid.col), problem.spec.config
     every: Sequence[Move]
@@ -163,12 +163,12 @@ def least_column_seconds(problem: PlanProblem, kind: str, tokens: int, col: int)
 
 
 def _loss_sums(cluster: Cluster, tokens: int, col: int) -> float:
-    """Seconds of the loss's sums over columns: the largest logit; the sum of exponentials and the target's logit."""
+    """Seconds of the loss's all-reduces over columns: the largest logit; the sum of exponentials and the target's logit."""
     return cluster.collective("all_reduce", 4 * tokens, col) + cluster.collective("all_reduce", 8 * tokens, col)
 
 
 def vector_sums(cluster: Cluster, unit: UnitSpec, row: int, col: int) -> tuple[float, int]:
-    """Seconds and number of all-reduces of the gradients of norms and biases, which the grid's ranks hold as copies."""
+    """Seconds and number of all-reduces of the gradients of norms and biases, which are replicated on the grid."""
     if row * col == 1:
         return 0.0, 0
     vectors = {name: math.prod(shape) for name, shape in unit.trained.items() if len(shape) == 1}
@@ -197,7 +197,7 @@ def chosen_flows(problem: PlanProblem, layout: ParallelLayout) -> Flows:
 
 
 def flow_report(problem: PlanProblem, layout: ParallelLayout) -> list[dict[str, Any]]:
-    """For every matmul: its flow, and for every flow the seconds of a micro-batch that are exposed and that can overlap."""
+    """For every matmul: its flow, and for every flow the exposed and the overlappable seconds of a micro-batch."""
     grid = layout.grid(problem)
     if not layout.on_grid or problem.spec.config is None:
         return []
@@ -218,7 +218,7 @@ def flow_report(problem: PlanProblem, layout: ParallelLayout) -> list[dict[str, 
 # ---- exposed time of a unit's collectives ----
 
 _ROW, _COL, _SMALL = 0, 1, 2
-"""Channels; small collectives have their own: _SMALL + _ROW, _SMALL + _COL."""
+"""Channels; small collectives have separate ones: _SMALL + _ROW, _SMALL + _COL."""
 _Collective = tuple[int, float]
 """A channel, and seconds."""
 
@@ -239,11 +239,11 @@ class GridTime(NamedTuple):
     weight: float
     """Exposed seconds of the backward that are for weight gradients."""
     cold_forward: float
-    """Extra seconds where the unit is the first of an op: its first weight is not prefetched."""
+    """Extra seconds if the unit is the first of an op: its first weight is not prefetched."""
     cold_backward: float
 
     def of(self, op: str) -> tuple[AxisTime, AxisTime]:
-        """Row and column times of an op; a backward in two parts (I, W) divides its time by what each waits for."""
+        """Row and column times of an op; of a split backward (I, W), each part has the collectives that it waits for."""
         if op in "FB":
             return self.forward if op == "F" else self.backward
         exposed = self.backward[0].exposed + self.backward[1].exposed
@@ -257,23 +257,23 @@ NO_GRID = GridTime((AxisTime(), AxisTime()), (AxisTime(), AxisTime()), 0.0, 0.0,
 
 
 class _OperatorStep(NamedTuple):
-    """An operator's part of an op: its collectives where they start, and its computing."""
+    """An operator's part of an op: its collectives in the order in which they start, and its compute time."""
 
     before: Sequence[_Collective] = ()
     """Waited for, one after another."""
     early: _Collective | None = None
     """Started first, waited for before `second`."""
     weight: _Collective | None = None
-    """Prefetched; when it is taken, the next one starts."""
+    """Prefetched; when it is used, the next one starts."""
     inputs: _Collective | None = None
-    """Started before the weight is taken, waited for after."""
+    """Started before the wait for the weight, waited for after it."""
     compute: float = 0.0
     scatter: _Collective | None = None
     """Started after `compute`, waited for at the end."""
     second: float = 0.0
-    """Seconds that the weight gradient computes."""
+    """Compute time of the weight gradient, in seconds."""
     summed: _Collective | None = None
-    """Sum of the weight gradient."""
+    """Sum of the weight gradient over rows."""
     after: Sequence[_Collective] = ()
 
 
@@ -283,8 +283,8 @@ def grid_times(
 ) -> dict[str, GridTime]:
     """By kind of unit: its collectives in a micro-batch.
 
-    `splits_backward`: weight gradients have an op of their own, so that nothing of the input gradient overlaps with them.
-    `once`: the first forward and the last backward of a step, in which what is kept is gathered and summed.
+    `splits_backward`: weight gradients are a separate op (W), so no collective of the input gradient overlaps with them.
+    `once`: the first forward and the last backward of a step, in which kept tensors are gathered and summed.
     """
     chain, cluster = _chain(problem), problem.cluster
     forward, backward_steps = _forward_times(problem, grid, once)
@@ -312,7 +312,7 @@ def _forward_times(
 
 @per_problem
 def _chain(problem: PlanProblem) -> list[UnitSpec]:
-    """The model with at most two units of a kind."""
+    """The model's units, at most two of each kind."""
     seen: dict[str, int] = {}
     out = []
     for unit in problem.spec.units:
@@ -325,7 +325,7 @@ def _chain(problem: PlanProblem) -> list[UnitSpec]:
 def _operator_steps(
     problem: PlanProblem, unit: UnitSpec, grid: GridShape, once: bool
 ) -> tuple[list[_OperatorStep], list[_OperatorStep]]:
-    """A unit's operators in the order of the forward, and in that of the backward."""
+    """A unit's operators in forward order and in backward order."""
     forward, backward = [], []
     for o in unit.operators:
         f, i, w = operator_seconds(problem, o, *grid[:3], 1, "gradients" in grid.tensor.keep)
@@ -387,7 +387,7 @@ class _UnitTime:
         self.weight = self.cold = 0.0
 
     def axes(self, overlap: float) -> tuple[AxisTime, AxisTime]:
-        """Row and column; of what could overlap, the cluster's `overlap` says how much does."""
+        """Row and column times; the cluster's `overlap` is the share of overlappable time that does overlap."""
         return self._axis(_ROW, overlap), self._axis(_COL, overlap)
 
     def _axis(self, channel: int, overlap: float) -> AxisTime:
@@ -396,7 +396,7 @@ class _UnitTime:
 
 
 class _GridTimeline(SharedLink):
-    """A chain of units that compute, with the collectives of both axes next to them."""
+    """A chain of units that compute, with the concurrent collectives of both axes."""
 
     def __init__(self, cluster: Cluster, grid: GridShape, splits_backward: bool = False):
         row, col = grid.row, grid.col
@@ -450,7 +450,7 @@ class _GridTimeline(SharedLink):
         return self.start(channel, takes)
 
     def _begin_overlapped(self, channel: int, takes: float) -> int:
-        """Start a collective while computing continues; that takes `call` seconds of the host."""
+        """Start a collective while computing continues; starting it takes `call` seconds of the host."""
         if self._call:
             self._unit.exposed[channel] += self._call
             self.compute(self._call)

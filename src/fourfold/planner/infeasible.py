@@ -1,8 +1,8 @@
-"""The plan that needs the least memory; and when nothing fits, the arithmetic and the cheapest changes with which a plan fits.
+"""The plan that needs the least memory; and if nothing fits, the arithmetic and the cheapest changes with which a plan fits.
 
-A layout needs at least `lower_bounds.least_bytes`, and at most what its plan needs in which every unit holds as little as it can
-(`build.smallest_plan`), which is replayed like any other. Layouts are taken in the order of their bounds until no other can need
-less: a few replays instead of whole searches, and every remedy that is named has a plan to show for it.
+A layout needs at least `lower_bounds.least_bytes`, and at most the bytes of its plan with the smallest options of every unit
+(`build.smallest_plan`), which is replayed like any other plan. Layouts are tried in the order of their bounds until no other
+can need less. This takes a few replays instead of whole searches, and every remedy in the error message is backed by a plan.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["explain_no_fit", "least_memory_plan"]
 
 _MOST_REPLAYED = 40
 _NODE_FACTORS = (2, 4, 8, 16, 32, 64)
-"""Multiples of the number of nodes that are tried as a remedy."""
+"""Multiples of the number of nodes to try as a remedy."""
 
 
 def least_memory_plan(problem: PlanProblem, constraints: Constraints, table: OptionTable | None = None) -> Candidate:
-    """The plan that needs the fewest bytes on a device, if possible one for which the hosts have room."""
+    """The plan that needs the fewest bytes on a device; if possible, one that fits on the hosts."""
     table = table or OptionTable(problem, {k: str(v) for k, v in constraints.fixed.items()})
     bounds = sorted((least_bytes(table, c), i, c) for i, c in enumerate(_small_layouts(problem, constraints)))
     best: tuple[tuple[bool, float], Callable[[], Candidate]] | None = None
@@ -48,7 +48,7 @@ def least_memory_plan(problem: PlanProblem, constraints: Constraints, table: Opt
 
 
 def _small_layouts(problem: PlanProblem, constraints: Constraints) -> Iterator[ParallelLayout]:
-    """Layouts that may need least: the smallest micro-batches, no prefetch, and all that the host can hold there."""
+    """Candidates for the least memory: the smallest micro-batches, no prefetch, and as much as possible on the host."""
     of_mesh: dict[Mesh, ParallelLayout] = {}
     consuming = False
     for found in enumerate_layouts(problem, constraints):
@@ -78,7 +78,7 @@ def _small_layouts(problem: PlanProblem, constraints: Constraints) -> Iterator[P
 
 
 def explain_no_fit(problem: PlanProblem, constraints: Constraints, smallest: Candidate) -> NoReturn:
-    """Raise PlanError: what is needed at least, what there is, and with which changes a plan fits."""
+    """Raise PlanError: the memory needed at least, the memory available, and the changes with which a plan fits."""
     cluster, spec, layout = problem.cluster, problem.spec, smallest.layout
     need, host = smallest.prediction.peak.peak, max(m.host for m in smallest.prediction.memory)
     fixed = " ".join(f"{k}={v}" for k, v in constraints.fixed.items())
@@ -105,7 +105,7 @@ def _remedies(problem: PlanProblem, constraints: Constraints, need: float, host:
     if constraints.max_ranks and constraints.max_ranks < cluster.ranks:
         if _has_plan(problem, Constraints(constraints.fixed)):
             yield f"all {cluster.ranks} devices instead of --max-ranks {constraints.max_ranks}"
-    elif cluster.name != "local":  # where ranks share one machine
+    elif cluster.name != "local":  # the ranks of `local` share one machine
         for times in _NODE_FACTORS:
             more = replace(cluster, nodes=cluster.nodes * times)
             if _has_plan(replace(problem, cluster=more), constraints):
@@ -135,6 +135,6 @@ def _has_plan(problem: PlanProblem, constraints: Constraints) -> bool:
         return False
     try:
         memory = least_memory_plan(problem, constraints).prediction.memory
-    except PlanError:  # the batch cannot be spread over so many ranks
+    except PlanError:  # the batch cannot be divided over that many ranks
         return False
     return fits(memory, cluster, cluster.usable)

@@ -1,14 +1,14 @@
-"""The multiple-choice knapsack behind the choice unit by unit, with a bound on how good the answer is.
+"""The multiple-choice knapsack that chooses the options of units, with a bound on the distance to the optimum.
 
-There are groups of identical units; every unit takes one option (bytes, seconds); the bytes must fit in a budget and the total
-seconds be least. Only the lower convex hull of a group's options matters to the relaxed problem: walk down all hulls at once, the
-steepest step (seconds saved per byte) first, until the budget ends inside a step. That step, taken in part, is the relaxed
-optimum: no whole choice can be faster, so
+There are groups of identical units. Every unit takes one option (bytes, seconds); the total bytes must fit in a budget, and the
+total seconds are minimised. Only the lower convex hull of a group's options matters to the relaxed problem: walk down all hulls
+at once, the steepest step (seconds saved per byte) first, until the budget ends inside a step. Taking this step fractionally
+gives the relaxed optimum: no integral choice can be faster, so
 
-    bound  ≤  optimum  ≤  what is returned          gap = seconds / bound - 1
+    bound  ≤  optimum  ≤  seconds of the returned choice          gap = seconds / bound - 1
 
-The slope of the last step is the price of memory: seconds that one more byte would save. The remaining room goes to later,
-smaller steps.
+The slope of the last step is the price of memory: seconds that one more byte would save. The remaining bytes are spent on
+later, smaller steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Chosen", "Group", "choose"]
 
 @dataclass(frozen=True)
 class Group:
-    """`count` identical units, each takes one of the options (bytes, seconds)."""
+    """`count` identical units; each takes one of the options (bytes, seconds)."""
 
     options: Sequence[tuple[float, float]]
     count: int = 1
@@ -37,18 +37,18 @@ class Group:
 
     @cached_property
     def smallest(self) -> float:
-        """The least bytes of all its units."""
+        """Total bytes if every unit takes its smallest option."""
         return self.count * min(memory for memory, _ in self.options)
 
     @cached_property
     def fastest(self) -> float:
-        """The least seconds of all its units."""
+        """Total seconds if every unit takes its fastest option."""
         return self.count * min(seconds for _, seconds in self.options)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """How many units of every group take which option."""
+    """The number of units of each group that take each option."""
 
     counts: tuple[dict[int, int], ...]
     """By group: {option: units}."""
@@ -57,7 +57,7 @@ class Chosen:
     bound: float
     """Lower bound on the seconds of any choice within the budget."""
     price: float
-    """Seconds that one more byte would save; 0 where memory does not bind."""
+    """Seconds that one more byte would save; 0 if memory does not bind."""
 
     @property
     def gap(self) -> float:
@@ -66,7 +66,7 @@ class Chosen:
 
 
 def choose(groups: Sequence[Group], budget: float) -> Chosen | None:
-    """A fast choice within `budget` bytes, with its bound; None where not even the smallest fits."""
+    """A fast choice within `budget` bytes, with its bound; None if not even the smallest fits."""
     hulls = [g.hull for g in groups]
     memory = sum(g.count * g.options[h[0]][0] for g, h in zip(groups, hulls, strict=True))
     if memory > budget:

@@ -1,8 +1,8 @@
 """The outer choices of a plan: mesh, micro-batches, schedule and placements (`ParallelLayout`), and all layouts of a problem.
 
-The mesh's degrees multiply to the number of ranks. Depth is data under another name (the same ranks hold copies, the same tokens
-are split), so it is 1 unless requested. Layouts are enumerated with the optimizer and activations on the device and with all
-that the grid can keep; the search varies these.
+The mesh's degrees multiply to the number of ranks. Depth has the same cost as data (the same ranks hold copies, the same tokens
+are split), so it is 1 unless requested. Layouts are enumerated with the optimizer and activations on the device and with
+everything kept that the grid can keep; the search varies these.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from fourfold.planner.problem import Constraints, PlanProblem
 __all__ = ["GridShape", "ParallelLayout", "enumerate_layouts", "keep_options", "layout_of_plan", "may_consume"]
 
 _SEARCHED_SCHEDULES = ("1f1b", "zb-h1", "interleaved", "wave", "zb-v")
-"""gpipe is never better, and synthesized schedules take long to make: only where requested."""
+"""gpipe is never faster, and synthesizing a schedule takes long: both are used only if requested."""
 _MOST_INTERLEAVED = 16
-"""Most stages per rank of an interleaved schedule that are searched."""
+"""Maximum stages per rank of an interleaved schedule in the search."""
 _ALL_RANK_COUNTS, _RANK_COUNTS = 64, 5
-"""With --max-ranks: up to 64, every number above the half is tried; above, the 5 that share most factors with the batch."""
+"""With --max-ranks up to 64, every count above half of it is tried; above 64, the 5 that share most factors with the batch."""
 
 
 class GridShape(NamedTuple):
     """What the time of an operator on the tensor grid depends on."""
 
     tokens: int
-    """Of a micro-batch on a row."""
+    """Tokens of a micro-batch on one row."""
     row: int
     col: int
     tensor: Tensor
-    """Flows, overlap, and what the grid keeps."""
+    """Flows, overlap, and the tensors that the grid keeps."""
     amortized_over: int = 1
-    """Micro-batches that share one gather or sum of what the grid keeps across them."""
+    """Number of micro-batches that share one gather or sum of the kept tensors."""
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Mesh, micro-batches, schedule and placements: a plan before anything is chosen unit by unit."""
+    """Mesh, micro-batches, schedule and placements: a plan without the options of its units."""
 
     mesh: Mesh
     micro_batches: int
@@ -56,7 +56,7 @@ class ParallelLayout:
     prefetch: int = 1
     """Units gathered ahead: 0 or 1."""
     consume: bool = False
-    """Gradients are freed after their updates in the backward."""
+    """Whether gradients are freed after their updates in the backward."""
 
     @property
     def replicas(self) -> int:
@@ -77,18 +77,18 @@ class ParallelLayout:
 
     @property
     def amortized_over(self) -> int:
-        """See `GridShape`; 1 where the grid keeps nothing across micro-batches."""
+        """See `GridShape`; 1 if the grid keeps nothing across micro-batches."""
         keep = self.tensor.keep
         return self.micro_batches if "weights" in keep or "gradients" in keep else 1
 
     @property
     def zigzag(self) -> bool:
-        """Stages go down the ranks and up again."""
+        """Whether stages go down the ranks and up again."""
         return self.schedule in ("wave", "zb-v")
 
     @property
     def splits_backward(self) -> bool:
-        """Weight gradients have an op of their own (W) in the schedule."""
+        """Whether weight gradients are a separate op (W) in the schedule."""
         return self.mesh.pipe > 1 and self.schedule in ("zb-h1", "zb-v", "synthesized")
 
     @property
@@ -104,11 +104,11 @@ class ParallelLayout:
         return max(1, self.stages_per_rank // 2)
 
     def streams_optimizer(self, problem: PlanProblem) -> bool:
-        """The streamed optimizer updates: state is on the host, or narrow."""
+        """Whether the streamed optimizer is used: state is on the host, or moments are bf16."""
         return self.optimizer != "device" or problem.moments != "fp32"
 
     def host_activation_bytes(self, problem: PlanProblem) -> float:
-        """Bytes of the host that one device's activations may take."""
+        """Host bytes available for the activations of one device."""
         return Memory(optimizer=self.optimizer).host_share * problem.cluster.host_memory
 
     def message_bytes(self, problem: PlanProblem) -> float:
@@ -183,7 +183,7 @@ def layout_of_plan(plan: Plan, problem: PlanProblem) -> ParallelLayout:
 
 
 def may_consume(problem: PlanProblem, fixed: Mapping[str, Any], layout: ParallelLayout) -> bool:
-    """Whether gradients may be freed in the backward: state is on the host, and nothing needs them afterwards."""
+    """Whether gradients may be freed in the backward: state is on the host, and nothing reads them afterwards."""
     if problem.engine.name != "fourfold" or layout.optimizer == "device" or layout.micro_batches > 1:
         return False
     default = "keep" if problem.needs_norm or problem.on_cpu else "consume"
@@ -194,7 +194,7 @@ def may_consume(problem: PlanProblem, fixed: Mapping[str, Any], layout: Parallel
 
 
 def enumerate_layouts(problem: PlanProblem, constraints: Constraints) -> Iterator[ParallelLayout]:
-    """Every layout that the constraints allow; raises PlanError, with the reason, where there is none."""
+    """Every layout that the constraints allow. If there is none, raises PlanError with the reason."""
     ranks = min(problem.cluster.ranks, constraints.max_ranks or problem.cluster.ranks)
     found, refused = False, dict[str, str]()
     for count in _rank_counts(ranks, problem.global_batch, constraints):
@@ -212,7 +212,7 @@ def enumerate_layouts(problem: PlanProblem, constraints: Constraints) -> Iterato
 
 
 def keep_options(mesh: Mesh, micro_batches: int, tensor: Tensor, keep: str | None = None) -> list[Tensor]:
-    """What the grid may keep instead of communicating it again, most memory first; `keep`: as constrained."""
+    """Sets of tensors that the grid may keep instead of communicating again, most memory first; `keep`: the user's constraint."""
     useful = {"weights": mesh.row > 1, "inputs": mesh.col > 1, "gradients": mesh.row > 1 and micro_batches > 1}
     every: tuple[Kept, ...] = ("weights", "inputs", "gradients")
     tried = [every, every[:2], every[:1], ()]
@@ -223,7 +223,7 @@ def keep_options(mesh: Mesh, micro_batches: int, tensor: Tensor, keep: str | Non
 
 
 def _rank_counts(ranks: int, batch: int, constraints: Constraints) -> list[int]:
-    """Numbers of ranks to use: all; with `max_ranks` also fewer, down to the half, which may divide the batch better."""
+    """Numbers of ranks to try: all; with `max_ranks` also fewer, down to half of them, which may divide the batch better."""
     if not constraints.max_ranks:
         return [ranks]
     counts = range(ranks, ranks // 2, -1)
@@ -238,7 +238,7 @@ def _layouts_of_ranks(problem: PlanProblem, constraints: Constraints, ranks: int
     for pipe in _degrees(ranks, fixed.get("pipe")):
         if pipe == 1 and constraints.needs_pipeline:
             continue
-        # a pipeline with fewer sequences than an eighth of its ranks is idle most of the time
+        # a pipeline with fewer sequences than an eighth of its ranks is mostly idle
         if pipe > problem.spec.layers or (batch < pipe // 8 and "pipe" not in fixed):
             continue
         for col in _degrees(ranks // pipe, fixed.get("col")):
@@ -290,7 +290,7 @@ def _schedules(
 
 
 def _interleavings(blocks: int, pipe: int) -> list[int]:
-    """Stages per rank that are tried: 2 and the most that divide a rank's layers equally; where few do, others too."""
+    """Stages per rank to try: 2, and the largest that divides a rank's layers equally; if few do, others as well."""
     equal = [n for n in _divisors(blocks // pipe) if 1 < n <= _MOST_INTERLEAVED] if blocks % pipe == 0 else []
     return sorted({2, *equal[-3:]} if len(equal) > 2 else {2, 3, 4, 8, *equal})
 
@@ -309,7 +309,7 @@ def _degrees(n: int, fixed: int | None) -> tuple[int, ...]:
 
 
 def _violated(layout: ParallelLayout, constraints: Constraints, heads: int) -> tuple[str, str] | None:
-    """The constraint that a layout cannot obey, and the remedy."""
+    """The constraint that a layout violates, and the remedy."""
     mesh, mode, flow = layout.mesh, constraints.get("mode", "replicate"), constraints.get("flow")
     if mesh.col > heads:
         rule = f"--fix col={mesh.col} needs an attention head for every column"
@@ -345,7 +345,7 @@ def _explain_no_layout(problem: PlanProblem, constraints: Constraints, ranks: in
     if constraints.needs_pipeline and product == ranks and "pipe" not in fixed:
         raise PlanError(
             f"the schedule {constraints.schedule} needs a pipeline of 2 ranks or more, and "
-            + (f"--fix {factors} leaves none of {ranks} for it; leave one free" if factors else "there is one rank")
+            + (f"--fix {factors} uses all {ranks}; leave one axis free" if factors else "there is one rank")
         )
     pipe = fixed.get("pipe", 1)
     if pipe > most:
@@ -368,14 +368,14 @@ def _explain_no_layout(problem: PlanProblem, constraints: Constraints, ranks: in
     usable = _most_ranks(problem, ranks)
     remedy = f"use a global batch that is a multiple of {ranks}, or --max-ranks {usable}"
     raise PlanError(
-        f"{batch} sequences cannot be spread over {ranks} ranks: data · row must divide the batch, and "
+        f"{batch} sequences cannot be divided over {ranks} ranks: data · row must divide the batch, and "
         f"pipe ≤ {most} stages and col (a divisor of the heads) take the rest; "
-        + (remedy if usable < ranks else "leave some of --fix free")
+        + (remedy if usable < ranks else "remove some of the --fix options")
     )
 
 
 def _check_stages(problem: PlanProblem, constraints: Constraints, pipe: int, ranks: int) -> None:
-    """Raise PlanError where the schedule has more stages than the model has layers."""
+    """Raise PlanError if the schedule has more stages than the model has layers."""
     schedule, most = constraints.schedule or "", problem.spec.layers
     name, each = {"wave": ("waves", 2), "interleaved": ("stages_per_rank", 1)}.get(schedule, ("", 1))
     fewest = constraints.get(name, 1 if each == 2 else 2) if name else 2 if schedule == "zb-v" else 1
@@ -396,7 +396,7 @@ def _check_stages(problem: PlanProblem, constraints: Constraints, pipe: int, ran
 
 
 def _most_ranks(problem: PlanProblem, ranks: int) -> int:
-    """The most ranks that the batch can be spread over, with nothing fixed."""
+    """The largest number of ranks that the batch can be divided over, without constraints."""
     batch = problem.global_batch
     pipes = range(1, min(problem.spec.layers, 8 * batch + 7) + 1)
     found = (w * c * p for w in _divisors(batch) for c in _divisors(problem.heads) for p in pipes)

@@ -1,9 +1,9 @@
 """Local search from the plan that the search built: other modes and recomputation for some units, evaluated as whole plans.
 
-The search chooses units by sums of estimates. What units do together (reductions in one bucket, gathers that overlap with each
-other's matmuls, transient memory that coincides or not) only the evaluation of a whole plan knows. So, without a pipeline,
-changes of single units are evaluated; a knapsack chooses how many of each to make in the memory that is left; and the result is
-evaluated as a whole, until none is faster.
+The search chooses options of units by sums of estimates. Interactions of units (reductions in one bucket, gathers that overlap
+with each other's matmuls, transient memory that may coincide) appear only in the evaluation of a whole plan. So, without a
+pipeline, changes of single units are evaluated, a knapsack chooses how many of each to make in the free memory, and the result
+is evaluated as a whole. This repeats until no change is faster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Move = dict[str, UnitChoice]
 
 
 def improve(problem: PlanProblem, constraints: Constraints, config: SearchConfig, start: Candidate) -> Candidate:
-    """A plan, or the fastest that is found from it by changing its units."""
+    """The fastest plan found by changing the units of a plan, or the plan itself."""
     best = start
     if start.layout.mesh.pipe == 1:
         climb = _Climb(problem, constraints, start)
@@ -56,7 +56,7 @@ def price_of_memory(problem: PlanProblem, table: OptionTable, config: SearchConf
 
 
 def _simplest(problem: PlanProblem, constraints: Constraints, config: SearchConfig, best: Candidate) -> Candidate:
-    """On a CPU, whose clock and networks vary: a plan with a single mode that is nearly as fast, with the least memory."""
+    """On a CPU, where times vary: a plan with a single mode that is nearly as fast, the one with the least memory."""
     climb, found = _Climb(problem, constraints, best), best
     for mode in climb.modes:
         tried = {n: _in_mode(c, *mode) for n, c in climb.choices.items()}
@@ -69,7 +69,7 @@ def _simplest(problem: PlanProblem, constraints: Constraints, config: SearchConf
 
 
 class _Climb:
-    """A plan that is replaced by faster neighbours that fit."""
+    """Local search: the current plan is replaced by a faster neighbour that fits."""
 
     def __init__(self, problem: PlanProblem, constraints: Constraints, start: Candidate):
         self.problem, self.start, self.moved = problem, start, False
@@ -98,7 +98,7 @@ class _Climb:
         return self._evaluated[key]
 
     def after(self, move: _Move) -> dict[str, UnitChoice]:
-        """All choices after a move. A tied head is sharded as the embedding: it is one matrix."""
+        """All choices after a move. A tied head is sharded like the embedding, since they share one matrix."""
         if not self._recomputes:  # replicas cannot recompute per slice
             move = {name: c for name, c in move.items() if c.recompute == self.choices[name].recompute}
         choices = self.choices | move
@@ -109,7 +109,7 @@ class _Climb:
         return choices
 
     def take_if_faster(self, move: _Move) -> bool:
-        """Make the move if the plan then is faster and fits."""
+        """Make the move if the resulting plan is faster and fits."""
         found = self.evaluate(move)
         if found is self.now or not found.fits or found.seconds >= (1 - 1e-7) * self.now.seconds:
             return False
@@ -121,7 +121,7 @@ class _Climb:
         kinds: dict[str, list[str]] = {}
         for name in self.choices:
             kinds.setdefault(pattern_of(name), []).append(name)
-        if self.problem.spec.tied:  # the head's matrix is the embedding's
+        if self.problem.spec.tied:  # the head uses the embedding's matrix
             first, last = (pattern_of(self.problem.spec.units[i].name) for i in (0, -1))
             kinds[first] += kinds.pop(last)
         return list(kinds.values())
@@ -133,13 +133,13 @@ class _Climb:
             before, changes = self.now.seconds, self._unit_changes()
             self.take_if_faster(_choose_changes(changes, self.now.room))
             if self.now.seconds >= before:
-                for change in changes:  # the sums mislead: try as many of one change as fit
+                for change in changes:  # try one change at a time, for as many units as fit
                     self._take_many(change)
             if self.now.seconds >= before:
                 return
 
     def _take_many(self, change: _UnitChange) -> None:
-        """Make a change of one unit if that is faster; then of as many as fit."""
+        """Change one unit if that is faster; then as many units as fit."""
         if not self.take_if_faster(dict(change.moves[:1])):
             return
         low, high = 1, len(change.moves) + 1
@@ -149,30 +149,30 @@ class _Climb:
         self.take_if_faster(dict(change.moves[:low]))
 
     def _unit_changes(self) -> list[_UnitChange]:
-        """What one unit of a kind could choose instead, and what that changes."""
+        """Alternatives for one unit of each kind, with their effect on the plan."""
         out = []
         for names in self._identical_units():
             for choice in self._alternatives(names[0]):
                 moves = [(n, choice) for n in names]
                 changed = self.evaluate(dict(moves[:1]))
                 now, then = (e.seconds_with_state_on_device for e in (self.now, changed))
-                # [Note: ties]: a difference is known to a share of the whole, and to a byte
+                # [Note: ties]: seconds are rounded relative to the step, memory to a byte
                 out.append(_UnitChange(moves, now * round(then / now - 1, 10), round(self.now.room - changed.room)))
         return out
 
     def _identical_units(self) -> list[list[str]]:
-        """Units of a pattern that choose the same now, from the last; a pattern's first and last units separate."""
+        """Units of a pattern with the same choice, the last one first; a pattern's first and last units are separate groups."""
         out: dict[Any, list[str]] = {}
         for names in self._patterns():
             if self.problem.spec.tied and names[0] == self.problem.spec.units[0].name:
                 continue
-            for n in reversed(names):  # next to the first and the last unit are units of other kinds
+            for n in reversed(names):  # the first and the last unit have neighbours of other kinds
                 at_end = n in (names[0], names[-1])
                 out.setdefault((pattern_of(n), n if at_end else self.choices[n]), []).append(n)
         return list(out.values())
 
     def _alternatives(self, name: str) -> Iterator[UnitChoice]:
-        """Other choices of a unit, in one aspect."""
+        """Choices of a unit that differ in one aspect."""
         now, unit = self.choices[name], self._units[name]
         found = [_in_mode(now, *mode) for mode in self.modes]
         if self._recomputes:
@@ -183,7 +183,7 @@ class _Climb:
 
 
 class _UnitChange(NamedTuple):
-    """The same change for identical units, and what it makes of the plan where one unit makes it."""
+    """The same change for identical units, and its effect on the plan if one unit makes it."""
 
     moves: list[tuple[str, UnitChoice]]
     seconds: float
@@ -191,11 +191,11 @@ class _UnitChange(NamedTuple):
 
 
 def _choose_changes(changes: Sequence[_UnitChange], room: float) -> _Move:
-    """The best changes in `room` bytes, were seconds and bytes sums."""
+    """The best changes in `room` bytes, as if seconds and bytes were additive."""
     kinds: dict[str, list[_UnitChange]] = {}
     for change in changes:
         kinds.setdefault(change.moves[0][0], []).append(change)
-    lowest = min([0.0, *(c.peak for c in changes)])  # a knapsack's bytes and seconds are not negative
+    lowest = min([0.0, *(c.peak for c in changes)])  # a knapsack needs non-negative bytes and seconds
     fastest = min([0.0, *(c.seconds for c in changes)])
     groups = []
     for kind in kinds.values():  # option 0: no change

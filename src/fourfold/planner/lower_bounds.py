@@ -1,18 +1,18 @@
-"""Lower bounds on a layout's step time and memory, which no choice of its units can beat: for pruning, and for the certificate.
+"""Lower bounds on a layout's step time and memory over all choices of its units: for pruning, and for the certificate.
 
 In the order in which the search tightens them:
 
-    compute_bound      computing of the whole model with the bubble that no partition of its layers avoids; then with the grid's
-                       collectives and the busiest rank
-    memory_bound       seconds that the first and the last rank's units add to fit into a memory budget, relaxed; then with the
-                       real schedule
+    compute_bound      compute time of the whole model and the smallest bubble of any partition of its layers; then with the
+                       grid's collectives and the busiest rank
+    memory_bound       extra seconds that the units of the first and the last rank need to fit into a memory budget, relaxed;
+                       then with the real schedule
 
-**Memory.** A rank's memory is not a sum over units, but at some instants of a step it is known what is held together. At each of
-them the relaxed knapsack (`knapsack`) within the budget is a lower bound; the highest counts.
+**Memory.** A rank's memory is not a sum over units, but at some instants of a step it is known which tensors exist together. At
+each of these instants the relaxed knapsack (`knapsack`) within the budget is a lower bound; the largest one is used.
 
-    first       when most micro-batches are in flight for the first time: their activations, and no gradients yet
-    between     when gradients have been made and most are in flight again: both
-    last        at the end: gradients, reduced where they are sharded, and no activations
+    first       the number of micro-batches in flight is first at its maximum: their activations, no gradients yet
+    between     gradients exist and the number of micro-batches in flight is at its maximum again: both
+    last        the end of the step: gradients, reduced if they are sharded, and no activations
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["compute_bound", "in_flight_at_least", "in_flight_of_schedule", "leas
 
 
 def compute_bound(problem: PlanProblem, layout: ParallelLayout, grid: bool = False) -> float:
-    """Lower bound from computing; `grid`: with the layout's own partition and collectives, else those that any flow has."""
+    """Lower bound from compute time; `grid`: with the layout's partition and collectives, else with those that all flows need."""
     mesh, shape = layout.mesh, layout.grid(problem)
     if not grid:
         model, block = _model_seconds(problem, shape._replace(tensor=Tensor(), amortized_over=0))
         blocks = -(-(problem.spec.layers - 2) // mesh.pipe) if problem.spec.alike else 0
         return _with_bubble(layout, model, max(model / mesh.pipe, blocks * block))
     model = _model_seconds(problem, shape)[0]
-    if mesh.pipe > 1 and layout.schedule == "synthesized":  # which partitions layers itself
+    if mesh.pipe > 1 and layout.schedule == "synthesized":  # it partitions layers itself
         return _with_bubble(layout, model, model / mesh.pipe)
     works = [sum(work) for work in rank_loads(problem, layout)[1]]
     bound = _with_bubble(layout, model, max(model / mesh.pipe, *works))
@@ -54,9 +54,9 @@ def compute_bound(problem: PlanProblem, layout: ParallelLayout, grid: bool = Fal
 
 
 def _wait_of_last_rank(problem: PlanProblem, layout: ParallelLayout) -> float:
-    """Seconds before its first forward, and after its last backward: other ranks have that micro-batch.
+    """Idle seconds of the last rank before its first forward and after its last backward, while other ranks compute.
 
-    Where weight gradients are delayed, they may be what it computes last.
+    If weight gradients are delayed, the rank may compute them last, so only the forwards of other ranks count.
     """
     before = sum(stage_counts(problem, layout.grid(problem), placement_of(layout))[: layout.mesh.pipe - 1])
     times, hops = layer_times(problem, layout.grid(problem), True)[:before], layout.mesh.pipe - 1
@@ -70,12 +70,12 @@ def _with_bubble(layout: ParallelLayout, model: float, busiest: float) -> float:
     """Lower bound over all partitions: one micro-batch takes `model` seconds on all ranks together, `busiest` on one.
 
     [Note: least bubble]
-    A rank's F of the first micro-batch follows those of the ranks before it, its B of the last one precedes theirs; and with one
-    F, one B in turn and k = p - rank in flight, it waits for B of the first, having k - 1 others to compute, and once more for
-    that of the last. So with A and Z seconds on the ranks before and after one that has M, a step takes at least
-    A + m M + max(0, 2 Z - (k - 1) M). Over all A + M + Z the least is m M + max(0, 2 (A + M + Z) - (p + 1) M), where m > p. With
-    fewer micro-batches, A + m M for every rank remains; least where all are equal. Other schedules idle less: a micro-batch goes
-    through all stages, unless W is delayed.
+    Consider a rank that computes M seconds per micro-batch; the ranks before it compute A, the ranks after it Z. Its first F
+    follows the F of the ranks before it, and its last B precedes theirs: A seconds. With 1F1B and k = p - rank micro-batches in
+    flight, it waits for the B of the first micro-batch while it has only k - 1 others to compute, and once more for the B of the
+    last one. So a step takes at least A + m M + max(0, 2 Z - (k - 1) M). For m > p, the minimum over all partitions is
+    m M + max(0, 2 (A + M + Z) - (p + 1) M). With fewer micro-batches, A + m M remains for every rank; it is least if all of these
+    are equal. Other schedules have smaller bubbles: a micro-batch passes through all stages, unless W is delayed.
     """
     p, m = layout.mesh.pipe, layout.micro_batches
     if layout.schedule == "1f1b" and m > p:
@@ -87,7 +87,7 @@ def _with_bubble(layout: ParallelLayout, model: float, busiest: float) -> float:
 
 @per_problem
 def _model_seconds(problem: PlanProblem, grid: GridShape) -> tuple[float, float]:
-    """Seconds of a micro-batch of the whole model, and of a block; amortized over 0: the least, over all flows."""
+    """Seconds of a micro-batch of the whole model, and of a block; `amortized_over` 0: the minimum over all flows."""
     spec, total, blocks = problem.spec, 0.0, 0.0
     every = Counter(u.kind for u in spec.units)
     inner = Counter(u.kind for u in spec.units if u.layer not in (0, spec.layers - 1))
@@ -105,11 +105,11 @@ def _model_seconds(problem: PlanProblem, grid: GridShape) -> tuple[float, float]
 # ---- micro-batches in flight ----
 
 InFlight = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Micro-batches of each stage of a rank in flight: first, and between (None: there need be no such instant)."""
+"""Micro-batches in flight for each stage of a rank: at first, and between (None: the instant may not exist)."""
 
 
 def in_flight_at_least(layout: ParallelLayout, rank: int) -> InFlight:
-    """Micro-batches that are in flight at one instant, at least, for a named schedule. A test checks them against orders."""
+    """Lower bound on the micro-batches in flight at one instant, for a named schedule. A test checks it against orders."""
     p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
     if v == 1:
         most = m if layout.schedule == "gpipe" else min(m, p - rank)
@@ -130,7 +130,7 @@ def in_flight_at_least(layout: ParallelLayout, rank: int) -> InFlight:
 
 
 def in_flight_of_schedule(schedule: Schedule, rank: int) -> InFlight:
-    """The same, from the schedule's order."""
+    """The micro-batches in flight, from the schedule's order."""
     held, ops = schedule.stages_of[rank], schedule.order[rank]
     now, left = dict.fromkeys(held, 0), Counter(op.stage for op in ops if op.kind == "F")
     begun: set[int] = set()
@@ -170,21 +170,21 @@ class _Row(NamedTuple):
 class _RankRows(NamedTuple):
     rows: tuple[_Row, ...]
     turning: str
-    """The kind of unit whose backward comes when most are in flight; empty where that is unknown."""
+    """The kind of unit whose backward runs when most micro-batches are in flight; empty if unknown."""
     has_loss: bool
-    """The model's last unit is here, and its backward may follow its forward."""
+    """Whether the rank has the model's last unit, whose backward may directly follow its forward."""
     instants: tuple[Literal["first", "between", "last"], ...]
-    """Those at which it is known what is held."""
+    """The instants at which it is known which tensors exist."""
 
 
 def memory_bound(
     table: OptionTable, layout: ParallelLayout, limit: float, schedule: Schedule | None = None
 ) -> float | None:
-    """Lower bound on the step time in `limit` bytes of a device; None where no plan of the layout fits.
+    """Lower bound on the step time in `limit` bytes of a device; None if no plan of the layout fits.
 
-    `schedule`: the layout's, where it is at hand; else what its name says about micro-batches in flight.
+    `schedule`: the layout's schedule; by default, micro-batches in flight are derived from its name.
     """
-    if layout.mesh.pipe > 1 and layout.schedule == "synthesized":  # which partitions layers itself
+    if layout.mesh.pipe > 1 and layout.schedule == "synthesized":  # it partitions layers itself
         return 0.0
     problem, grid = table.problem, layout.grid(table.problem)
     work = {
@@ -215,7 +215,7 @@ def least_bytes(table: OptionTable, layout: ParallelLayout) -> float:
 
 
 def _sent_bytes(problem: PlanProblem, layout: ParallelLayout) -> float:
-    """A message that is being sent."""
+    """Bytes of a message in flight."""
     return 0.0 if problem.on_cpu else layout.message_bytes(problem)
 
 
@@ -256,13 +256,13 @@ def _rank_rows(
     found = tuple(_Row(*row, count) for row, count in rows.items())
     turning = stages[0][-1] if alone and not splits_backward else ""
     instants: tuple[Literal["first", "between", "last"], ...] = ("first", "last")
-    if between is not None:  # then as much is held as at the others, or more
+    if between is not None:  # this instant may dominate the others
         instants = ("between",) if all(r.between >= r.first for r in found) else ("first", "between")
     return _RankRows(found, turning, alone and has_last_stage, instants)
 
 
 def _extra_seconds(table: OptionTable, layout: ParallelLayout, rank: _RankRows, budget: float) -> float | None:
-    """Lower bound on a rank's seconds beyond computing; None where nothing fits."""
+    """Lower bound on a rank's seconds beyond compute time; None if nothing fits."""
     key = (*table.key(layout), layout.splits_backward, layout.grid_splits_backward, rank, budget)
     if key not in table.cache:
         table.cache[key] = _relax(table, layout, rank, budget)
@@ -274,7 +274,7 @@ def _relax(table: OptionTable, layout: ParallelLayout, rank: _RankRows, budget: 
     least, stays, cluster = 0.0, 0.0, table.problem.cluster
     if (
         layout.activations == "host" and rank.has_loss
-    ):  # its backward may be next: then the last bytes need not cross the link
+    ):  # if its backward is next, the last bytes need not cross the link
         stays = layout.micro_batches * 2 * (1 - cluster.overlap) * ACTIVATION_BUFFER_BYTES / cluster.host.link
     options = _options(table, layout, rank)
     for at in rank.instants:
@@ -289,7 +289,7 @@ def _relax(table: OptionTable, layout: ParallelLayout, rank: _RankRows, budget: 
 def _options(
     table: OptionTable, layout: ParallelLayout, rank: _RankRows
 ) -> list[tuple[list[UnitOption], list[UnitOption]]]:
-    """Row by row: how its units may be sharded, and what they may recompute, with lower bounds of the seconds."""
+    """For each row: the sharding and the recomputation options of its units, with lower bounds of the seconds."""
     return [
         (table.sharding(layout, r.kind, r.at_end, bound=True), table.recompute(layout, r.kind, bound=True))
         for r in rank.rows
@@ -299,7 +299,7 @@ def _options(
 def _constraint(
     rank: _RankRows, options: list[tuple[list[UnitOption], list[UnitOption]]], at: str, micro_batches: int
 ) -> tuple[list[_Options], float]:
-    """Bytes that units may hold at an instant, with their seconds; and transient bytes then."""
+    """Bytes and seconds of the options of units at an instant; and the transient bytes of that instant."""
     rows: list[_Options] = []
     transient, held = 0.0, {"between": "memory"}.get(at, at)  # a field of UnitOption
     for r, (sharding, recompute) in zip(rank.rows, options, strict=True):
@@ -312,7 +312,7 @@ def _constraint(
 
 
 def _relaxed_seconds(rows: list[_Options], room: float) -> float | None:
-    """Lower bound on the seconds of all units within `room` bytes; None where they do not fit."""
+    """Lower bound on the seconds of all units within `room` bytes; None if they do not fit."""
     seconds = held = 0.0
     for options, units in rows:
         fastest, size = min([(takes, size) for size, takes in options])

@@ -3,13 +3,13 @@
 `Workspace` counts transient bytes of one unit. `replay_rank` walks a rank's ops link by link (a link is a unit, or one slice of
 it), as the lowered program runs them:
 
-    gather      one link ahead of its use, where the unit is not there already (program/modes.py)
-    compute     workspace on top; a forward leaves what it saves, a backward releases it
+    gather      one link ahead of its use, unless the unit is already gathered (program/modes.py)
+    compute     adds its workspace; a forward saves activations, a backward releases them
     accumulate  a backward's weight gradients are added to those of earlier micro-batches
     reduce      the shard is allocated; the whole gradient is released when the next link's reduction has started
-    release     as the unit's mode says, unless it is used again next
+    release     according to the unit's mode, unless the next op uses the unit again
 
-The step ends with the update. The peak of an op, and what it leaves, depend on its stage, its kind and its neighbours in the
+The step ends with the update. The peak of an op and the bytes it leaves depend on its stage, its kind and its neighbours in the
 order, so they are computed once for each combination.
 """
 
@@ -51,12 +51,12 @@ __all__ = [
 
 
 def accumulates_early(problem: PlanProblem, layout: ParallelLayout) -> bool:
-    """Whether each weight gradient is accumulated when it is made: on a grid, and by the hooks of a user's module."""
+    """Whether each weight gradient is accumulated as soon as it is computed: on a grid, and by the hooks of a user's module."""
     return layout.on_grid or problem.spec.config is None
 
 
 class Workspace:
-    """Bytes that a unit saves of a micro-batch (`saved`), and the peak transient bytes of its ops beyond that."""
+    """Bytes that a unit saves for a micro-batch (`saved`), and the peak workspace of its ops beyond that."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class Workspace:
         self.gathered_inputs = 0.0  # inputs of all columns, kept for the backward
         if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops and recompute != "selective":
             self.gathered_inputs = problem.spec.hidden * self.width * (tokens - self.scale)
-        if recompute == "none":  # dropout's mask, in every slice
+        if recompute == "none":  # every slice has a dropout mask
             masks = (slices - 1) * unit.mask * (self.width if problem.on_cpu else 1)
             self.saved = self.saved_without_recompute + self.gathered_inputs + masks * self.scale
         self.flow_bytes = self._flow_bytes(layout) if mesh.row > 1 and unit.output else 0.0
 
     def _flow_bytes(self, layout: ParallelLayout) -> float:
-        """Bytes beyond those of `os` and `ls`: `ws` gathers activations over the rows, `summa` copies what it sums."""
+        """Extra bytes compared with `os` and `ls`: `ws` gathers activations over the rows, `summa` copies the tensors it sums."""
         mesh, hidden, grid = self.mesh, self.problem.spec.hidden, layout.grid(self.problem)
         matmuls = [o for o in self.unit.operators if o.kind == "product"]
         flows = {flow_of(self.problem, o, grid) for o in matmuls}
@@ -103,7 +103,8 @@ class Workspace:
 
     @property
     def _shared_keys(self) -> float:
-        """Bytes per token: with fewer key heads than columns, every column holds one whole (keys, values, rotated keys)."""
+        """Extra bytes per token if there are fewer key heads than columns: every column has a whole head (keys before and after
+        the rotary embedding, and values)."""
         config, col = self.problem.spec.config, self.mesh.col
         if (
             not self.unit.kind.startswith("attn")
@@ -131,17 +132,17 @@ class Workspace:
 
     @property
     def _recomputed(self) -> float:
-        """Bytes that a backward recomputes before it begins."""
+        """Bytes of activations that are recomputed before a backward begins."""
         if self.recompute == "none":
             return 0.0
         size = max(0.0, self.saved_without_recompute - self.saved) / self.slices + self.gathered_inputs
         if self.recompute == "selective":
-            size += self.unit.output * self.width * self.scale  # the last matmul's output, which nothing reads
+            size += self.unit.output * self.width * self.scale  # the output of the last matmul, which is not read
         return size
 
     @property
     def _slice_sum(self) -> float:
-        """Bytes of the output that slices add to."""
+        """Bytes of the output buffer into which slices accumulate."""
         return self.problem.spec.hidden * self.width * self.scale if self.slices > 1 else 0.0
 
     def forward(self) -> float:
@@ -150,7 +151,7 @@ class Workspace:
         return self._peak(self.unit.forward[name]) + cast * self.scale + self._slice_sum + self.flow_bytes
 
     def backward(self) -> float:
-        """Recomputed activations exist before the backward begins; while they are recomputed, so does a forward's workspace."""
+        """Recomputed activations exist before the backward begins; during recomputation there is also a forward's workspace."""
         if self.slices > 1:
             probabilities = self.unit.cast * max(4, self.width) / self.slices * self.scale
             return max(self.input_grad() + probabilities, self._first_slice)
@@ -161,18 +162,19 @@ class Workspace:
         return most
 
     def input_grad(self) -> float:
-        """Of I, where weight gradients have an op of their own."""
+        """Workspace of I, if weight gradients are a separate op."""
         return self._recomputed + self._peak(self.unit.split) + self._slice_sum + self.flow_bytes
 
     def accumulate(self) -> float:
-        """When weight gradients are accumulated, all that is saved included (slices keep it for each other)."""
+        """Workspace while weight gradients are accumulated, including all saved activations (slices share them)."""
         if self.slices > 1:
             return self.saved + self._first_slice + self.grads / 4  # a quarter of a matmul at a time
         return self.unit.closing * self.width * self.scale + (0.0 if self.accumulates_early else self.grads)
 
     @property
     def _first_slice(self) -> float:
-        """At the norm: gradients of the sum, of what feeds the slices and of the input; what matmuls wait for."""
+        """Workspace in the backward of the norm, which the first slice has: gradients of the sum, of the slices' input and of the
+        unit's input, and inputs of the weight-gradient matmuls."""
         hidden, e = self.problem.spec.hidden, self.width
         waits = self.unit.for_weight_grad.narrow - (2 if self.unit.output else 1) * hidden
         unfused = 4 * self.unit.unfused * max(4, e) if self.problem.on_cpu else 0.0
@@ -180,12 +182,12 @@ class Workspace:
         return 4 * self._slice_sum + (waits * e / self.slices + unfused) * self.scale + gathered
 
     def weight_grad(self) -> float:
-        """Of W: the largest weight gradient."""
+        """Workspace of W: the largest weight gradient."""
         return self.largest * self.grads
 
 
 def _saved_per_token(problem: PlanProblem, held: Held, unit: UnitSpec, recompute: str) -> float:
-    """Bytes saved for one token, with dropout's mask, and what a CPU's RMSNorm and attention save besides."""
+    """Bytes saved per token, with the dropout mask, and with the extra tensors that RMSNorm and attention save on a CPU."""
     e, size = problem.compute_bytes, held.bytes(problem.compute_bytes)
     if not problem.on_cpu:
         return size + (unit.mask if recompute == "none" else 0.0)
@@ -200,7 +202,7 @@ def _saved_per_token(problem: PlanProblem, held: Held, unit: UnitSpec, recompute
 
 
 def _unfused_heads(problem: PlanProblem, unit: UnitSpec) -> float:
-    """Extra elements where a CPU's attention is not fused: keys and values of every head, in fp32 or wider."""
+    """Extra elements if a CPU's attention is not fused: keys and values of every head, in fp32 or wider."""
     config = problem.spec.config
     if not unit.scores or config is None:
         return 0.0
@@ -217,14 +219,14 @@ def _unfused_heads(problem: PlanProblem, unit: UnitSpec) -> float:
 def message_buffer_bytes(problem: PlanProblem, schedule: Schedule, rank: int, size: float) -> float:
     """Bytes of message buffers on a rank; a message has `size` bytes.
 
-    On CPUs, messages are received into buffers that are reused and never freed: as many as were ever posted, in use as inputs or
-    gradients of a stage, or (short ones, which are copied) being sent at one time. On GPUs a message has memory of its own from
-    its arrival to its last use, and is then an input that is saved anyway.
+    On CPUs, messages are received into buffers that are reused and never freed. Their number is the maximum that is in use at one
+    time: posted, used as inputs or gradients of a stage, or being sent (short messages, which are copied). On GPUs a message
+    is allocated from its arrival to its last use; it is a stage's input, which is counted with the saved activations.
     """
     if schedule.ranks == 1:
         return 0.0
     if not problem.on_cpu:
-        return size  # one that is being sent
+        return size  # one message in flight
     if size <= INLINE:
         light = light_sends(int(size) + HEADER_BYTES)
         return _most_buffers(problem, schedule, light)[rank] * (size + HEADER_BYTES)
@@ -233,7 +235,7 @@ def message_buffer_bytes(problem: PlanProblem, schedule: Schedule, rank: int, si
 
 @per_problem
 def _most_buffers(problem: PlanProblem, schedule: Schedule, light: int) -> list[int]:
-    """By rank: the most buffers at one time, at most `light` of which hold messages being sent to one rank."""
+    """By rank: the maximum number of buffers in use; at most `light` of them hold messages that are being sent to one rank."""
     posted = receives_of(schedule, Costs(), 2)
     return [_most_buffers_of_rank(schedule, rank, posted[rank], light) for rank in range(schedule.ranks)]
 
@@ -248,7 +250,7 @@ def _most_buffers_of_rank(schedule: Schedule, rank: int, posted: dict[int, list[
         stage, kind, micro_batch = op
         taken += len(posted.get(index, ()))
         source = stage - 1 if kind == "F" else stage + 1
-        if kind != "W" and 0 <= source <= last and place[source] != rank:  # it begins with a message
+        if kind != "W" and 0 <= source <= last and place[source] != rank:  # the op begins with a message
             received[stage, micro_batch] += 1
         most = max(most, taken + sum(min(light, n) for n in sent.values()))
         to = stage + 1 if kind == "F" else stage - 1
@@ -268,14 +270,14 @@ _PARAMETERS, _GATHERED, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _WORKSPACE, _MESSA
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The peak of a rank, in bytes: when, and of what."""
+    """The peak memory of a rank in bytes, with its instant and its breakdown."""
 
     rank: int
     at: str
     """The op at the peak, or `update`."""
     by_category: tuple[float, ...]
     host: float = 0.0
-    """Bytes on its host: activations, optimizer state, and what is kept to roll updates back."""
+    """Bytes on its host: activations, optimizer state, and copies for rolling updates back."""
     host_activations: float = 0.0
     host_rollback: float = 0.0
 
@@ -289,7 +291,7 @@ class RankMemory:
         return dict(zip(CATEGORIES, self.by_category, strict=True))
 
     def with_state(self, optimizer: float, host: float, rollback: float) -> RankMemory:
-        """With these bytes of optimizer state on the device and on the host, held all the time, and of it for rolling back."""
+        """Add optimizer state, which is held for the whole step: bytes on the device, on the host, and for rolling back."""
         held = list(self.by_category)
         held[_OPTIMIZER] += optimizer
         return RankMemory(self.rank, self.at, tuple(held), self.host + host + rollback, self.host_activations, rollback)
@@ -303,12 +305,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class RankExtras:
-    """Bytes of a rank that belong to no unit's choice."""
+    """Bytes of a rank that do not depend on the choices of units."""
 
     parameters: float = 0.0
     """Copies of a tied weight, tables."""
     tied_here: float = 0.0
-    """Gradient of a tied weight, made by the head and reduced with the embedding, both on this rank."""
+    """Gradient of a tied weight, computed by the head and reduced with the embedding, both on this rank."""
     tied_sent: float = 0.0
     """Gradient of the embedding's unit that is sent to its owner on another rank."""
     tied_received: float = 0.0
@@ -316,9 +318,9 @@ class RankExtras:
     messages: float = 0.0
     """Buffers of messages between stages."""
     pooled: float = 0.0
-    """One message, where received inputs and gradients of stages are counted among the buffers."""
+    """Bytes of one message if received inputs and gradients of stages are counted as buffers."""
     offload_buffers: float = 0.0
-    """Activations on their way to and from the host, and those for which it has no room."""
+    """Activations being copied to or from the host, and those that do not fit there."""
     host: float = 0.0
     """Activations on the host."""
     update: float = 0.0
@@ -326,9 +328,9 @@ class RankExtras:
     prefetch: int = 1
     """Links gathered ahead."""
     consume: bool = False
-    """A gradient is freed when the next link's update has been submitted."""
+    """Whether gradients are consumed: each is freed once the next link's update has been submitted."""
     replicas: bool = False
-    """There are replicas: updates are submitted one link later, so that reductions overlap."""
+    """Whether there are replicas: updates are then submitted one link later, so that reductions overlap."""
 
 
 class _OpContext(NamedTuple):
@@ -339,7 +341,7 @@ class _OpContext(NamedTuple):
     """First of its kind in the step."""
     last: bool
     none_in_flight: bool
-    """No other micro-batch of the stage is in flight: before a forward, after a backward."""
+    """No other micro-batch of the stage is in flight (before a forward, after a backward)."""
     resident: bool
     """The first link is still gathered from the op before."""
     stays: bool
@@ -347,17 +349,17 @@ class _OpContext(NamedTuple):
 
 
 class _OpKey(NamedTuple):
-    """All that the replay of an op depends on, besides its stage's units."""
+    """All inputs of the replay of an op, except its stage's units."""
 
     context: _OpContext
     prefetched: float
     """Bytes gathered for the op after while the last link computes."""
     reducing: tuple[float, float]
-    """A reduction in flight: its whole gradient, and what else is released when it is done."""
+    """A reduction in flight: bytes of its whole gradient, and other bytes that are released when it ends."""
 
 
 class _OpMemory(NamedTuple):
-    """What an op holds at its peak beyond what was there before, and what it leaves."""
+    """Bytes that an op adds at its peak, and bytes that it leaves."""
 
     peak: float
     at_peak: tuple[float, ...]
@@ -377,7 +379,7 @@ def replay_rank(
 ) -> RankMemory:
     """Replay one rank's ops; `stages[s]` are the units of stage s; `cache` is shared between ranks of one plan.
 
-    Optimizer state is left out: it is held all the time.
+    Optimizer state is not included: it is held for the whole step.
     """
     held = schedule.stages_of[rank]
     base = [0.0] * len(CATEGORIES)
@@ -424,7 +426,7 @@ def replay_rank(
 
 @per_problem
 def _contexts(problem: PlanProblem, schedule: Schedule, rank: int, prefetch: bool) -> list[_OpContext]:
-    """Of every op of a rank."""
+    """The context of every op of a rank."""
     ops = schedule.order[rank]
     last_of = {(op.stage, op.kind): i for i, op in enumerate(ops)}
     begun: set[tuple[int, str]] = set()
@@ -462,7 +464,7 @@ class _Meter:
         self._at_peak = (0.0, 0.0, 0.0, 0.0)
 
     def mark(self, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0) -> None:
-        """Record an instant with these bytes on top."""
+        """Record an instant with these additional bytes."""
         gathered, gradients = self.gathered + gathered, self.gradients + gradients
         held = gathered + gradients + self.activations + workspace
         if held > self._peak:
@@ -496,13 +498,13 @@ def _replay_op(
         if not last and prefetch and gathers[i + 1]:
             meter.gathered += sizes[i + 1]
         prefetched = key.prefetched if last else 0.0
-        pooled = extras.pooled if u is units[0] and (stage, "F") in received else 0.0  # of what it saves, a message
+        pooled = extras.pooled if u is units[0] and (stage, "F") in received else 0.0  # saved input in a message buffer
         if kind == "F":
             if part == 0:
                 meter.activations += c.saved_bytes - pooled
             meter.mark(c.forward_workspace, prefetched)
         else:
-            # whether the gradient is allocated by this op: the first of a step, or the last one was reduced away
+            # whether this op allocates the gradient: it is the first of a step, or the previous gradient was reduced and freed
             each_time = modes.reduces(u.choice.reduce, last=False) and kind == "B"
             allocates = kind != "W" and (context.first or (each_time and c.reduced_bytes < c.gradient_bytes))
             grad = extras.pooled if i == 0 and kind != "W" and (stage, "B") in received else 0.0
@@ -546,15 +548,15 @@ def _reduce(
         meter.gradients -= extras.tied_here
     if extras.consume:
         return _consume(whole, shard, reducing, meter, extras)
-    if c.reduced_bytes >= c.gradient_bytes:  # it stays whole; a second one is added to it when the third begins
+    if c.reduced_bytes >= c.gradient_bytes:  # it stays whole; the second one is added to it when the third begins
         meter.gradients += whole if each_time and context.first and not context.last else 0.0
         return reducing
     meter.mark(gradients=shard)
     meter.gradients += shard - reducing[0] - reducing[1]
-    if each_time and context.kind == "W" and not context.last:  # the next micro-batch has begun one of its own
+    if each_time and context.kind == "W" and not context.last:  # the next micro-batch has already allocated its own
         meter.gradients += whole
     added = shard if each_time and not context.first else 0.0
-    if not extras.prefetch:  # it is waited for
+    if not extras.prefetch:  # computing waits for the reduction
         meter.gradients -= whole + added
         return 0.0, 0.0
     return whole, added
@@ -563,14 +565,14 @@ def _reduce(
 def _consume(
     whole: float, shard: float, waiting: tuple[float, float], meter: _Meter, extras: RankExtras
 ) -> tuple[float, float]:
-    """A link's gradient is reduced; `waiting` are bytes freed now, and after the next link. Returns those that wait then."""
+    """A link's gradient is reduced; `waiting`: bytes to free now, and after the next link. Returns the new `waiting`."""
     if shard < whole:
         meter.mark(gradients=shard)
         meter.gradients += shard
     meter.gradients -= waiting[0]
     if not extras.replicas:
         return whole, 0.0
-    reduced_away = whole if shard < whole else 0.0  # when the next reduction starts
+    reduced_away = whole if shard < whole else 0.0  # freed when the next reduction starts
     if not extras.prefetch:
         meter.gradients -= reduced_away
         reduced_away = 0.0

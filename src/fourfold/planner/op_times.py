@@ -1,6 +1,6 @@
-"""Seconds of a stage's ops: its units one after another, with their gathers and reductions next to them (`comm_overlap`).
+"""Times of a stage's ops: its units one after another, with concurrent gathers and reductions (`comm_overlap`).
 
-Of what could overlap with computing, the cluster's `overlap` says how much does.
+The cluster's `overlap` is the share of overlappable communication that does overlap with computing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def plan_units(
 def _reduce_in_buckets(problem: PlanProblem, layout: ParallelLayout, units: list[PlannedUnit]) -> list[PlannedUnit]:
     """A stage's units, with small whole gradients reduced together (shard/joined.py).
 
-    In the backward, the first unit of a bucket allocates the buffer of all, and the last one's reduction is that of all.
+    In the backward, the first unit of a bucket allocates the buffer, and the last one reduces the whole bucket.
     """
     if layout.optimizer != "device" or layout.replicas == 1:
         return units
@@ -88,8 +88,8 @@ class _StageOp:
 class _StageRunner:
     """Ops of one stage on a rank, one after another.
 
-    `steady`: some micro-batch is always in flight, so that zero2 gathers once a step. `alone`: the rank has no other stage, so
-    that what an op used last is still there for the next.
+    `steady`: some micro-batch is always in flight, so zero2 gathers once a step. `alone`: the rank has no other stage, so the
+    last unit of an op is still gathered when the next op starts.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _StageRunner:
         return out
 
     def finish(self) -> float:
-        """Seconds until all reductions have ended."""
+        """Seconds until all reductions end."""
         timeline = self.timeline
         began, exposed, communicated = timeline.now, timeline.exposed, timeline.communicated
         timeline.finish()
@@ -133,7 +133,7 @@ class _StageRunner:
         return timeline.now - began + max(imperfect, -self._charged) + self._deferred
 
     def _not_overlapped(self, exposed: float, communicated: float) -> float:
-        """Of what an op started and did not wait for, what does not overlap; negative: some was waited for after all."""
+        """Seconds of an op's overlappable communication that do not overlap; negative if some of it was exposed later."""
         overlapped = (self.timeline.communicated - communicated) - (self.timeline.exposed - exposed)
         return (1 - self.cluster.overlap) * overlapped
 
@@ -153,7 +153,7 @@ class _StageRunner:
         return out
 
     def _step(self, u: PlannedUnit, op: _StageOp, resident: bool, first: bool) -> UnitStep:
-        """A unit's part of an op; `resident`: its parameters are gathered; `first`: no unit is before it."""
+        """A unit's part of an op; `resident`: its parameters are already gathered; `first`: it is the op's first unit."""
         c, parts = u.cost.times_at_ends if op.first or op.last else u.cost.times, u.cost.slices
         seconds = {
             "F": c.forward,
@@ -167,7 +167,7 @@ class _StageRunner:
         reduces, sharded = self._reduces(u, op), modes.shards(u.choice.mode)
         exposed, total = u.cost.grid_on_link(c, op.kind)
         grid = c.exposed(op.kind)
-        # starting a collective takes the host's time, except all-reduces of replicas
+        # starting a collective takes host time, except for all-reduces of replicas
         calls = self.cluster.call * ((gather > 0) + (reduces and sharded and u.cost.reduce > 0))
         other_links = grid - exposed + (c.cold(op.kind) if gather or first else 0.0)
         reduce = across = 0.0
@@ -178,7 +178,7 @@ class _StageRunner:
             exposed_sums = 0.0
         overlapped = total - exposed
         exposed += exposed_sums
-        if not self.prefetch:  # what could be in flight meanwhile is waited for
+        if not self.prefetch:  # nothing overlaps
             exposed, gather = exposed + gather, 0.0
             if sharded:
                 exposed, reduce, across = exposed + reduce + across, 0.0, 0.0
@@ -199,7 +199,7 @@ class _StageRunner:
     def _offload(self, units: Sequence[PlannedUnit], op: _StageOp, computing: float) -> float:
         """Extra seconds of an op whose activations move to the host, or back.
 
-        Where a micro-batch's backward follows its forward, bytes that still wait to leave are on the device, and cost nothing.
+        If a micro-batch's backward directly follows its forward, bytes not yet copied are still on the device and cost nothing.
         """
         follows = self.alone and not self.steady and not self.problem.on_cpu
         stay = ACTIVATION_BUFFER_BYTES if follows else 0.0
@@ -210,7 +210,7 @@ class _StageRunner:
 
 
 def _sums_link(units: Sequence[PlannedUnit]) -> int:
-    """1 if sums across groups have a network level of their own: no unit's gathers or reductions are there."""
+    """1 if sums across groups use a network level that no unit's gathers or reductions use; else 0."""
     return int(all(u.cost.own_link for u in units if u.cost.reduce))
 
 
@@ -226,11 +226,11 @@ class StageTimes:
     input_grad: float
     weight_grad: float
     first: OpExtras
-    """The first forward of a step: what is kept is gathered in it, the first two units' while it waits for its input."""
+    """The first forward of a step, which gathers kept parameters; those of the first two units while it waits for its input."""
     before: float
-    """Seconds of the first gather that overlap with the op before: its last unit's computing."""
+    """Seconds of the first gather that overlap with the last unit of the previous op."""
     last: tuple[OpExtras, ...]
-    """The last backward, or its two parts: gradients are reduced in it, overlapped with computing."""
+    """The last backward, or its two parts (I, W); its reductions overlap with computing."""
 
     @property
     def work(self) -> float:
@@ -240,7 +240,7 @@ class StageTimes:
 def stage_times(
     problem: PlanProblem, units: Sequence[PlannedUnit], *, steady: bool, split: bool, alone: bool, prefetch: int
 ) -> StageTimes:
-    """Times of a stage, some micro-batches after its first; flags as in `_StageRunner`."""
+    """Times of a stage in steady state, some micro-batches after its first; flags as in `_StageRunner`."""
 
     def runner(steady: bool) -> _StageRunner:
         link = _sums_link(units)
@@ -268,9 +268,9 @@ def stage_times(
 def _last_backward(
     units: Sequence[PlannedUnit], split: bool, usual: _StageRunner, last: _StageRunner
 ) -> tuple[OpExtras, ...]:
-    """How the last backward of a stage differs from others, or its two parts.
+    """How the last backward of a stage, or its two parts (I, W), differ from others.
 
-    Its input gradient is sent when it has computed; the last unit's reduction comes after that.
+    Its input gradient is sent as soon as it is computed; the last unit's reduction follows.
     """
     without = usual.run([(units, op) for op in _backward(split)], resident=1)
     found = last.run([(units, op) for op in _backward(split, True)], resident=1)
@@ -288,7 +288,7 @@ def _last_backward(
 
 
 def whole_step(problem: PlanProblem, units: Sequence[PlannedUnit], micro_batches: int, prefetch: int) -> float:
-    """Seconds of a step of one rank without a pipeline, without the update; of micro-batches that repeat, one is timed."""
+    """Step time of one rank without a pipeline, without the update; repeating micro-batches are timed once."""
     runner = _StageRunner(problem, prefetch, steady=False, split=False, sums_link=_sums_link(units))
     simulated = min(micro_batches, 3)
     ops = [
