@@ -114,7 +114,7 @@ def test_a_plan_that_no_longer_fits_is_recomputed_or_reported(system: str) -> No
     assert [x for x in found.lost if "with which the plan fits" in x]
     tiny = replace(problem, cluster=problem.cluster.what_if({"memory": "16GB"}))
     found = export(plan, tiny, system)  # type: ignore[arg-type]
-    assert [x for x in found.lost if "what made it fit" in x]
+    assert [x for x in found.lost if "the memory limit" in x]
 
 
 def test_rounds_that_interleaved_schedules_need() -> None:

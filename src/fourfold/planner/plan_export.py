@@ -1,7 +1,8 @@
-"""A plan as options of other systems, each with what is lost in translation.
+"""A plan as options of other systems, with a list of what the other system cannot express.
 
-torchtitan: command-line overrides (and the schedule as CSV). Megatron-LM: arguments. Neither has a choice per unit, so the
-commonest one is taken and the rest is reported as lost; where that no longer fits, more is recomputed, or it is reported.
+torchtitan: command-line overrides (and the schedule as CSV). Megatron-LM: arguments. Neither has options per unit, so the most
+common choice is used for all units and the rest is reported as lost. If that no longer fits, more is recomputed; if it still does
+not fit, that is reported.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class ExportedPlan:
     system: str
     options: tuple[str, ...]
     lost: tuple[str, ...] = ()
-    """What of the plan the other system cannot do."""
+    """Parts of the plan that the other system cannot express."""
     files: dict[str, str] = field(default_factory=dict)
-    """Files the options refer to, by name."""
+    """Files that the options refer to, by name."""
     predicted: str = ""
-    """What the plan takes and holds there."""
+    """Predicted time and memory in the other system."""
 
     def __str__(self) -> str:
         lines = [f"# {self.system}", *self.options]
@@ -52,7 +53,7 @@ class ExportedPlan:
 
 
 def export(plan: Plan, problem: PlanProblem, system: Literal["torchtitan", "megatron"], csv: str = "") -> ExportedPlan:
-    """The plan for another system. `csv`: name of the schedule's file, where one is needed."""
+    """The plan for another system. `csv`: name of the schedule's file, if one is needed."""
     if system not in ("torchtitan", "megatron"):
         raise PlanError(f"plans are exported to torchtitan and megatron; found '{system}'")
     problem = problem.of_plan(plan).with_engine(system)
@@ -60,7 +61,7 @@ def export(plan: Plan, problem: PlanProblem, system: Literal["torchtitan", "mega
 
 
 def _commonest(plan: Plan, problem: PlanProblem, name: str) -> tuple[Any, bool]:
-    """The commonest value of a unit rule's field over the model's units, and whether all have it."""
+    """The most common value of a unit rule's field over the model's units, and whether all have it."""
     counts = Counter(getattr(plan.rule_for(u.name), name) for u in problem.spec.units if u.layer > 0)
     value, count = counts.most_common(1)[0]
     return value, count == sum(counts.values())
@@ -69,12 +70,12 @@ def _commonest(plan: Plan, problem: PlanProblem, name: str) -> tuple[Any, bool]:
 def _uniform_units(
     plan: Plan, problem: PlanProblem, lost: list[str], optimizer: Literal["device", "host", "auto"]
 ) -> dict[str, Any]:
-    """The commonest choice, for all units; `optimizer`: where the other system keeps its state."""
+    """The most common choice, for all units; `optimizer`: where the other system keeps its state."""
     out: dict[str, Any] = {}
     for name in ("mode", "reduce", "within", "split"):
         out[name], uniform = _commonest(plan, problem, name)
         if not uniform:
-            lost.append(f"`{name}` is chosen unit by unit; the commonest, {out[name]!r}, is used for all")
+            lost.append(f"`{name}` is chosen per unit; the most common, {out[name]!r}, is used for all")
     if out["split"] > 1:
         lost.append(f"operator splitting (split = {out['split']})")
     return out | _recompute_that_fits(plan, problem, out, optimizer, lost)
@@ -87,8 +88,8 @@ def _recompute_that_fits(
     optimizer: Literal["device", "host", "auto"],
     lost: list[str],
 ) -> dict[str, Any]:
-    """Recomputation for all units with which the translated plan fits by the planner's model; and the share of the optimizer's
-    state on the host then."""
+    """Recomputation for all units with which the translated plan is predicted to fit, and the share of the optimizer's state on
+    the host."""
     commonest, uniform = _commonest(plan, problem, "recompute")
     wanted = commonest if commonest in RECOMPUTE else "full"
     base = UnitRule(match="*", mode=units["mode"], reduce=units["reduce"], within=units["within"])
@@ -100,11 +101,11 @@ def _recompute_that_fits(
         if fit:
             break
     if not uniform or level != wanted:
-        why = f"the commonest, {level!r}," if level == wanted else f"{level!r}, with which the plan fits,"
+        why = f"the most common, {level!r}," if level == wanted else f"{level!r}, with which the plan fits,"
         lost.append(f"`recompute` as chosen; {why} is used for all")
     if not fit:
         need, there = format_bytes(found.peak.peak), format_bytes(problem.cluster.usable)
-        lost.append(f"what made it fit: with these options about {need} are needed on a device, which has {there}")
+        lost.append(f"the memory limit: with these options a device needs about {need} and has {there}")
     held = f"{format_bytes(found.peak.peak)} of {format_bytes(problem.cluster.usable)} on a device"
     predicted = f"{format_seconds(found.seconds)} a step, {held}" + ("" if fit else ", which does not fit")
     return {"recompute": level, "host_state": found.host_state, "predicted": predicted}
@@ -114,7 +115,7 @@ def _common_losses(plan: Plan, lost: list[str]) -> None:
     if plan.mesh.row > 1 or plan.mesh.depth > 1:
         lost.append(
             f"the grid's rows and depth ({plan.mesh.row} × {plan.mesh.depth}): they become data parallelism, "
-            "so activations and weights are laid out differently"
+            "so activations and weights are distributed differently"
         )
     if plan.pipeline.executor == "message-driven":
         lost.append("the message-driven executor")
@@ -158,7 +159,7 @@ def _to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> ExportedPlan:
         if units["mode"] in ("zero2", "zero3") or units["reduce"] == "micro-batch":
             lost.append("sharding under the pipeline: parameters and gradients of a stage stay whole for a step there")
     elif plan.micro_batches(batch) > 1:
-        lost.append("what is kept across micro-batches: each one gathers and reduces again")
+        lost.append("tensors kept across micro-batches: each micro-batch gathers and reduces again")
     if plan.memory.optimizer != "device" or plan.memory.activations != "device":
         lost.append("optimizer state or activations on the host (its offload also moves parameters and gradients)")
     options["training.mixed_precision_param"] = {"bf16": "bfloat16"}.get(plan.precision.compute, "float32")
@@ -174,7 +175,7 @@ def _torchtitan_pipeline(
 ) -> None:
     """The schedule, by name or as CSV, the placement of its stages, and their layers.
 
-    torchtitan places stages by the schedule's name, also where a CSV has the ops: one a rank (1F1B), two in a V
+    torchtitan places stages by the schedule's name, even if a CSV lists the ops: one per rank (1F1B), two in a V
     (ZBVZeroBubble), or stage s on rank s mod p (PipelineScheduleMulti).
     """
     ranks, micro = plan.mesh.pipe, plan.micro_batches(problem.global_batch)
@@ -183,7 +184,7 @@ def _torchtitan_pipeline(
     loop = tuple(s % ranks for s in range(schedule.stages))
     names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
     name = names.get(plan.pipeline.schedule, "")
-    if name == "Interleaved1F1B" and micro % max(1, micro // ranks):  # rounds must be equal there
+    if name == "Interleaved1F1B" and micro % max(1, micro // ranks):  # torchtitan requires equal rounds
         name = ""
     if not name:
         file = csv or f"{Path(plan.pipeline.schedule).stem}.csv"
@@ -197,10 +198,10 @@ def _torchtitan_pipeline(
         elif rest or schedule.placement != loop:
             lost.append(
                 f"{each} stages on every rank, placed {list(schedule.placement)}: torchtitan places stage s on rank "
-                "s mod p, or two a rank in a V, and cannot run this schedule"
+                "s mod p, or two per rank in a V, and cannot run this schedule"
             )
     options["parallelism.pipeline_parallel_schedule"] = name
-    layers = problem.spec.layers  # the embedding and the head count as one layer each there, too
+    layers = problem.spec.layers  # torchtitan also counts the embedding and the head as one layer each
     if each > 2:  # by default it makes two stages per rank
         size = -(-layers // schedule.stages)
         if -(-layers // size) == schedule.stages:
@@ -301,7 +302,7 @@ def _megatron_pipeline(plan: Plan, problem: PlanProblem, options: list[str], los
         return
     if (
         len(given) == ranks and len(set(given[1:-1])) <= 1 and given[0] and given[-1]
-    ):  # the first and the last may differ
+    ):  # only the first and the last may differ
         first, last = given[0], given[-1]
     else:
         most = -(-layers // ranks)

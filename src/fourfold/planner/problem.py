@@ -1,5 +1,5 @@
-"""What the planner is asked: a model on a cluster with a batch (`PlanProblem`), what is decided already (`Constraints`), and how
-thorough the search is (`SearchConfig`)."""
+"""The input of the planner: a model on a cluster with a batch (`PlanProblem`), the user's constraints (`Constraints`), and the
+thoroughness of the search (`SearchConfig`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Constraints", "PlanProblem", "SearchConfig", "parse_fixes", "per_pro
 
 
 def rounded(value: float) -> float:
-    """Nine significant digits of seconds that are compared.
+    """Round seconds to nine significant digits before they are compared.
 
     [Note: ties]
-    Many choices take exactly as long as each other: which of identical units holds more, or which of two kinds is gathered more
-    often where the network binds. Last digits differ between platforms and versions of Python, so they must not decide: times
-    are compared as rounded here, and ties are decided by order.
+    Many choices take exactly the same time, for example which of several identical units holds more memory. The last digits
+    differ between platforms and versions of Python and must not decide: times are compared after rounding, and ties are broken
+    by order.
     """
     return float(f"{value:.9g}")
 
@@ -37,39 +37,39 @@ class PlanProblem:
     spec: ModelSpec
     cluster: Cluster
     global_batch: int
-    """Sequences of a step."""
+    """Sequences per step."""
     precision: Precision
     moments: Literal["fp32", "bf16"] = "fp32"
     engine: TrainingEngine = FOURFOLD
     """The system that runs the plan; set it with `with_engine`."""
     machine: Cluster | None = None
-    """The cluster itself, where `cluster` is as the engine uses it."""
+    """The cluster as given; `cluster` has the engine's adjustments."""
     logits: str = "auto"
     """See `Memory.logits`."""
     together: int = 1
     """Consecutive sequences that must be in one micro-batch."""
     needs_norm: bool = True
-    """Updates need the norm of all gradients: for clipping, or the guard."""
+    """Whether updates need the norm of all gradients, for clipping or the guard."""
     caches: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
-    """By function, its results for this problem (`per_problem`)."""
+    """Cached results for this problem, by function (`per_problem`)."""
 
     def with_engine(self, engine: str | TrainingEngine) -> PlanProblem:
-        """The same question about another system."""
+        """The same problem for another system."""
         found, machine = engine_of(engine), self.machine or self.cluster
         return replace(self, cluster=found.on(machine), machine=machine, engine=found)
 
     def with_cluster(self, cluster: Cluster) -> PlanProblem:
-        """The same question about another cluster."""
+        """The same problem on another cluster."""
         return replace(self, cluster=cluster, machine=None).with_engine(self.engine)
 
     def of_plan(self, plan: Plan) -> PlanProblem:
-        """The same question with a plan's types and logits."""
+        """The same problem with a plan's precision and logits."""
         memory = plan.memory
         return replace(self, precision=plan.precision, moments=memory.moments, logits=memory.logits)
 
     @cached_property
     def heads(self) -> int:
-        """Attention heads, the largest sensible `col`; 1 where the model's are unknown."""
+        """Number of attention heads, the largest useful `col`; 1 if unknown."""
         return self.spec.config.heads if self.spec.config is not None else 1
 
     @cached_property
@@ -78,7 +78,7 @@ class PlanProblem:
 
     @cached_property
     def compiled(self) -> bool:
-        """Whether units are compiled. By default: on GPUs, by this system; other systems are judged as they are without."""
+        """Whether units are compiled. By default, Fourfold compiles on GPUs; other systems are predicted without compilation."""
         if self.precision.compile == "auto" and self.engine.name != FOURFOLD.name:
             return False
         return self.precision.compiles(self.cluster.device.kind)
@@ -100,7 +100,7 @@ class PlanProblem:
 
     @cached_property
     def streamed_bytes(self) -> float:
-        """Bytes per parameter that a streamed update moves each way: of a master of bf16 weights, the 16 low bits."""
+        """Bytes per parameter that a streamed update moves each way: of an fp32 master of a bf16 weight, the low 16 bits."""
         return (2 if self.compute_bytes < 4 else 0) + self._moment_bytes
 
     @property
@@ -113,7 +113,7 @@ R = TypeVar("R")
 
 
 def per_problem(function: Callable[Concatenate[PlanProblem, P], R]) -> Callable[Concatenate[PlanProblem, P], R]:
-    """Cache a function of a problem and other values. The results are kept in the problem, and freed with it."""
+    """Cache a function of a problem and other values. The results are stored in the problem, and freed with it."""
 
     @wraps(function)
     def cached(problem: PlanProblem, /, *args: P.args, **options: P.kwargs) -> R:
@@ -128,7 +128,7 @@ def per_problem(function: Callable[Concatenate[PlanProblem, P], R]) -> Callable[
 # ---- constraints ----
 
 SYNONYMS = {"tp": "col", "pp": "pipe", "dp": "data"}
-"""What `--fix` also understands, as other systems name it."""
+"""Names of other systems that `--fix` accepts."""
 _OTHER_MODES = {
     "zero1": "use mode=keep: optimizer state is sharded, parameters are gathered and gradients reduced once a step",
     "ddp": "use mode=replicate",
@@ -150,7 +150,7 @@ _FIXABLE = (*_NUMBERS, *_WORDS)
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user has decided before the search: `--fix col=4`, `--schedule wave`, `--max-ranks`."""
+    """The user's constraints on the search: `--fix col=4`, `--schedule wave`, `--max-ranks`."""
 
     fixed: dict[str, Any]
     max_ranks: int = 0
@@ -159,7 +159,7 @@ class Constraints:
         return self.fixed.get(name, default)
 
     def allows(self, **values: Any) -> bool:
-        """Whether none of these values was decided to be another."""
+        """Whether these values agree with the constraints."""
         return all(self.fixed.get(name, value) == value for name, value in values.items())
 
     @property
@@ -233,45 +233,45 @@ def _parse_fix(text: str) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """How thorough the search is. Shares are of a step's seconds or of a device's memory."""
+    """Thoroughness of the search. Shares are fractions of a step's seconds or of a device's memory."""
 
     # ---- branch and bound over layouts ----
     many_layouts: int = 2000
-    """With more layouts than this, the next share applies, and only the best plan is improved."""
+    """With more layouts than this, `least_gain` applies, and only the best plan is improved."""
     least_gain: float = 0.02
-    """Of many layouts, those are pruned whose lower bound allows a gain of less than this share."""
+    """With many layouts, a layout is pruned if its lower bound allows a gain of less than this share."""
     unlikely: float = 0.02
-    """Once there are enough plans to be shown, layouts are skipped whose estimate exceeds the best by more than this share."""
+    """Once enough plans are built, a layout is skipped if its estimate exceeds the best plan by more than this share."""
     most_built: int = 24
-    """Layouts built into plans that fit, at most; four times as many are tried."""
+    """Maximum number of plans that are built and fit; four times as many layouts are tried."""
     estimates_per_alternative: int = 4
-    """Layouts estimated for every alternative that is to be shown, where fewer could be best."""
+    """Minimum layouts estimated per alternative in the report."""
     most_tightened: int = 200
-    """Lower bounds that are tightened for the certificate alone, at most."""
+    """Maximum number of lower bounds that are tightened only for the certificate."""
 
     # ---- one layout: a budget for every rank ----
     budget_rounds: int = 12
-    """Choices of a rank that are replayed, at most."""
+    """Maximum number of choices of a rank that are replayed."""
     budget_tolerance: float = 0.01
-    """A choice is full when it leaves no more than this share of the memory free."""
+    """A choice is accepted if it leaves at most this share of the memory free."""
 
     # ---- local search ----
     improved_share: float = 0.03
-    """Plans slower than the best by no more than this share are improved."""
+    """Plans within this share of the best are improved."""
     most_improved: int = 3
-    """Plans that are improved, at most; of many layouts, one."""
+    """Maximum number of plans that are improved; one if there are many layouts."""
     fill_rounds: int = 6
     """Rounds in which changes of single units are evaluated and a knapsack of them is chosen; 0: never."""
 
     outside_gain: float = 0.01
-    """Layouts near the best that are not searched replace it if they gain at least this share."""
+    """Layouts outside the searched space replace the best plan if they gain at least this share."""
     synthesized_ranks: int = 4
-    """Most ranks of a pipeline whose schedule is synthesized then."""
+    """Maximum pipeline ranks for which a schedule is synthesized after the search."""
     more_memory: float = 1.2
-    """Where memory is full and another GiB gains nothing, this many times the memory is tried, in any layout."""
+    """If memory is full and one more GiB gains nothing in this layout, this multiple of the memory is tried in all layouts."""
 
     # ---- CPUs ----
     cpu_tie: float = 0.01
-    """On CPUs, plans within this share are equal, and one with a single mode is preferred."""
+    """On CPUs, plans within this share count as equal, and one with a single mode is preferred."""
     cpu_link_gain: float = 0.05
-    """On CPUs, gathers and reductions pass each other on a link that they are predicted to share: the share this may gain."""
+    """On CPUs, gathers and reductions do not slow each other on a link, but are predicted to: the share this may gain."""

@@ -1,4 +1,4 @@
-"""What the planner reports about a plan: its fields in the plan file (`with_report`), and the same in words (`explain`)."""
+"""The planner's report of a plan: as fields of the plan file (`with_report`), and as text (`explain`)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _alternative(c: Candidate, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _modes(plan: Plan, spec: ModelSpec) -> str:
-    """The units' modes and recomputation, the commonest first; where only some recompute, how many."""
+    """The units' modes and recomputation, the most common first; with the share of units that recompute, if not all do."""
     rules = [plan.rule_for(u.name) for u in spec.units]
     modes, again = (Counter(getattr(r, name) for r in rules) for name in ("mode", "recompute"))
     redone = {name: n for name, n in again.most_common() if name != "none"}
@@ -77,7 +77,7 @@ def _modes(plan: Plan, spec: ModelSpec) -> str:
 
 
 def binding(best: Candidate) -> str:
-    """What keeps the plan from being faster."""
+    """The bottleneck of the plan."""
     p = best.prediction
     if best.price > 0:
         return "memory"
@@ -86,7 +86,7 @@ def binding(best: Candidate) -> str:
 
 
 def _break_even_tokens(best: Candidate, problem: PlanProblem) -> float:
-    """Tokens of a micro-batch from which gathering a unit's parameters overlaps fully with computing it."""
+    """Minimum tokens per micro-batch for which gathering a unit's parameters overlaps fully with computing it."""
     kinds, seq_len = problem.spec.kinds, problem.spec.seq_len
     kind = max(kinds, key=lambda k: kinds[k].flops if kinds[k].layer not in (0, problem.spec.layers - 1) else -1.0)
     few, more = (
@@ -97,7 +97,7 @@ def _break_even_tokens(best: Candidate, problem: PlanProblem) -> float:
 
 
 def no_fit(judged: Candidate, problem: PlanProblem) -> str:
-    """By how much a plan does not fit, and where; empty where it fits."""
+    """By how much a plan does not fit, and where; empty if it fits."""
     device = max(judged.prediction.memory, key=lambda m: m.peak)
     host = max(judged.prediction.memory, key=lambda m: m.host)
     parts = []
@@ -108,7 +108,7 @@ def no_fit(judged: Candidate, problem: PlanProblem) -> str:
         if need > limit:
             where = f" on pipeline rank {rank}" if judged.layout.mesh.pipe > 1 else ""
             parts.append(
-                f"{format_bytes(need)} are needed{where}, {what} has {format_bytes(limit)} for tensors: "
+                f"{format_bytes(need)} are needed{where}, but {what} has {format_bytes(limit)} for tensors: "
                 f"{format_bytes(need - limit)} too much"
             )
     return "; ".join(parts)
@@ -168,7 +168,7 @@ def _count(n: float) -> str:
 
 
 def _units(plan: Plan) -> list[str]:
-    """Which units have which mode and recomputation, where they differ."""
+    """The mode and recomputation of each unit, if they differ."""
     by_choice: dict[str, dict[str, list[int]]] = {}
     for rule in plan.unit:
         within = f" within {rule.within}" if rule.within else ""
@@ -180,7 +180,7 @@ def _units(plan: Plan) -> list[str]:
         by_choice.setdefault(f"{rule.mode}{within}{again}{split}{reduced}", {}).setdefault(pattern, []).extend(numbers)
     if len(by_choice) < 2:
         return []
-    lines = ["units (a name goes before a pattern):"]
+    lines = ["units (a name takes precedence over a pattern):"]
     for choice, patterns in by_choice.items():
         names = [name.replace("#", _ranges(numbers)) for name, numbers in patterns.items()]
         lines.append(f"  {choice}: {', '.join(names)}")
@@ -188,7 +188,7 @@ def _units(plan: Plan) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 is 0-2,5."""
+    """Write numbers as ranges: 0, 1, 2, 5 as 0-2,5."""
     out: list[list[int]] = []
     for n in sorted(numbers):
         if out and n == out[-1][1] + 1:
@@ -237,7 +237,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _memory_by_rank(memory: Sequence[dict[str, Any]]) -> list[str]:
-    """The peak of every rank of the pipeline; neighbours with the same peak share a line."""
+    """The peak of every rank of the pipeline; consecutive ranks with the same peak share a line."""
     names = [name for name in CATEGORIES if any(m.get(name) for m in memory)]
     rows: list[tuple[str, ...]] = []
     ranks: list[str] = []
@@ -254,7 +254,7 @@ def _memory_by_rank(memory: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _binds(p: dict[str, Any]) -> list[str]:
-    if not p["binding"]:  # judged: nothing else was tried
+    if not p["binding"]:  # the plan was judged without a search
         return [] if p.get("misfit") else [f"memory is {p['peak_bytes'] / p['usable_bytes']:.1%} full"]
     if p["binding"] != "memory":
         text, more = f"what binds: {p['binding']}; one more GiB on every device would not make this layout faster", ""
@@ -276,7 +276,7 @@ def _gathers(p: dict[str, Any]) -> list[str]:
 
 
 def _flows(plan: Plan) -> list[str]:
-    """How every matmul communicates on the grid, and what the next best flow would expose."""
+    """Communication of every matmul on the grid, and the exposed time of the next best flow."""
     found = (plan.predicted or {}).get("flows")
     if not found:
         return []
@@ -295,7 +295,7 @@ def _flows(plan: Plan) -> list[str]:
 
 
 def table(plan: Plan) -> list[tuple[str, ...]]:
-    """Rows for people: the best plans."""
+    """The best plans as a table."""
     return [
         (
             str(i),
@@ -312,7 +312,7 @@ def table(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def describe_units(a: dict[str, Any]) -> str:
-    """The modes of an alternative's units, and what is on the host."""
+    """The modes of an alternative's units, and its state and activations on the host."""
     state, on_host = a["host_state"], []
     if state:
         on_host.append("optimizer" if state > 0.999 else f"{max(0.01, state):.0%} of the optimizer")

@@ -1,16 +1,16 @@
 """The search: branch and bound over layouts, the fastest plan that fits, and a certificate of how good it is.
 
-1. Every layout has a lower bound (`lower_bounds`). The layout with the lowest bound is taken first and its bound tightened, at
-   more cost each time: with the grid's collectives and its layers on ranks, for each of what may be kept and placed where, then
-   with the relaxed choice of its units.
-2. Where it still has the lowest bound, the units of its ranks are chosen by the knapsack: an estimate of the layout's time.
-3. The layouts with the best estimates are built into plans (`build`), unless their layers as partitioned into stages, simulated
-   with nothing but computing, are too slow.
-4. When the next lower bound is above the best plan, nothing that is left can win (of thousands of layouts: by more than a small
-   share). The best plans are improved by local search (`local_search`).
+1. Every layout has a lower bound (`lower_bounds`). The layout with the lowest bound is taken first, and its bound is tightened in
+   steps of increasing cost: with the grid's collectives and its partition into stages, for each variant of kept tensors and
+   placements, then with the relaxed choice of its units.
+2. If it still has the lowest bound, a knapsack chooses the options of its units, which gives an estimate of the layout's time.
+3. The layouts with the best estimates are built into plans (`build`), unless a simulation of their stages with compute time only
+   is already too slow.
+4. When the next lower bound is above the best plan, no remaining layout can be faster (with thousands of layouts: by more than a
+   small share). The best plans are improved by local search (`local_search`).
 
-The certificate: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all bounds
-that are left. `choice_gap` says how close the choice of units is to the optimum of its knapsack; the bound does not rely on it.
+The certificate: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all
+remaining bounds. `choice_gap` is the distance of the choice of units from the optimum of its knapsack; the bound does not use it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def search(
     top: int = 5,
     config: SearchConfig | None = None,
 ) -> SearchResult:
-    """The fastest plan; raises PlanError, with what would fit, where none fits."""
+    """The fastest plan. If none fits, raises PlanError, which says what would fit."""
     began = time.perf_counter()
     run = _Search(problem, constraints, progress, top, config or SearchConfig())
     run.go()
@@ -94,12 +94,12 @@ def search(
 
 
 def _without_placement(layout: ParallelLayout) -> ParallelLayout:
-    """Without its placements and what it keeps on the grid."""
+    """The layout without its placements and kept tensors."""
     return replace(layout, optimizer="device", activations="device", tensor=Tensor())
 
 
 def _distinct(built: list[Candidate]) -> list[Candidate]:
-    """The fastest first; of plans that differ only in placements the fastest, on the device where that costs nothing."""
+    """Plans sorted by time; of those that differ only in placements, the fastest, preferably with everything on the device."""
     best: dict[ParallelLayout, Candidate] = {}
     for c in sorted(built, key=lambda c: (c.layout.optimizer != "device") + (c.layout.activations != "device")):
         key = _without_placement(c.layout)
@@ -125,14 +125,14 @@ class _Search:
         self.limit = problem.cluster.usable
         self.table = OptionTable(problem, {k: str(v) for k, v in constraints.fixed.items()})
         self.queue: list[tuple[float, int, ParallelLayout, _Step]] = []
-        """The lowest bound first, with the step that tightens it next."""
+        """Layouts, the lowest bound first, with the next step that tightens the bound."""
         self.estimates: list[_Estimate] = []
         self.skipped: list[_Estimate] = []
-        """Not built, since it cannot win, or is unlikely to."""
+        """Layouts that are not built because they cannot be, or are unlikely to be, the fastest."""
         self.built: list[Candidate] = []
         self.total = self.expanded = self.simulated = self.too_large = 0
         self.unexpanded = self.tried = self.lower = inf
-        """Lowest bounds: of layouts left in the queue, of those that were built or pruned last, and of all."""
+        """Lowest bounds: of layouts still in the queue, of those that were built or pruned last, and of all."""
         self._number = 0
 
     # ---- branch and bound ----
@@ -177,7 +177,7 @@ class _Search:
         return min((c.prediction.seconds for c in self.built), default=None)
 
     def _cut(self) -> float:
-        """Layouts with a bound above this can neither win nor come second; of many, nor win by a sensible share."""
+        """Layouts with a bound above this cannot be first or second; with many layouts, they cannot win by `least_gain`."""
         if self._many:
             best = self._best()
             return inf if best is None else best * (1 - self.config.least_gain)
@@ -190,7 +190,7 @@ class _Search:
         self._push(max(bound, compute_bound(self.problem, layout, grid=True)), layout, self._expand)
 
     def _expand(self, layout: ParallelLayout, bound: float) -> None:
-        """Variants of a layout: what it may keep on the grid, what it prefetches, and what is on the host."""
+        """Variants of a layout: tensors kept on the grid, prefetching, and placement on the host."""
         if self.expanded % 50 == 0:
             self._report(self.expanded)
         self.expanded += 1
@@ -198,7 +198,7 @@ class _Search:
         *richer, least = keep_options(layout.mesh, layout.micro_batches, layout.tensor, fixed.get("keep"))
         layout = replace(layout, tensor=least)
         variants = [layout]
-        if fixed.get("optimizer") == "auto":  # which may leave all of it on the device
+        if fixed.get("optimizer") == "auto":  # `auto` may leave all state on the device
             variants.append(replace(layout, optimizer="device"))
         if self._memory_is_free(layout):  # there is room to keep something on the grid
             variants += [replace(layout, tensor=tensor) for tensor in richer]
@@ -227,7 +227,7 @@ class _Search:
         return all(self._room(layout, load) >= rank_options(self.table, layout, load).free for load in loads)
 
     def _may_not_fit(self, layout: ParallelLayout) -> bool:
-        """Whether it is uncertain that there is a choice at all."""
+        """Whether possibly no choice of units fits."""
         loads = rank_loads(self.problem, layout)[0]
         needs = [rank_options(self.table, layout, load).least[0] * (1 + 1e-6) for load in loads]
         return any(self._room(layout, load) < need for load, need in zip(loads, needs, strict=True))
@@ -240,7 +240,7 @@ class _Search:
             self._push(max(bound, least), layout, self._estimate)
 
     def _estimate(self, layout: ParallelLayout, bound: float) -> None:
-        """Choose for the distinct ranks; then the layout waits for being built."""
+        """Estimate the time of a layout by choosing options for its distinct ranks; then queue it for building."""
         m = layout.micro_batches
         loads, works = rank_loads(self.problem, layout)
         worst, busiest = 0.0, (0.0, 0.0, 0.0)
@@ -257,7 +257,7 @@ class _Search:
         heapq.heappush(self.estimates, _Estimate(rounded(seconds), self._number, layout, bound))
 
     def _room(self, layout: ParallelLayout, load: RankLoad) -> float:
-        """Bytes for a rank's units."""
+        """Bytes available to a rank's units."""
         problem, tied = self.problem, 0.0
         if load.tied_copy:
             tied = tied_elements(problem.spec, layout.mesh) * (problem.compute_bytes + problem.reduce_bytes)
@@ -285,7 +285,7 @@ class _Search:
             self.built.append(candidate)
 
     def _tightened(self, estimate: _Estimate) -> float | None:
-        """Its bound with its schedule and its layers partitioned into stages; None where nothing fits then."""
+        """The bound with the layout's schedule and partition into stages; None if nothing fits."""
         layout = estimate.layout
         schedule, counts = partition_layers(self.problem, layout)
         bound = max(estimate.bound, compute_only_seconds(self.problem, layout, schedule, counts))
@@ -296,7 +296,7 @@ class _Search:
         return None if least is None else max(bound, least)
 
     def _lowest_skipped(self) -> float:
-        """The lowest bound of layouts that were estimated and not built: the lowest is tightened, until it has been."""
+        """The lowest bound of layouts that were estimated but not built. Tightens the lowest one until it is tight already."""
         left = [(e.bound, e.number, e) for e in (*self.skipped, *self.estimates)]
         heapq.heapify(left)
         done: set[int] = set()
@@ -330,7 +330,7 @@ class _Search:
         best = min(found, key=lambda c: rounded(c.prediction.seconds))
         prefetching = [c for c in built if c.layout.prefetch]
         if problem.on_cpu and not best.layout.prefetch and prefetching:
-            # on CPUs, gathers and reductions pass each other on a link that they are predicted to share
+            # on CPUs, gathers and reductions do not slow each other on a link, but are predicted to
             other = improve(problem, self.constraints, config, prefetching[0])
             if best.prediction.seconds > (1 - config.cpu_link_gain) * other.prediction.seconds:
                 best = other
@@ -344,7 +344,7 @@ class _Search:
         return replace(best, price=price, with_more=more)
 
     def _outside_the_grid(self, best: Candidate) -> Candidate:
-        """The best plan, or one of a layout near it that is not searched: rows without columns, a synthesized schedule."""
+        """The best plan, or a faster one outside the searched space: rows without columns, or a synthesized schedule."""
         layout, config, fixed = best.layout, self.config, self.constraints.fixed
         mesh, tried = layout.mesh, []
         if mesh.row * mesh.col == 1 and not {"row", "col", "data"} & fixed.keys():
@@ -362,7 +362,7 @@ class _Search:
         return best
 
     def _with_more_memory(self, best: Candidate) -> tuple[float, float, str]:
-        """What more memory would save in any layout: branch and bound that starts from the best plan."""
+        """Seconds that more memory would save over all layouts: branch and bound, starting from the best plan."""
         cluster, config = self.problem.cluster, self.config
         memory = int(config.more_memory * cluster.memory)
         problem = replace(self.problem, cluster=cluster.what_if({"memory": str(memory)}))
@@ -374,7 +374,7 @@ class _Search:
         return memory - cluster.memory, best.prediction.seconds - other.prediction.seconds, str(other.layout)
 
     def take_least_memory_plan(self) -> None:
-        """Raises PlanError, with what would fit, where not even that fits."""
+        """Use the plan with the least memory. If it does not fit, raises PlanError, which says what would fit."""
         found = least_memory_plan(self.problem, self.constraints, self.table)
         if not fits(found.prediction.memory, self.problem.cluster, self.problem.cluster.usable):
             explain_no_fit(self.problem, self.constraints, found)
@@ -385,7 +385,7 @@ class _Search:
 
 
 def _bubble(layout: ParallelLayout, f: float, i: float, w: float) -> float:
-    """Idle seconds of a rank whose micro-batch takes F, I and W, with free messages."""
+    """Idle seconds of a rank whose micro-batch takes F, I and W, if messages take no time."""
     p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
     match layout.schedule:
         case "interleaved":
@@ -403,10 +403,10 @@ def _bubble(layout: ParallelLayout, f: float, i: float, w: float) -> float:
 
 
 def _message_waits(problem: PlanProblem, layout: ParallelLayout, works: Sequence[tuple[float, float, float]]) -> float:
-    """Seconds that messages add: the way there and back once, and for every micro-batch what those in flight do not cover.
+    """Seconds that messages add: one round trip, and for every micro-batch the part that those in flight do not cover.
 
-    A micro-batch returns to the first stage after all stages' F and I (B where it is whole) and all hops; with k in flight
-    there, one can pass every k-th of that time.
+    A micro-batch returns to the first stage after F and I (or B, if it is not split) of all stages and all hops. With k
+    micro-batches in flight, the throughput is at most k per round trip.
     """
     p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
     if p == 1:

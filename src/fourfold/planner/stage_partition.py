@@ -1,8 +1,7 @@
-"""Partitioning layers into pipeline stages, and what the ranks of a pipeline then hold and compute.
+"""Partitioning layers into pipeline stages; units and compute times of the pipeline's ranks.
 
-Stages have about equal time, or equal numbers of layers: whichever gives the busiest rank less to do. The embedding and the head
-count as layers.
-To simulate the schedule with several partitions and take the fastest gains less than 1 %.
+Stages have about equal time, or equal numbers of layers, whichever gives the busiest rank less work. The embedding and the head
+count as layers. Simulating the schedule with several partitions and choosing the fastest would gain less than 1 %.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ def partition_layers(problem: PlanProblem, layout: ParallelLayout) -> tuple[Sche
 
 
 def placement_of(layout: ParallelLayout) -> tuple[int, ...]:
-    """The rank of every stage (of a synthesized schedule: about, since it places stages itself)."""
+    """The rank of every stage (approximate for a synthesized schedule, which places stages itself)."""
     return (zigzag if layout.zigzag else loop)(layout.mesh.pipe, layout.stages_per_rank)
 
 
 @per_problem
 def stage_counts(problem: PlanProblem, grid: GridShape, placement: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of every stage, at least one each: of two partitions, the one whose busiest rank does less."""
+    """Layers per stage, at least one each: of two partitions, the one whose busiest rank has less work."""
     work, stages = [sum(t) for t in layer_times(problem, grid)], len(placement)
 
     def busiest(counts: Sequence[int]) -> float:
@@ -65,7 +64,7 @@ def stage_counts(problem: PlanProblem, grid: GridShape, placement: tuple[int, ..
 
 
 def _equal_time(work: Sequence[float], stages: int) -> tuple[int, ...]:
-    """A boundary is where the sum passes a stage's share."""
+    """Stages of about equal time: each boundary is where the cumulative time reaches the stages' share."""
     total, counts, at, done = (1 + 1e-9) * sum(work), [], 0, 0.0  # [Note: ties]
     for stage in range(stages):
         left = stages - stage - 1
@@ -80,7 +79,7 @@ def _equal_time(work: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _equal_count(layers: int, stages: int) -> tuple[int, ...]:
-    """Equal numbers of blocks, one more in the earlier stages; the embedding with the first stage, the head with the last."""
+    """Equal numbers of blocks, one more in earlier stages; the embedding is in the first stage, the head in the last."""
     counts = [(layers - 2) // stages + (s < (layers - 2) % stages) for s in range(stages)]
     counts[0] += 1
     counts[-1] += 1
@@ -104,16 +103,16 @@ def layer_times(problem: PlanProblem, grid: GridShape, once: bool | None = False
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one rank of a pipeline holds: units by kind, and micro-batches in flight."""
+    """Units of one rank of a pipeline by kind, and micro-batches in flight."""
 
     units: tuple[tuple[str, int], ...]
     in_flight: float
     tied_copy: bool = False
-    """It holds a copy of a tied weight."""
+    """Whether it holds a copy of a tied weight."""
 
 
 def in_flight(layout: ParallelLayout, rank: int) -> float:
-    """The most micro-batches (of its share) that a rank holds, as the schedule's order has it or nearly so."""
+    """Maximum micro-batches in flight on a rank, in units of all its stages; close to that of the schedule's order."""
     p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
     match layout.schedule:
         case "gpipe":
@@ -127,7 +126,7 @@ def in_flight(layout: ParallelLayout, rank: int) -> float:
 
 
 def rank_loads(problem: PlanProblem, layout: ParallelLayout) -> tuple[list[RankLoad], list[FIW]]:
-    """The distinct ranks of a pipeline: what each holds, and its F, I, W of a micro-batch."""
+    """The distinct ranks of a pipeline: units of each, and its seconds of F, I, W for a micro-batch."""
     ranks, held, works = _distinct_ranks(
         problem, placement_of(layout), layout.grid(problem), layout.grid_splits_backward
     )
@@ -142,7 +141,7 @@ def rank_loads(problem: PlanProblem, layout: ParallelLayout) -> tuple[list[RankL
 def _distinct_ranks(
     problem: PlanProblem, placement: tuple[int, ...], grid: GridShape, splits_backward: bool
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[FIW]]:
-    """The first rank, the last one, and of those between the first of each kind; their units and times."""
+    """The first rank, the last rank, and one of each group of equal ranks between them; their units and times."""
     times: dict[str, FIW] = {}
     for kind in problem.spec.kinds:
         t = unit_times_on_grid(problem, kind, grid, splits_backward=splits_backward)
@@ -163,20 +162,20 @@ def _distinct_ranks(
     return list(ranks.values()), [tuple(of_rank[rank].items()) for rank in ranks.values()], works
 
 
-# ---- a step with nothing but computing ----
+# ---- a step with compute time and messages only ----
 
 
 def compute_only_seconds(
     problem: PlanProblem, layout: ParallelLayout, schedule: Schedule, counts: Sequence[int]
 ) -> float:
-    """Seconds of a step if there were only computing and messages: a lower bound, whatever the units choose."""
+    """Step time with compute time and messages only: a lower bound for any choice of units."""
     grid, extra = layout.grid(problem), {}
     times = _stage_sums(layer_times(problem, grid), counts)
     work = [sum(t) for t in times]
     busiest = max(sum(work[s] for s in held) for held in schedule.stages_of)
     if schedule.stages == 1:
         return layout.micro_batches * busiest
-    if grid.amortized_over > 1:  # what the grid keeps is gathered by the first forward and summed by the last backward
+    if grid.amortized_over > 1:  # the first forward gathers the kept tensors, the last backward sums them
         for stage, ends in enumerate(_stage_sums(layer_times(problem, grid, True), counts)):
             f, i, w = (e - t for e, t in zip(ends, times[stage], strict=True))
             extra[stage] = {op: max(0.0, x) for op, x in (("F", f), ("I", i), ("W", w), ("B", i + w))}

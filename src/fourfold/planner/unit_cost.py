@@ -1,6 +1,6 @@
-"""What a unit costs on a layout: seconds and bytes for every choice of mode, split and recomputation.
+"""The cost of a unit on a layout: seconds and bytes for every choice of mode, split and recomputation.
 
-**Compute**: its operators (`compute_cost`), with what its collectives on the grid expose (`grid_cost`).
+**Compute**: its operators (`compute_cost`), and the exposed time of its collectives on the grid (`grid_cost`).
 
 **Sharding**: over a group of S of the N replicas (`within`; 0: S = N), parameters of n elements are gathered and gradients
 reduced over the group; with S < N, shards are also summed over the other N/S groups.
@@ -9,10 +9,10 @@ reduced over the group; with S < N, shards are also summed over the other N/S gr
 |---|---|---|
 | replicate | none | (its parameters are whole) |
 | keep | 1 | the whole step |
-| zero2 | one per micro-batch where no other is in flight, else 1 | from F to B |
+| zero2 | one per micro-batch if no other is in flight, else 1 | from F to B |
 | zero3 | 2 per micro-batch | while it computes, and the next unit's |
 
-**Memory**: what it saves for the backward, and the workspace of its ops (`memory_model.Workspace`).
+**Memory**: activations saved for the backward, and the workspace of its ops (`memory_model.Workspace`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 
 class UnitChoice(NamedTuple):
-    """What can be chosen for a unit."""
+    """The options of a unit."""
 
     mode: Literal["replicate", "zero2", "zero3", "keep"] = "replicate"
     reduce: Literal["step", "micro-batch"] = "step"
@@ -64,13 +64,13 @@ class UnitChoice(NamedTuple):
 
 
 def choice_of(plan: Plan, unit: UnitSpec) -> UnitChoice:
-    """A unit's choice, as the plan's rules have it."""
+    """A unit's choice according to the plan's rules."""
     rule = plan.rule_for(unit.name)
     return UnitChoice(rule.mode, rule.reduce, rule.within, min(rule.split, unit.slices), rule.recompute)
 
 
 def rules_of(choices: dict[str, UnitChoice]) -> tuple[UnitRule, ...]:
-    """Few rules with the same meaning: for every name pattern its commonest choice, after the exceptions by name."""
+    """Equivalent rules, as few as possible: exceptions by name, then the most common choice of every name pattern."""
     patterns: dict[str, dict[UnitChoice, int]] = {}
     for name, choice in choices.items():
         votes = patterns.setdefault(pattern_of(name), {})
@@ -103,9 +103,9 @@ class UnitTimes(NamedTuple):
     recompute: float
     """Added to the backward by recomputation."""
     grid: float
-    """Part of forward and backward that waits for the grid's collectives."""
+    """Part of forward and backward: exposed collectives of the grid."""
     on_grid: GridTime = NO_GRID
-    """The grid's collectives, axis by axis."""
+    """The grid's collectives by axis."""
 
     @property
     def work(self) -> float:
@@ -113,7 +113,7 @@ class UnitTimes(NamedTuple):
         return self.forward + self.input_grad + self.weight_grad
 
     def exposed(self, op: str) -> float:
-        """Seconds of an op (F, B, I, W) that wait for the grid's collectives."""
+        """Exposed seconds of the grid's collectives in an op (F, B, I, W)."""
         return _exposed(self.on_grid.of(op))
 
     def cold(self, op: str) -> float:
@@ -137,8 +137,8 @@ def unit_times_on_grid(
 ) -> UnitTimes:
     """Times of a micro-batch of a unit.
 
-    `splits_backward`: weight gradients have an op of their own. `once`: the first forward and the last backward of a step, where
-    what the grid keeps is gathered and summed (True); all others (False); the average over a step (None).
+    `splits_backward`: weight gradients are a separate op. `once`: the first forward and the last backward of a step, in which the
+    grid gathers and sums kept tensors (True); all others (False); the average over a step (None).
     """
     if once is None and grid.amortized_over > 1:
         where = (problem, kind, grid, split, recompute, splits_backward)
@@ -175,7 +175,7 @@ def unit_times(
 
 
 def _kept(tensor: Tensor, choice: UnitChoice) -> Tensor:
-    """What the grid keeps for a unit: not weights that are released between F and B."""
+    """Tensors that the grid keeps for a unit: not weights that are released between F and B."""
     if modes.gathered_for_each_op(choice.mode) and "weights" in tensor.keep:
         return replace(tensor, keep=tuple(what for what in tensor.keep if what != "weights"))
     return tensor
@@ -195,11 +195,11 @@ class ShardingCost:
     across: float
     """Seconds of the sum across groups that follows."""
     own_link: bool
-    """That sum is on another network level than gathers and reductions."""
+    """Whether that sum uses another network level than gathers and reductions."""
     gathered_bytes: float
     """Its parameters, gathered."""
     parameter_bytes: float
-    """Held all the time: the whole parameters, or a shard."""
+    """Held for the whole step: the whole parameters, or a shard."""
     gradient_bytes: float
     """Its gradient before it is reduced."""
     reduced_bytes: float
@@ -209,15 +209,15 @@ class ShardingCost:
     transient_bytes: float
     """Parameters that are gathered only while it computes (zero3)."""
     slices: int
-    """Parts it runs as; each has its share of parameters and gradients, and gathers and reduces on its own."""
+    """Number of slices; each has its share of parameters and gradients, and gathers and reduces separately."""
 
 
 @per_problem
 def _elements(problem: PlanProblem, kind: str, row: int, col: int, trained: bool = True) -> float:
-    """Elements of a unit's parameters on a rank, of those that are trained or of the frozen ones.
+    """Elements of a unit's trained or frozen parameters on a rank.
 
-    A grid divides matrices, except positions and token types (copied); of an adapter, the factor that is not on the residual
-    stream, over the columns.
+    A grid divides matrices, except position and token-type embeddings, which are replicated. Of an adapter, it divides the factor
+    that is not on the residual stream, over the columns.
     """
     unit = problem.spec.kinds[kind]
 
@@ -241,7 +241,7 @@ def _aligned(elements: float, shards: int) -> float:
 
 
 def sharding_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: UnitChoice) -> ShardingCost:
-    """What sharding the unit takes and holds."""
+    """Time and memory of sharding the unit."""
     unit, mesh, cluster = problem.spec.kinds[kind], layout.mesh, problem.cluster
     keep = _kept(layout.tensor, choice).keep
     replicas, stride = layout.replicas, layout.replica_stride
@@ -263,7 +263,7 @@ def sharding_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choic
             gather += share * group * cluster.collective("all_gather", 1.0, group, stride)
         reduce = cluster.collective("reduce_scatter", n * r, group, stride)
         across = cluster.collective("all_reduce", n * r / group, replicas // group, stride * group)
-    kept_bytes = 0.0  # weights and gradients of all rows that the grid keeps for the step
+    kept_bytes = 0.0  # weights and gradients of all rows, which the grid keeps for the step
     if mesh.row > 1 and unit.flops:
         width = (e if "weights" in keep else 0) + (max(4, e) if "gradients" in keep and not unit.frozen else 0)
         kept_bytes = unit.matrices / mesh.col * width
@@ -283,12 +283,12 @@ def sharding_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choic
 
 
 def reduced_in_buckets(cost: ShardingCost, choice: UnitChoice) -> bool:
-    """Its gradient may be all-reduced in a bucket with those of others: it stays whole, and is reduced once a step."""
+    """Whether its gradient may be all-reduced in a bucket with others: it stays whole, and is reduced once a step."""
     return cost.reduced_bytes >= cost.gradient_bytes and cost.slices == 1 and choice.reduce == "step"
 
 
 def tied_elements(spec: ModelSpec, mesh: Mesh) -> float:
-    """Elements on one rank of a grid of the token matrix that is also the head's; 0 where weights are not tied."""
+    """Elements of the tied token matrix on one rank of a grid; 0 if weights are not tied."""
     if not spec.tied:
         return 0.0
     return math.prod(next(iter(spec.units[0].shapes.values()))) / (mesh.row * mesh.col)
@@ -299,41 +299,41 @@ def tied_elements(spec: ModelSpec, mesh: Mesh) -> float:
 
 @dataclass(frozen=True)
 class UnitCost(ShardingCost):
-    """All that a unit costs under a choice on a layout. Workspace is transient memory of an op beyond saved activations."""
+    """The costs of a unit under a choice on a layout. Workspace is transient memory of an op beyond saved activations."""
 
     times: UnitTimes
     times_at_ends: UnitTimes
-    """The first forward and the last backward of a step, in which the grid gathers and sums what it keeps."""
+    """Times of the first forward and the last backward of a step, in which the grid gathers and sums kept tensors."""
     vector_sums: float
-    """Seconds of sums over the grid that a reduction waits for; without a reduction, seconds to start them."""
+    """Seconds of sums over the grid that a reduction waits for; without a reduction, the time to start them."""
     deferred_sums: float
-    """Seconds of those that only the end of the step waits for."""
+    """Seconds of sums over the grid that only the end of the step waits for."""
     saved_bytes: float
-    """Activations saved of one micro-batch, on the device."""
+    """Activations saved for one micro-batch, on the device."""
     saved_for_weight_grad: float
-    """Of these, bytes held from I to W."""
+    """Part of these that is held from I to W."""
     forward_workspace: float
     backward_workspace: float
-    """Gradients inside the unit, what is recomputed, weight gradients as they are made."""
+    """Gradients inside the unit, recomputed activations, and weight gradients as they are computed."""
     accumulate_workspace: float
-    """When its weight gradients are accumulated, less what it saved."""
+    """Workspace while its weight gradients are accumulated, less its saved activations."""
     input_grad_workspace: float
-    """Of I: inputs that a whole backward would have released wait for W."""
+    """Workspace of I, with inputs that are kept for W and that an unsplit backward would have released."""
     weight_grad_workspace: float
     """Of W: one matmul."""
     accumulates_early: bool = False
-    """Weight gradients are accumulated as they are made, not at the end of the unit's backward."""
+    """Whether weight gradients are accumulated as they are computed, not at the end of the unit's backward."""
     tied_gradient_bytes: float = 0.0
     """Gradient of a tied weight that belongs to another unit."""
     tied_parameter_bytes: float = 0.0
-    """That unit's parameters, gathered with this one's; 0 where they stay."""
+    """That unit's parameters, gathered with this one's; 0 if they are not released."""
     offloaded_bytes: float = 0.0
     """Activations that move to the host and back."""
     grid_shares_link: tuple[bool, bool] = (False, False)
     """Whether the grid's row and col use the link on which the unit is gathered and reduced."""
 
     def grid_on_link(self, times: UnitTimes, op: str) -> tuple[float, float]:
-        """Seconds of an op's grid collectives on that link: exposed, and total."""
+        """Seconds of an op's grid collectives on the link of gathers and reductions: exposed, and total."""
         shared = [axis for axis, on in zip(times.on_grid.of(op), self.grid_shares_link, strict=True) if on]
         return sum(axis.exposed for axis in shared), sum(axis.total for axis in shared)
 
@@ -365,15 +365,15 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
     if layout.replicas > 1 and deferred:
         vectors, deferred = deferred, 0.0
     last = unit.layer == problem.spec.layers - 1
-    tied = tied_elements(problem.spec, mesh) if last else 0.0  # of the head's matrix, which the embedding holds
+    tied = tied_elements(problem.spec, mesh) if last else 0.0  # the head's matrix, which belongs to the embedding
     trains = 0.0 if unit.frozen else 1.0  # a tied weight that is frozen has no gradient
     weights = sharding.gradient_bytes / problem.reduce_bytes * e + tied * e * trains
     workspace = Workspace(problem, layout, unit, choice.recompute, tokens, weights, sharding.slices)
     saved = workspace.saved
-    offloads = layout.activations == "host" and not last  # the loss follows the last unit: it stays
+    offloads = layout.activations == "host" and not last  # the last unit keeps them: its backward is next
     on_device = 0.0 if offloads else saved
     if offloads and problem.on_cpu:  # the host's memory is the device's: offloaded bytes count twice
-        has_input = choice.recompute in ("full", "per-slice")  # which is offloaded, however small
+        has_input = choice.recompute in ("full", "per-slice")  # the input is offloaded, however small
         offloaded = has_input or saved >= LEAST_ACTIVATION_BYTES
         on_device = saved + (-(-saved // HOST_PAGE_BYTES) * HOST_PAGE_BYTES if offloaded else 0.0)
     tied_parameters = 0.0
@@ -406,10 +406,10 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
 
 @per_problem
 def _loss_on_grid(problem: PlanProblem, kind: str) -> UnitSpec:
-    """A grid's cross entropy saves the logits, not their softmax, and computes in one fp32 copy of them."""
+    """On a grid, cross entropy saves the logits, not their softmax, and computes in one fp32 copy of them."""
     unit = problem.spec.kinds[kind]
     v, none = unit.cast, unit.saved["none"]
-    narrow = v if problem.compute_bytes < 4 else 0.0  # the gradient, next to its fp32 copy
+    narrow = v if problem.compute_bytes < 4 else 0.0  # the gradient, in addition to its fp32 copy
 
     def back(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
         loss, matmul = moments
@@ -427,10 +427,10 @@ def _loss_on_grid(problem: PlanProblem, kind: str) -> UnitSpec:
 
 @per_problem
 def _loss_in_chunks(problem: PlanProblem, kind: str, tokens: int, rows: int) -> UnitSpec:
-    """The head with its loss a chunk of `rows` tokens at a time (model/head_loss.py), in elements per token.
+    """The head and its loss, computed in chunks of `rows` tokens (model/head_loss.py), in elements per token.
 
-    A chunk's logits have an fp32 copy; dW is summed in fp32, next to a chunk's part of it in the compute type. Nothing of the
-    logits is saved; dW, which exists between a forward and the backward that follows it, is in the workspace of both.
+    A chunk's logits have an fp32 copy; dW is accumulated in fp32, in addition to a chunk's part of it in the compute type. Logits
+    are not saved; dW exists from a forward to the backward that follows it, and is in the workspace of both.
     """
     unit, width = problem.spec.kinds[kind], problem.compute_bytes
     v, none = unit.cast, unit.saved["none"]

@@ -1,12 +1,12 @@
 """The options of a unit, and the fastest choice for all units of a rank within a memory budget.
 
-A unit has options in two aspects that add up: how it is sharded, and what it recomputes. Each option has seconds of a step, bytes
-held for the whole step, and transient bytes. The aspects are chosen independently: a backward that recomputes would overlap more
-of a gather than is counted here, so times are never too short; the replay of the whole plan decides about memory.
+A unit has options in two additive aspects: how it is sharded, and what it recomputes. Each option has seconds per step, bytes
+held for the whole step, and transient bytes. The aspects are chosen independently: a backward that recomputes would overlap with
+more of a gather than is counted here, so times are never underestimated; the replay of the whole plan decides about memory.
 
-A rank's memory is what its units hold all step, what they save of every micro-batch in flight, and the largest transient of each
-aspect. The latter is not a sum, so its few possible values are tried in turn: options above it are excluded, and it is taken off
-the budget; the rest is a knapsack (`knapsack`).
+A rank's memory is the bytes that its units hold for the whole step, the bytes that they save for every micro-batch in flight, and
+the largest transient of each aspect. The transients are not sums, so each of their few possible values is tried: options above it
+are excluded, and it is subtracted from the budget; the rest is a knapsack (`knapsack`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPLITS = (2, 4, 8, 16)
 _BEFORE = {"attn": "mlp", "mlp": "attn", "head": "mlp", "embed": "attn"}
 """The unit that computes while a unit's parameters are gathered."""
 _EPSILON = 1e-12
-"""Seconds: options that differ by less are equally fast."""
+"""Epsilon in seconds: options that differ by less count as equally fast."""
 
 
 class UnitOption(NamedTuple):
@@ -53,25 +53,25 @@ class UnitOption(NamedTuple):
     """Bytes held for the whole step (sharding), or of one micro-batch (recomputation)."""
     transient: float
     first: float = 0.0
-    """Of `memory`, bytes before any gradient is made."""
+    """Part of `memory` that is held before any gradient exists."""
     last: float = 0.0
-    """Of `memory`, bytes at the end of a step."""
+    """Part of `memory` that is held at the end of a step."""
 
 
 class AtEnd(NamedTuple):
     """Whether a unit is at an end of its rank's only stage."""
 
     first: bool = False
-    """It is still gathered from the backward before."""
+    """Whether it is still gathered from the previous backward."""
     last: bool = False
-    """It is still gathered from its forward."""
+    """Whether it is still gathered from its forward."""
 
 
 # ---- options of a unit ----
 
 
 def recompute_options(problem: PlanProblem, layout: ParallelLayout, kind: str, bound: bool = False) -> list[UnitOption]:
-    """All ways to recompute: seconds and bytes of a micro-batch; `bound`: seconds that no plan can beat.
+    """Recomputation options: seconds and bytes of a micro-batch; `bound`: lower bounds of the seconds.
 
     An op that computes for c seconds and moves activations to or from the host for d takes max(c, d) + (1 - overlap) · min(c, d).
     Both are sums over its units, which share the link; estimates charge each unit as if it were alone. A lower bound that is a
@@ -96,7 +96,7 @@ def recompute_options(problem: PlanProblem, layout: ParallelLayout, kind: str, b
 
 @per_problem
 def _share_without_room(problem: PlanProblem, layout: ParallelLayout) -> float:
-    """Share of offloaded activations for which the host has no room if nothing is recomputed: they stay on the device."""
+    """Share of offloaded activations that do not fit on the host if nothing is recomputed: they stay on the device."""
     if layout.activations == "device" or problem.on_cpu:
         return 0.0
     flight = min(layout.micro_batches, layout.mesh.pipe) / layout.mesh.pipe
@@ -114,10 +114,10 @@ def sharding_options(
     bound: bool = False,
     wanted: str = "",
 ) -> list[UnitOption]:
-    """All modes that make sense for these replicas, and the one that is `wanted`.
+    """All useful modes for these replicas, and the mode `wanted`.
 
-    `bound`: seconds that no plan can beat: as if everything were recomputed, which overlaps more; and all-reduces of replicas may
-    overlap with anything.
+    `bound`: lower bounds of the seconds, as if everything were recomputed, which overlaps with more communication, and as if
+    all-reduces of replicas overlapped fully.
     """
     m, replicas = layout.micro_batches, layout.replicas
     choices = [UnitChoice()]
@@ -125,7 +125,7 @@ def sharding_options(
         node = problem.cluster.devices // layout.replica_stride
         groups = [0, node] if 1 < node < replicas and replicas % node == 0 else [0]
         every: list[Literal["zero3", "keep", "zero2"]] = ["zero3"]
-        if m > 1 or wanted == "keep":  # keep and zero2 are the same in one micro-batch
+        if m > 1 or wanted == "keep":  # with one micro-batch, keep and zero2 are the same
             every.append("keep")
         if m == 1 or wanted == "zero2":
             every.append("zero2")
@@ -138,7 +138,7 @@ def sharding_options(
     forward, backward = other.forward, other.input_grad + other.weight_grad
     if bound:
         forward, backward = 2 * forward, backward + 2 * forward
-    if not layout.prefetch:  # nothing is in flight while something computes
+    if not layout.prefetch:  # no communication overlaps with computing
         forward = backward = 0.0
     piped, windows = layout.mesh.pipe > 1, (forward, backward)
     return [
@@ -157,7 +157,7 @@ def _sharding_option(
     at_end: AtEnd,
     bound: bool,
 ) -> list[UnitOption]:
-    """A mode, with its state on the device, on the host, or either.
+    """Options of one mode, with optimizer state on the device, on the host, or both.
 
     `windows`: seconds of computing that a gather or reduction in the forward and in the backward can overlap with.
     """
@@ -179,7 +179,7 @@ def _sharding_option(
         seconds += exposed(cost.gather, forward)
     reduce = cost.reduce
     in_bucket = reduced_in_buckets(cost, choice) and layout.optimizer == "device"
-    if in_bucket and 0 < cost.gradient_bytes < JOIN:  # its share of a bucket's sum
+    if in_bucket and 0 < cost.gradient_bytes < JOIN:  # its share of a bucket's all-reduce
         reduce = problem.cluster.collective("all_reduce", JOIN, layout.replicas, layout.replica_stride)
         reduce = min(cost.reduce, cost.gradient_bytes / JOIN * reduce)
     if bound and not sharded:
@@ -195,7 +195,7 @@ def _sharding_option(
     transient = cost.transient_bytes + (cost.gradient_bytes if reduced_at_once or layout.consume else 0.0)
     if layout.consume:
         memory, last = first, cost.parameter_bytes
-    if cost.transient_bytes and layout.prefetch:  # one is gathered ahead
+    if cost.transient_bytes and layout.prefetch:  # one unit is gathered ahead
         transient += sharding_cost(problem, layout, before, choice).transient_bytes
     state = cost.updated * (problem.state_bytes if layout.optimizer == "device" else problem.streamed_bytes)
     here = UnitOption(choice, seconds, memory + state, transient, first + state, last + state)
@@ -205,15 +205,15 @@ def _sharding_option(
 
 
 class OptionTable:
-    """Options of every kind of unit under the user's constraints, cached by what they depend on."""
+    """Options of every kind of unit under the user's constraints, cached by their inputs."""
 
     def __init__(self, problem: PlanProblem, fixed: dict[str, str]):
         self.problem, self.fixed = problem, fixed
         self.cache: dict[tuple[object, ...], Any] = {}
-        """What is known of units and of ranks (by `key` and more)."""
+        """Cached options of units and ranks."""
 
     def key(self, layout: ParallelLayout) -> tuple[object, ...]:
-        """What a rank's options depend on: layouts that differ only in their schedules share it."""
+        """The inputs of a rank's options; layouts that differ only in their schedules have the same key."""
         mesh = layout.mesh
         sizes = (mesh.row, mesh.col, layout.replicas, layout.micro_batches, layout.micro_batch_size, mesh.pipe > 1)
         where = (layout.optimizer, layout.consume, layout.activations, layout.tensor, layout.prefetch)
@@ -246,7 +246,7 @@ class OptionTable:
         return self.cache[key]
 
     def _useful(self, options: list[UnitOption], aspect: str) -> list[UnitOption]:
-        """Options as constrained (all, where a unit has none of these), without dominated ones."""
+        """Options that the constraints allow (all, if they allow none for a unit), without dominated ones."""
         fixed = self.fixed.get(aspect)
         kept: list[UnitOption] = []
         for o in [o for o in options if fixed in (None, getattr(o.choice, aspect))] or options:
@@ -268,17 +268,17 @@ _Rows = list[tuple[int, list[UnitOption]]]
 
 @dataclass(frozen=True)
 class RankChoice:
-    """A rank's choices; seconds are those of a step beyond what the units compute anyway."""
+    """A rank's choices; seconds are per step, beyond the compute time that no choice avoids."""
 
     seconds: float
     bound: float
-    """No choice within the budget takes less, by these sums."""
+    """Lower bound on the (additive) seconds of any choice within the budget."""
     needs: float
-    """The least budget in which the choice would be this one or better."""
+    """The smallest budget that allows this choice."""
     units: dict[str, list[UnitChoice]]
-    """By kind: a choice for every unit, those that hold least first."""
+    """By kind: a choice for every unit, in order of increasing memory."""
     free: bool
-    """Memory does not bind: more of it would change nothing."""
+    """Whether memory does not bind: more of it would change nothing."""
 
     @property
     def gap(self) -> float:
@@ -286,23 +286,23 @@ class RankChoice:
 
 
 class RankOptions:
-    """What the units of a rank may choose, and the fastest choice within a budget of bytes."""
+    """The options of a rank's units, and the fastest choice within a memory budget."""
 
     def __init__(self, kinds: Sequence[str], sharding: _Rows, recompute: _Rows):
         self._kinds, self._aspects = kinds, (sharding, recompute)
         fast = [[(n, [o for o in options if _is_fastest(o, options)]) for n, options in rows] for rows in self._aspects]
         self._fastest = fast[0], fast[1]
         self.free, self._free_limits = _least_budget(self._fastest)
-        """The least budget in which memory does not bind: every unit has the fastest of its options."""
+        """The smallest budget in which memory does not bind: every unit has its fastest option."""
         self._chosen: dict[float, RankChoice | None] = {}
 
     @cached_property
     def least(self) -> tuple[float, list[float]]:
-        """The least budget in which anything can be chosen, and its limits on transient bytes."""
+        """The smallest budget that allows any choice, and its limits on transient bytes."""
         return _least_budget(self._aspects)
 
     def smallest(self) -> RankChoice:
-        """The choices that hold least."""
+        """The choices with the least memory."""
         return self._smallest(self._aspects, *self.least, False)
 
     def choose(self, budget: float) -> RankChoice | None:
@@ -314,7 +314,7 @@ class RankOptions:
         return self._chosen[budget]
 
     def _smallest(self, aspects: tuple[_Rows, _Rows], needs: float, limits: Sequence[float], free: bool) -> RankChoice:
-        """Of every row the smallest option within the limits on transient bytes."""
+        """The smallest option of every row within the limits on transient bytes."""
         picked = [
             (n, min([o for o in options if o.transient <= limit], key=lambda o: (o.memory, o.seconds)))
             for rows, limit in zip(aspects, limits, strict=True)
@@ -324,7 +324,7 @@ class RankOptions:
         return RankChoice(seconds, seconds, needs, self._by_kind([[(o, n)] for n, o in picked]), free)
 
     def _solve(self, budget: float) -> RankChoice | None:
-        """The knapsack, for every pair of limits on transient bytes (sharding, recomputation) that makes a difference."""
+        """The best knapsack over all pairs of limits on transient bytes (sharding, recomputation) that differ enough."""
         best: tuple[Chosen, list[list[UnitOption]]] | None = None
         bound, needs = inf, 0.0
         limits = [_spaced({o.transient for _, options in rows for o in options}) for rows in self._aspects]
@@ -360,7 +360,7 @@ class RankOptions:
         return RankChoice(best[0].seconds, bound, needs, self._by_kind(picked), False)
 
     def _by_kind(self, picked: list[list[tuple[UnitOption, int]]]) -> dict[str, list[UnitChoice]]:
-        """`picked`: options and numbers of units, of every kind in the first aspect, then in the second."""
+        """`picked`: (option, number of units) for every kind, first of sharding, then of recomputation."""
         chosen = [
             [o.choice for o, n in sorted(row, key=lambda each: each[0].memory) for _ in range(n)] for row in picked
         ]
@@ -372,7 +372,7 @@ class RankOptions:
 
 
 def rank_options(table: OptionTable, layout: ParallelLayout, load: RankLoad) -> RankOptions:
-    """The options of a rank, known to the table."""
+    """The options of a rank, cached in the table."""
     key = (*table.key(layout), load)
     if key not in table.cache:
         m, flight = layout.micro_batches, load.in_flight
@@ -391,7 +391,7 @@ def _is_fastest(o: UnitOption, options: Sequence[UnitOption]) -> bool:
 
 
 def _least_budget(aspects: tuple[_Rows, _Rows]) -> tuple[float, list[float]]:
-    """Bytes that the smallest options need, and the limits on transient bytes (sharding, recomputation) for that."""
+    """Bytes of the smallest options, and the corresponding limits on transient bytes (sharding, recomputation)."""
     found = []
     for rows in aspects:
         best = (inf, 0.0)
@@ -403,7 +403,7 @@ def _least_budget(aspects: tuple[_Rows, _Rows]) -> tuple[float, list[float]]:
 
 
 def _spaced(values: set[float]) -> list[float]:
-    """The largest first, the smallest last; between them those that differ by a tenth or more."""
+    """Values in decreasing order, thinned so that neighbours differ by a tenth or more; the smallest is always included."""
     out: list[float] = []
     for value in sorted(values, reverse=True):
         if not out or value < 0.9 * out[-1]:
