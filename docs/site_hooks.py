@@ -79,5 +79,5 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 
 def on_post_template(output_content: str, **_: Any) -> str:
-    """Likewise the page of a missing address."""
+    """The same for the page of a missing address."""
     return output_content.replace("https://unpkg.com/iframe-worker/shim", "/vendor/iframe-worker.js")

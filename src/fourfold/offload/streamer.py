@@ -452,7 +452,7 @@ class Streamer:
         if self._in_one_pass(state):
             self._update_in_one_pass(cuts, state, grads, settings, factor, skip)
             return
-        master = self._master(bucket, state, cuts)
+        master = self._master(state, cuts)
         moments = [self._wide(bucket, kind, state[kind]) for kind in ("exp_avg", "exp_avg_sq")]
         by_settings: dict[int, list[int]] = {}
         for i, cut in enumerate(cuts):
@@ -508,7 +508,7 @@ class Streamer:
             correction = corrections[betas][0][i], corrections[betas][1][i]
             update(*tensors, correction, factor, skip, **chosen)
 
-    def _master(self, bucket: Bucket, state: dict[str, Tensor], cuts: list[Cut]) -> list[Tensor]:
+    def _master(self, state: dict[str, Tensor], cuts: list[Cut]) -> list[Tensor]:
         """The tensors that the kernel updates, one per cut: the weights, or their masters in the workspace."""
         weights = [cut.block.value[cut.start : cut.stop] for cut in cuts]
         if "low" not in state:

@@ -63,12 +63,12 @@ class MicroBatch(NamedTuple):
 
 @dataclass
 class _Result:
-    """What a step left: `values` are the count of tokens and, [ranks, COLUMNS], what every rank told all others: loss sum, square
-    sum, peak bytes, stop, the seconds that its ops of an earlier step took, by kind, how long it waited in a traced step
-    (negative: none was traced since), and the lengths of the documents that it read.
+    """The results of a step. `values` holds the number of tokens and a table [ranks, COLUMNS] that was gathered from all ranks:
+    loss sum, square sum, peak bytes, stop flag, seconds of the ops of an earlier step by kind, seconds of waiting in a traced
+    step (negative: no step was traced since), and lengths of the documents that the rank read.
 
-    They are being copied to the host until the device has reached `ready`, the end of the step: reading them waits for that
-    step, but not for later work.
+    `values` is copied to the host asynchronously; the copy is complete once the device reaches `ready`, the end of the step.
+    Reading it waits for that step, but not for later work.
     """
 
     step: int
