@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +18,13 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.errors import PlanError
 from fourfold.launch.place import Place, gpu_cluster
+from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
 from fourfold.planner.api import plan_run
+from fourfold.planner.evaluate import predict
+from fourfold.planner.problem import PlanProblem
 from fourfold.testing.ranks import run_ranks
+from fourfold.train import calibrate
 from fourfold.train.calibrate import CPU, _Calibration, _Sizes, fitted
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import MODELS, make_config, series
@@ -120,6 +125,22 @@ def test_gathers_that_no_link_has_are_measured_again(monkeypatch: pytest.MonkeyP
 def config(**model: int) -> Config:
     fields = {"family": "gpt", "layers": 2, "hidden": 64, "seq_len": 32} | model
     return Config.from_dict({"model": fields, "train": {"global_batch": 8, "run_dir": "x"}}).resolve()
+
+
+def test_the_share_of_unfused_operators_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes as long as predicted for half of the bandwidth gives a share of a half: nothing is compiled in either."""
+    gpu = Cluster(name="gpu", nodes=1, devices=1, device=replace(Cluster.preset("h200").device, eager=1.0))
+    slow = replace(gpu, device=replace(gpu.device, eager=0.5), level=(calibrate.Level(bandwidth=1e12, latency=1e-6),))
+    takes: list[float] = []
+
+    def one_rank(config: Config, plan: Plan, *_: object) -> object:
+        problem = PlanProblem(ModelSpec.from_config(config.model), slow, 8, replace(plan.precision, compile=False))
+        takes.append(predict(replace(plan, precision=problem.precision), problem).compute)
+        return SimpleNamespace(step=None, zero_grad=None)
+
+    monkeypatch.setattr(calibrate, "OneRank", one_rank)
+    monkeypatch.setattr(calibrate, "steady", lambda step: takes.pop())
+    assert _Calibration(Place(), torch.device("cpu"))._eager_share(gpu) == pytest.approx(0.5)
 
 
 def test_training_without_a_plan_plans_first() -> None:

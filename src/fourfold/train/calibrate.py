@@ -210,7 +210,7 @@ class _Calibration:
         for family in ("gpt", "llama"):
             fields = {"family": family, "layers": 3, "hidden": 2560, "heads": 20, "seq_len": 2048, "vocab": 8192}
             config = Config.from_dict({"model": fields, "train": {"global_batch": 8, "run_dir": "unused"}}).resolve()
-            plan = Plan.from_dict({"precision": {"compute": "bf16"}})
+            plan = Plan.from_dict({"precision": {"compute": "bf16", "compile": False}})
             one = OneRank(config, plan, 0, str(self.device))
 
             def step(one: OneRank = one) -> None:
