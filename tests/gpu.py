@@ -365,7 +365,7 @@ def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> No
 
     run, victim, begin = LOGS / name.replace(" ", "-").replace(",", ""), ranks - 1, time.monotonic()
     plan = run.with_suffix(".plan.json")
-    plan.write_text(json.dumps(KINDS[kind](ranks)))
+    plan.write_text(json.dumps(KINDS[kind](ranks) | {"precision": {"compile": False}}))  # to reach the fault soon
     command = [
         sys.executable,
         "-m",

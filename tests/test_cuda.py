@@ -59,7 +59,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def train(folder: Path, name: str, ranks: int, plan: dict[str, Any], **sections: Any) -> list[dict[str, Any]]:
-    """Train with the command line; returns the steps' metrics."""
+    """Train with the command line; returns the steps' metrics. Units are not compiled, which takes most of a minute, unless the plan
+    says so."""
+    plan = plan | {"precision": {"compile": False} | plan.get("precision", {})}
     model = sections.pop("model", MODELS["gpt"] | {"layers": 4})
     train = {"steps": 6, "device": "cuda"} | sections.pop("train", {})
     config = make_config(folder / name, model, train=train, **sections)
@@ -175,7 +177,7 @@ def test_compiled_with_a_split_backward(folder: Path) -> None:
 def test_the_same_bits_twice_and_after_a_stop(folder: Path) -> None:
     """Deterministic kernels, dropout, bf16: stopped and resumed, the metrics of the later steps are the same."""
     how: dict[str, Any] = {"checkpoint": {"every": 3}, "train": {"steps": 6}}
-    plan = {"precision": {"compute": "bf16"}}
+    plan = {"precision": {"compute": "bf16", "compile": "auto"}}
     whole = train(folder, "whole", 1, plan, **how)
     train(folder, "stopped", 1, plan, **how | {"train": {"steps": 3}})
     command = [sys.executable, "-m", "fourfold", "train", "--resume", str(folder / "stopped"), "--train.steps", "6"]
@@ -299,7 +301,7 @@ def test_a_stopped_rank_over_nccl_is_named_in_time(tmp_path: Path) -> None:
         data = config.to_dict()
         data["train"] |= {"steps": 200, "device": "cuda", "backend": "nccl", "timeout": 10.0, "global_batch": 16}
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
-        (tmp_path / f"{name}.plan.json").write_text(json.dumps(plan))
+        (tmp_path / f"{name}.plan.json").write_text(json.dumps(plan | {"precision": {"compile": False}}))
         command = [sys.executable, "-m", "fourfold", "train", str(tmp_path / f"{name}.json"), "--nproc", "4"]
         command += ["--plan", str(tmp_path / f"{name}.plan.json")]
         env = os.environ | {"FOURFOLD_FAULTS": "stop rank=2 step=5"}

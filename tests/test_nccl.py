@@ -41,7 +41,7 @@ def _train(rank: int, ranks: int, config: Any, plan: dict[str, Any]) -> None:
     with open("/dev/null", "w") as console:
         fit(
             config,
-            Plan.from_dict(plan | {"precision": {"compute": "fp64"}}),
+            Plan.from_dict(plan | {"precision": {"compute": "fp64", "compile": False}}),
             callbacks=[NoLateGroups()],
             console=console,
         )

@@ -192,10 +192,10 @@ def _fault(args: VerifyArgs, folder: Path, ranks: int) -> dict[str, Any]:
     from fourfold.launch.local import launch_local
     from fourfold.plan import Plan
     from fourfold.train.rundir import RunDir, read_metrics
-    from fourfold.train.verify import tiny_config
+    from fourfold.train.verify import PRECISION, tiny_config
 
     name, victim, begin = "a killed rank is named, and the run resumes", ranks - 1, time.monotonic()
-    plan = Plan.from_dict({"mesh": {"data": ranks}, "precision": {"compute": "fp64"}})
+    plan = Plan.from_dict({"mesh": {"data": ranks}, "precision": PRECISION})
     losses, report = {}, ""
     before = os.environ.pop(FAULTS, None)
     try:

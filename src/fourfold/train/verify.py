@@ -30,11 +30,13 @@ from fourfold.plan import AXES, SCHEDULES, Plan
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.rundir import RunDir
 
-__all__ = ["Case", "cases", "measure_rates", "run_cases", "serial", "tiny_config"]
+__all__ = ["PRECISION", "Case", "cases", "measure_rates", "run_cases", "serial", "tiny_config"]
 
 TOLERANCE = 1e-9
 STEPS = 3
 MODES = ("replicate", "zero2", "zero3", "keep")
+PRECISION = {"compute": "fp64", "compile": False}
+"""Of every case. Compiling each plan's units anew would take minutes on a GPU, and shows nothing about the plan."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def cases(ranks: int, quick: bool = False) -> list[Case]:
     alone = "it needs at least two ranks"
 
     def add(name: str, mesh: dict[str, int], why: str = "", **sections: Any) -> None:
-        plan = {"mesh": mesh, "precision": {"compute": "fp64"}} | sections
+        plan = {"mesh": mesh, "precision": PRECISION} | sections
         found.append(Case(name, plan, why) if not why else Case(name, impossible=why))
 
     for axis in AXES:
@@ -112,7 +114,7 @@ def cases(ranks: int, quick: bool = False) -> list[Case]:
     add("activations on the host", {"data": ranks}, memory={"activations": "host"}, batch=batch)
     host = {"memory": {"optimizer": "host", "activations": "host"}, "unit": [{"match": "*", "mode": "keep"}]}
     add("everything: zb-v, keep, host", pipe, "" if ranks > 1 else alone, pipeline={"schedule": "zb-v"}, **host)
-    resume = {"mesh": pipe if ranks > 1 else {}, "precision": {"compute": "fp64"}}
+    resume = {"mesh": pipe if ranks > 1 else {}, "precision": PRECISION}
     found.append(Case("stop and resume", resume | {"unit": [{"match": "*", "mode": "zero2"}]}, resume=True))
     return found
 
@@ -164,7 +166,7 @@ def _train(place: Place, store: dist.Store | None, config: Config, plan: Plan, r
 def serial(folder: Path, ranks: int, device: str) -> list[Any]:
     """Losses and norms of one rank; before this process joins any group."""
     config = tiny_config(folder, "serial", ranks, device, "auto")
-    return _train(Place(), None, config, Plan.from_dict({"precision": {"compute": "fp64"}}))
+    return _train(Place(), None, config, Plan.from_dict({"precision": PRECISION}))
 
 
 def run_cases(
@@ -218,7 +220,7 @@ def _resumed(place: Place, store: dist.Store | None, config: Config, case: Case)
         return dataclasses.replace(config, train=train, optim=dataclasses.replace(config.optim, decay="constant"))
 
     plan = Plan.from_dict(case.plan)
-    other = Plan.from_dict({"mesh": {"data": place.ranks}, "precision": {"compute": "fp64"}})
+    other = Plan.from_dict({"mesh": {"data": place.ranks}, "precision": PRECISION})
     whole = _train(place, store, part("whole", 2 * STEPS), plan)
     for name, then, tolerance in (("same", plan, 0.0), ("other", other, TOLERANCE)):
         _train(place, store, part(name, STEPS), plan)
