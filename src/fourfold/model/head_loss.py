@@ -196,7 +196,10 @@ def _one_chunk(
 def _subtract_targets(dz: Tensor, at: Tensor, mine: Tensor) -> None:
     """Subtract 1 at the targets that are among this part's words."""
     if dz.shape[1]:
-        dz.scatter_add_(1, at[:, None], -mine.to(dz.dtype)[:, None])
+        rows = torch.arange(
+            len(dz), device=dz.device
+        )  # not scatter_add_: where it is deterministic, it may wait for the GPU
+        dz.index_put_((rows, at), -mine.to(dz.dtype), accumulate=True)
 
 
 def _chunks(tokens: int, rows: int) -> list[slice]:
