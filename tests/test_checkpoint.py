@@ -145,6 +145,21 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(tmp_path: Path) -
         assert (x == step).all()
 
 
+def test_a_save_without_room_for_a_copy_is_synchronous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.zeros(1 << 18)  # 1 MiB on each of four ranks
+    saver = Checkpointer(tmp_path, keep=3, background=True, local_ranks=4)
+    for step, available in enumerate((4 << 20, 4 << 20, 8 << 20), start=1):
+        monkeypatch.setattr(checkpoint_files, "available_bytes", lambda value=available: value)
+        saver.save(step, [holding_of("x", x)], {"step": step})
+        assert (saver._thread is None) == (step < 3)
+    saver.wait()
+    assert [p.name for p in saver.finished()] == ["step-000001", "step-000002", "step-000003"]
+    said = "training waits for saves, as with checkpoint.mode = 'sync': a copy needs 4.00 MiB of host memory, and 4.00 MiB are available"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def _shards(rank: int, ranks: int, path: Path) -> bool:
     """A fused, padded, flat-sharded local parameter: three row blocks of a serial matrix, cut over the ranks."""
     serial = torch.arange(30 * 7, dtype=torch.float64).view(30, 7)

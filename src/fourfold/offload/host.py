@@ -23,7 +23,7 @@ __all__ = ["available_bytes", "check_available", "host_memory"]
 
 
 def available_bytes() -> int:
-    """Available host memory in bytes: of the machine, or of the cgroup if that is less."""
+    """Available host memory in bytes: of the machine, or of the cgroup if that is less. Cached files count as available."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -32,7 +32,10 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
+        used = int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+        cached = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+        free = min(free, limit - used + cached)
     return free
 
 

@@ -353,23 +353,34 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         remote: RemoteFolder | None = None,
         prunes: bool = False,
+        local_ranks: int = 1,
     ):
         self.directory, self.background, self.group, self.remote = directory, background, group, remote
         self.keep, self.keep_every = keep, keep_every
         self.prunes = prunes or group is None
         """With `remote`: one rank of every host removes old local copies."""
         self.rank = _place(group)[0]
-        self._copies = HostCopies()
+        self._copies, self._told = HostCopies(local_ranks), False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[Path] = []
 
     def save(self, step: int, holdings: Sequence[Holding], state: Mapping[str, Any], *, last: bool = False) -> None:
-        """Save as step-<step>; `finished` returns it once complete. The `last` save is synchronous and makes no copy."""
+        """Save as step-<step>; `finished` returns it once complete.
+
+        The `last` save is synchronous and makes no copy, as is one for whose copy the host has no room.
+        """
         self.wait()
         path = self.directory / f"step-{step:06d}"
         owned = chunks_of(holdings, written=True)
         if not self.background or last:
+            self._write(path, owned, state)
+            return
+        views = {(name, at): view for name, chunks in owned.items() for at, view in chunks.views.items()}
+        if missing := self._copies.missing(views):
+            if not self._told:
+                print(f"training waits for saves, as with checkpoint.mode = 'sync': {missing}", flush=True)
+            self._told = True
             self._write(path, owned, state)
             return
         for name, chunks in owned.items():

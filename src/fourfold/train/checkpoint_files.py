@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fourfold.errors import HostMemoryError
+from fourfold.offload.host import available_bytes, host_memory
+from fourfold.schema import format_bytes
 from fourfold.train._torch import stored_at
 from fourfold.train.checkpoint_folder import FILES, PIECE, in_threads
 
@@ -34,6 +37,8 @@ __all__ = ["FILE_BYTES", "FileWriter", "HostCopies"]
 
 FILE_BYTES = 64 << 20
 """Bytes of tensors for which another file is worth its thread."""
+MOST_OF_HOST = 0.9
+"""Share of the available host memory that copies may take."""
 
 
 class FileWriter(dcp.FileSystemWriter):
@@ -76,7 +81,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _page_locked(like: Tensor) -> Tensor:
-    """Host memory for a GPU's tensor: page-locked, which is several times as fast to copy to, if the system gives it."""
+    """Host memory for a GPU's tensor, until it is written: page-locked, which is faster to copy to, if the system gives it."""
     try:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
     except RuntimeError:
@@ -166,20 +171,44 @@ class _HashedFile:
 
 
 class HostCopies:
-    """Copies of tensors for a save that is written later. Those of GPUs keep their page-locked memory for the next save."""
+    """Copies of tensors for a save that is written later. Those of GPUs keep their page-locked memory for the next save.
 
-    def __init__(self) -> None:
+    `ranks` of this host copy at the same time.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
         self._kept: dict[Any, Tensor] = {}
+
+    def missing(self, tensors: Mapping[Any, Tensor]) -> str:
+        """Why the host has no room for copies of these tensors; empty where it has."""
+        new = sum(t.nbytes for key, t in tensors.items() if t.device.type != "cuda" or self._fitting(key, t) is None)
+        needed, available = new * self.ranks, available_bytes()
+        if needed <= available * MOST_OF_HOST:
+            return ""
+        return f"a copy needs {format_bytes(needed)} of host memory, and {format_bytes(available)} are available"
 
     def copy(self, key: Any, tensor: Tensor) -> Tensor:
         """Start a copy; `finish` before it is read."""
         if tensor.device.type != "cuda":
             return tensor.to("cpu", copy=True)
-        into = self._kept.get(key)
-        if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
-            into = self._kept[key] = _page_locked(tensor)
+        into = self._fitting(key, tensor)
+        if into is None:
+            into = self._kept[key] = _registered(tensor)
         return into.copy_(tensor.detach(), non_blocking=True)
 
     def finish(self) -> None:
         if self._kept:
             torch.cuda.current_stream().synchronize()
+
+    def _fitting(self, key: Any, tensor: Tensor) -> Tensor | None:
+        into = self._kept.get(key)
+        return into if into is not None and (into.shape, into.dtype) == (tensor.shape, tensor.dtype) else None
+
+
+def _registered(like: Tensor) -> Tensor:
+    """Host memory for a GPU's tensor that is kept: page-locked if the system gives it, and no larger than the tensor."""
+    try:
+        return host_memory(like.nbytes, like.device).view(like.dtype).view(like.shape)
+    except (HostMemoryError, OSError):
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")

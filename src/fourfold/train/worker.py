@@ -407,6 +407,7 @@ def assemble(
         group=saving,
         remote=remote,
         prunes=place.local_rank == 0,
+        local_ranks=place.local_ranks,
     )
     loop = Loop(
         RankContext(info, mesh, device, clock, world, batch_group, peak_rate),
