@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.launch.place import current_place
 from fourfold.model import attention
 from fourfold.model.attention import blocked_attention
 from fourfold.runtime.stage import keep_products
-from fourfold.train import attention_kernel
+from fourfold.train import attention_kernel, worker
+from tests.helpers import make_config
 
 TOKENS = 23
 
@@ -99,3 +103,25 @@ def test_torch_takes_the_order() -> None:
         assert sorted(torch._C._get_sdp_priority_order()) == sorted(before)
     finally:
         torch._C._set_sdp_priority_order(before)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_deterministic_run_asks_for_deterministic_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Where torch only warns, fused attention is not deterministic. cuDNN's is timed without the mode, in which torch refuses it."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, os.environ.get(name, ":4096:8" if "CUBLAS" in name else "expandable_segments:True"))
+    monkeypatch.setattr(worker, "choose_device", lambda *_: torch.device("cuda"))
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        worker._prepare(make_config(tmp_path / "run"), current_place(), own=own)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == own
+        for name in attention_kernel.KERNELS:
+            with attention_kernel._as_it_may_run(name):
+                assert torch.are_deterministic_algorithms_enabled() == (name != "cudnn")
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == own
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

@@ -5,14 +5,18 @@ length and width of heads, and torch's own order on its version and cuDNN's. Eac
 backward, and torch's order is set by these times; a kernel that refuses a shape is skipped. Rank 0's measurement counts for
 all ranks.
 
-cuDNN's gradient is not deterministic: with `train.deterministic` it comes last, and the choice says what that costs.
+cuDNN's gradient is not deterministic: with `train.deterministic` torch does not use it. It is timed nevertheless, and the choice
+says what that costs. The gradients of the other two are then deterministic (unless torch is told to warn only) and slower: they
+are timed as they will run.
 
 Only for what the fused kernel computes: windows and soft-capping have their own code (model/attention.py), as have documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +90,25 @@ def attention_seconds(
     found = {}
     for name, kernel in KERNELS.items():
         try:
-            with sdpa_kernel([kernel]):
+            with _as_it_may_run(name), sdpa_kernel([kernel]):
                 found[name] = _seconds(both, device)
         except RuntimeError:  # it does not take the shape, or is not built in
             continue
     return found
+
+
+@contextmanager
+def _as_it_may_run(name: str) -> Iterator[None]:
+    """No warnings that a kernel refuses a shape; for cuDNN's no deterministic mode, in which torch refuses it."""
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name == "cudnn":
+            torch.use_deterministic_algorithms(False)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:

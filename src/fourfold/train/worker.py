@@ -183,7 +183,7 @@ def join_and_work(
     user: UserParts = UserParts(),
 ) -> Outcome:
     """`fit` with a resolved config and a checked plan; `layout` is its lowered pipeline."""
-    device, limits = _prepare(config, place)
+    device, limits = _prepare(config, place, own=user.model is not None)
     joins = place.ranks > 1 and not dist.is_initialized()
     if joins:
         join_group(place, None, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
@@ -257,7 +257,7 @@ def work(
     user: UserParts = UserParts(),
 ) -> Outcome:
     """Run one rank: the run directory is claimed, the config resolved and the plan checked; `layout` is its lowered pipeline."""
-    device, limits = _prepare(config, place)
+    device, limits = _prepare(config, place, own=user.model is not None)
     joins = place.ranks > 1 and not dist.is_initialized()
     if dist.is_initialized():
         check_joined(config.train.backend)
@@ -514,14 +514,16 @@ def environment(place: Place, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _prepare(config: Config, place: Place) -> tuple[torch.device, Limits]:
-    """This rank's device and timeouts; also configures torch."""
+def _prepare(config: Config, place: Place, *, own: bool = False) -> tuple[torch.device, Limits]:
+    """This rank's device and timeouts; also configures torch. `own`: for a model of the user's own."""
     device = choose_device(config.train.device, place)
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # reduces fragmentation; read at the first allocation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if config.train.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # With warn_only torch warns, and attention's gradient is not deterministic. All operators of built-in models have a
+        # deterministic kernel; those of the user's own may have none.
+        torch.use_deterministic_algorithms(True, warn_only=own)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     step = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
     return device, Limits.of(step, config.train.start_timeout, config.checkpoint.timeout, config.train.eval_timeout)
