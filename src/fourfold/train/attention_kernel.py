@@ -6,7 +6,7 @@ backward, and torch's order is set by these times; a kernel that refuses a shape
 all ranks.
 
 cuDNN's gradient is not deterministic: with `train.deterministic` torch does not use it. It is timed nevertheless, and the choice
-says what that costs. The gradients of the other two are then deterministic (unless torch is told to warn only) and slower: they
+says what that costs. The gradients of the other two are then deterministic (unless torch only warns) and slower: they
 are timed as they will run.
 
 Only for what the fused kernel computes: windows and soft-capping have their own code (model/attention.py), as have documents.
