@@ -74,3 +74,7 @@ def test_compiled_code_has_a_lasting_place(tmp_path: Path) -> None:
     own = {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
     set_compile_cache(own)
     assert own == {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
+    (tmp_path / "file").touch()
+    nowhere = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    set_compile_cache(nowhere)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in nowhere  # torch's own folder

@@ -5,11 +5,12 @@ not compiled either. The function must be repeatable: it has no effect before it
 are raised as they are. The gradient is compiled with the forward, not at the first backward, so that its failure is seen in time.
 
 Compiled code is kept in `~/.cache/fourfold/inductor` (or $XDG_CACHE_HOME) unless TORCHINDUCTOR_CACHE_DIR says otherwise; torch's
-own default is a temporary folder, which a job may lose between two runs.
+own default, which is left where that folder cannot be written, is a temporary folder, which a job may lose between two runs.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
@@ -46,5 +47,12 @@ class OrUncompiled:
 
 def set_compile_cache(environment: MutableMapping[str, str]) -> None:
     """Let compiled code be kept between runs."""
-    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache) / "fourfold" / "inductor"))
+    if environment.get("TORCHINDUCTOR_CACHE_DIR"):
+        return
+    try:
+        folder = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourfold" / "inductor"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a user without a home, or a home that cannot be written
+        return
+    if os.access(folder, os.W_OK):
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.compiler.config
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -35,6 +36,9 @@ KERNELS = {
 }
 CALLS = 5
 """Forwards and backwards of each kernel that are timed."""
+CLEARLY = 1.25
+"""With `deterministic`, how much faster than FlashAttention a kernel must be: the same run twice must not choose by noise."""
+_USER_TAG = torch.compiler.config.cache_key_tag
 TOKENS = 1 << 14
 """Tokens of a measurement, at most, unless one sequence is longer."""
 
@@ -56,7 +60,7 @@ class AttentionChoice:
         if others:
             said += f" (time of others: {', '.join(others)})"
         fastest = min(self.seconds, key=self.seconds.__getitem__)
-        if fastest != first:
+        if self.deterministic and fastest == "cudnn" != first:
             said += f"; {fastest} is faster, but its gradient is not deterministic: train.deterministic = false would use it"
         return said
 
@@ -65,10 +69,17 @@ class AttentionChoice:
 
 
 def choose_kernel(seconds: Mapping[str, float], *, deterministic: bool) -> AttentionChoice | None:
-    """The fastest first; with `deterministic`, cuDNN's last. None where no fused kernel takes the shape."""
+    """The fastest first. None where no fused kernel takes the shape.
+
+    With `deterministic`, cuDNN's is last, and FlashAttention first unless another is clearly faster (`CLEARLY`).
+    """
     if not seconds:
         return None
-    order = sorted(seconds, key=lambda name: (deterministic and name == "cudnn", seconds[name]))
+
+    def place(name: str) -> tuple[bool, float]:
+        return deterministic and name == "cudnn", seconds[name] / (CLEARLY if deterministic and name == "flash" else 1)
+
+    order = sorted(seconds, key=place)
     return AttentionChoice((*order, *(name for name in KERNELS if name not in seconds)), dict(seconds), deterministic)
 
 
@@ -124,5 +135,6 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 
 
 def use_kernel(choice: AttentionChoice) -> None:
-    """Set torch's order, for this process."""
+    """Set torch's order, for this process. Compiled code depends on it, which torch's cache of it does not know."""
+    torch.compiler.config.cache_key_tag = f"{_USER_TAG} attention: {' '.join(choice.order)}".strip()
     set_attention_order([*(KERNELS[name] for name in choice.order), SDPBackend.MATH])
