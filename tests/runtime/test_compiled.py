@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold import Plan
 from fourfold.errors import PlanError
 from fourfold.plan import Precision
 from fourfold.planner.problem import PlanProblem
 from fourfold.runtime.compiled import OrUncompiled, set_compile_cache
+from fourfold.runtime.weight_grad import WeightGradQueue, defer
 
 
 def test_what_is_compiled() -> None:
@@ -78,3 +80,30 @@ def test_compiled_code_has_a_lasting_place(tmp_path: Path) -> None:
     nowhere = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     set_compile_cache(nowhere)
     assert "TORCHINDUCTOR_CACHE_DIR" not in nowhere  # torch's own folder
+
+
+def test_layers_with_deferred_weight_gradients_share_compiled_code() -> None:
+    """Torch compiles a function at most eight times; the ninth layer would run uncompiled."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    found: list[str] = []
+    queue, unit = WeightGradQueue(), SimpleNamespace(add_weight_grad=lambda name, x, dy: found.append(name))
+    layers = [Layer() for _ in range(3)]
+    x = torch.randn(2, 4, requires_grad=True)
+    for layer in layers:
+        defer(layer, queue, unit)  # type: ignore[arg-type]
+        torch.autograd.grad(torch.compile(layer, backend=backend)(x).sum(), x)
+    assert len(graphs) == 1
+    assert found == 3 * ["second.weight", "first.weight"]

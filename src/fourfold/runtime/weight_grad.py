@@ -10,8 +10,10 @@ costs two to three backwards on small layers.)
 [Note: compiled graphs]
 torch.compile would drop a Python side effect, or refuse it. The queue is therefore filled by a custom op that claims to change a
 token tensor, which cannot be dropped. Such an op takes tensors and numbers only: it finds its queue by number, in a weak table of
-this module. The queued tensors outlive the op, which the compiler does not know; so a graph with deferred linears must be
-compiled with COMPILE_OPTIONS, or it may reuse their memory.
+this module. A linear has that number, and its own, in a tensor on the host: numbers would be part of the compiled code, which
+would then not serve all layers, but be compiled for each of them until torch gives up (after eight). The queued tensors outlive
+the op, which the compiler does not know; so a graph with deferred linears must be compiled with COMPILE_OPTIONS, or it may reuse
+their memory.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates, device: 
             queue._sinks.append(_sink(queue, functools.partial(unit.add_weight_grad, weight)))
             child.__class__ = _DeferredLinear
             assert isinstance(child, _DeferredLinear)
-            child.queue, child.place = queue.number, place
+            child.where = torch.tensor([queue.number, place])
             child.register_buffer("token", torch.zeros(1, device=device or child.weight.device), persistent=False)
         elif hasattr(child, "defer") and hasattr(child, "weight_grad"):
             linear = cast(DefersWeightGrad, child)
@@ -133,32 +135,32 @@ def _sink(queue: WeightGradQueue, work: Callable[[Tensor, Tensor], None]) -> Cal
 class _DeferredLinear(nn.Linear):
     """An nn.Linear whose weight gradient is queued."""
 
-    queue: int
-    place: int
+    where: Tensor
+    """Numbers of its queue and of its place there, on the host: [Note: compiled graphs]."""
     token: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self.bias, self.token, self.queue, self.place)
+        return _Linear.apply(x, self.weight, self.bias, self.token, self.where)
 
 
 class _Linear(torch.autograd.Function):
     """y = x wᵀ + b. Backward: dx and db; (x, dy) goes to the queue, and autograd gets no gradient of w."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, token: Tensor, queue: int, place: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, token: Tensor, where: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.token = token  # not saved: it "changes" between forward and backward, which autograd would refuse
-        ctx.queue, ctx.place, ctx.has_bias = queue, place, b is not None
+        ctx.where, ctx.has_bias = where, b is not None
         return F.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = ctx.saved_tensors
-        _put_off(x, dy, ctx.token, ctx.queue, ctx.place)
+        _put_off_at(x, dy, ctx.token, ctx.where)
         dx = dy @ w if ctx.needs_input_grad[0] else None
         db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return dx, None, db, None, None, None
+        return dx, None, db, None, None
 
 
 @torch.library.custom_op("fourfold::put_off_weight_grad", mutates_args=("token",))
@@ -168,4 +170,15 @@ def _put_off(x: Tensor, dy: Tensor, token: Tensor, queue: int, place: int) -> No
 
 @_put_off.register_fake
 def _(x: Tensor, dy: Tensor, token: Tensor, queue: int, place: int) -> None:
+    return None
+
+
+@torch.library.custom_op("fourfold::put_off_weight_grad_at", mutates_args=("token",))
+def _put_off_at(x: Tensor, dy: Tensor, token: Tensor, where: Tensor) -> None:
+    queue, place = where.tolist()
+    _queues[queue]._sinks[place](x, dy)
+
+
+@_put_off_at.register_fake
+def _(x: Tensor, dy: Tensor, token: Tensor, where: Tensor) -> None:
     return None
