@@ -117,7 +117,7 @@ def _on_this_machine(args: VerifyArgs, ranks: int) -> _Report:
         folder, results = Path(path), Path(path) / "results.jsonl"
         _start(lambda p, s, c: _reference(args, folder, ranks), 1, folder, "the reference on one rank")
         left = [case for case in todo if not case.impossible]
-        while left:  # ranks that fail take the case with them; fresh ones go on with the next
+        while left:  # if ranks fail, the case fails; new ranks continue with the next
             problem = ""
             try:
                 job = functools.partial(_job, args, list(left), folder, results)

@@ -193,7 +193,7 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
                 end.failed[rank] = code
         if end.failed and deadline == float("inf"):
             hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
-            killed = min(end.failed.values()) < 0  # nobody is in doubt about who was first
+            killed = min(end.failed.values()) < 0  # the first failure is certain
             deadline = time.monotonic() + GRACE * (1 / 12 if killed else 1 / 3 if hang else 1)
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}

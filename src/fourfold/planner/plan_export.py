@@ -60,7 +60,7 @@ def export(plan: Plan, problem: PlanProblem, system: Literal["torchtitan", "mega
     return _to_torchtitan(plan, problem, csv) if system == "torchtitan" else _to_megatron(plan, problem)
 
 
-def _commonest(plan: Plan, problem: PlanProblem, name: str) -> tuple[Any, bool]:
+def _most_common(plan: Plan, problem: PlanProblem, name: str) -> tuple[Any, bool]:
     """The most common value of a unit rule's field over the model's units, and whether all have it."""
     counts = Counter(getattr(plan.rule_for(u.name), name) for u in problem.spec.units if u.layer > 0)
     value, count = counts.most_common(1)[0]
@@ -73,7 +73,7 @@ def _uniform_units(
     """The most common choice, for all units; `optimizer`: where the other system keeps its state."""
     out: dict[str, Any] = {}
     for name in ("mode", "reduce", "within", "split"):
-        out[name], uniform = _commonest(plan, problem, name)
+        out[name], uniform = _most_common(plan, problem, name)
         if not uniform:
             lost.append(f"`{name}` is chosen per unit; the most common, {out[name]!r}, is used for all")
     if out["split"] > 1:
@@ -90,8 +90,8 @@ def _recompute_that_fits(
 ) -> dict[str, Any]:
     """Recomputation for all units with which the translated plan is predicted to fit, and the share of the optimizer's state on
     the host."""
-    commonest, uniform = _commonest(plan, problem, "recompute")
-    wanted = commonest if commonest in RECOMPUTE else "full"
+    most_common, uniform = _most_common(plan, problem, "recompute")
+    wanted = most_common if most_common in RECOMPUTE else "full"
     base = UnitRule(match="*", mode=units["mode"], reduce=units["reduce"], within=units["within"])
     base = replace(base, mode="keep") if plan.mesh.pipe > 1 and base.mode == "zero3" else base
     memory = replace(plan.memory, activations="device", optimizer=optimizer, device_state="")
