@@ -107,3 +107,21 @@ def test_layers_with_deferred_weight_gradients_share_compiled_code() -> None:
         torch.autograd.grad(torch.compile(layer, backend=backend)(x).sum(), x)
     assert len(graphs) == 1
     assert found == 3 * ["second.weight", "first.weight"]
+
+
+def test_many_kinds_of_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run: whole(run, backend=lambda g, _: graphs.append(g) or g.forward))
+
+    class Layer(nn.Module):
+        def __init__(self, window: str):
+            super().__init__()
+            self.window = window
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + len(self.window)
+
+    for i in range(10):
+        assert OrUncompiled(f"blocks.{i}", Layer(i * "."))(torch.zeros(2)).tolist() == [i, i]
+    assert len(graphs) == 10

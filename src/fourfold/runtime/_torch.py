@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["accumulate", "compile_errors", "compile_gradients_early", "gradients"]
+__all__ = ["accumulate", "compile_errors", "compile_gradients_early", "compile_often", "gradients"]
 
 
 def compile_gradients_early() -> None:
@@ -20,6 +20,17 @@ def compile_gradients_early() -> None:
     import torch._functorch.config as config
 
     config.force_non_lazy_backward_lowering = True
+
+
+def compile_often() -> None:
+    """Let one function be compiled up to 32 times instead of eight; beyond that torch runs it uncompiled.
+
+    All layers have one function. It is compiled for each kind of layer (with a window or without), with gradients and without
+    them (recomputation), and again for a varying number of documents.
+    """
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(32, config.recompile_limit)
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fourfold.runtime._torch import compile_errors, compile_gradients_early
+from fourfold.runtime._torch import compile_errors, compile_gradients_early, compile_often
 
 __all__ = ["OrUncompiled", "set_compile_cache"]
 
@@ -29,6 +29,7 @@ class OrUncompiled:
     def __init__(self, name: str, run: Callable[..., Any], options: Mapping[str, bool] | None = None):
         self.name, self.plain = name, run
         compile_gradients_early()
+        compile_often()
         self.compiled: Callable[..., Any] | None = (
             torch.compile(run, options=dict(options)) if options else torch.compile(run)
         )
