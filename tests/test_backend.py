@@ -49,6 +49,11 @@ TEXTS: dict[str, tuple[str, str]] = {
         "reported at some other API call",
         "too old for this torch (nvidia-smi shows",
     ),
+    "no deterministic kernel": (
+        "cumsum_cuda_kernel does not have a deterministic implementation, but you set "
+        "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation",
+        "no deterministic kernel for cumsum_cuda_kernel, and train.deterministic = true requires one; use --train.deterministic",
+    ),
     "no driver": (
         "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
         "http://www.nvidia.com/Download/index.aspx",

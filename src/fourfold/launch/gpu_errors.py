@@ -108,6 +108,13 @@ EXPLANATIONS: tuple[tuple[str, str | Callable[[Match], str]], ...] = (
         "or set NCCL_SHM_DISABLE=1, which is slower",
     ),
     (
+        r"(\S+) does not have a deterministic implementation",
+        lambda found: (
+            f"torch has no deterministic kernel for {found[1]}, and train.deterministic = true requires one; use "
+            "--train.deterministic false: the same run twice may then differ in the last bits"
+        ),
+    ),
+    (
         r"Too many open files",
         "this process may open no more files or connections (ulimit -n); raise the limit, for instance: ulimit -n 65536",
     ),
