@@ -502,6 +502,8 @@ def _choose_attention(
             seconds = attention_seconds(device, compute, heads, kv_heads, m.head_dim, m.seq_len, causal=m.causal)
         except RuntimeError as e:
             print(f"attention kernels were not measured: {' '.join(str(e).split())[:200]}", file=console, flush=True)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # the run's peak is that of training
     choice = choose_kernel(_everyone(seconds, place)[0], deterministic=config.train.deterministic)
     if choice is not None:
         use_kernel(choice)
