@@ -156,6 +156,7 @@ _SILENT = (
     "_c10d_functional::wait_tensor",
     "_c10d_functional::_wrap_tensor_autograd",
     "fourfold::put_off_weight_grad",
+    "fourfold::put_off_weight_grad_at",
 )
 
 _OPS = {
