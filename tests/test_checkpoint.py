@@ -260,7 +260,6 @@ def test_killed_at_any_moment_the_newest_complete_checkpoint_is_whole(tmp_path: 
         pid = os.fork()
         if pid == 0:
             try:
-                torch.set_num_threads(1)  # OpenMP's threads, if the parent has some, do not exist in a fork
                 _save_for_ever(path, background=trial % 2 == 1)
             finally:
                 os._exit(1)

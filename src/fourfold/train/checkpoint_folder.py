@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,10 @@ def in_threads(work: Callable[[A], T], jobs: Iterable[A], most: int = FILES) -> 
     todo = list(jobs)
     if len(todo) <= 1:
         return [work(job) for job in todo]
+    if (torch := sys.modules.get("torch")) is not None:
+        # A forked process makes torch's thread pool anew at its first use. Threads that come first at the same time find none
+        # ("Invalid thread pool!"), so it is made here.
+        torch.set_num_threads(torch.get_num_threads())
     with ThreadPoolExecutor(min(most, len(todo)), thread_name_prefix="checkpoint") as pool:
         return [future.result() for future in [pool.submit(work, job) for job in todo]]
 
