@@ -344,7 +344,7 @@ class Plan:
 
     def explain(self) -> str:
         """The planner's report: what limits this plan, what more memory would gain, and the memory of the ranks."""
-        from fourfold.planner.report import explain  # it needs this module
+        from fourfold.view.explain import explain  # it needs this module
 
         return explain(self)
 

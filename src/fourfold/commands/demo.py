@@ -102,8 +102,9 @@ def demo_plan(config: Config, ranks: int) -> tuple[Plan, list[tuple[str, str]]]:
     """The planner's plan for ranks with little memory, explained in four lines."""
     from fourfold.planner.api import find_plan, judge, problem_of_run
     from fourfold.planner.problem import parse_fixes
-    from fourfold.planner.report import describe_units, with_report
+    from fourfold.planner.report import with_report
     from fourfold.schema import format_bytes, format_seconds
+    from fourfold.view.explain import describe_units
 
     limit = int(LIMIT * max(1.0, 8 / ranks))
     while True:

@@ -40,8 +40,9 @@ from fourfold.planner.api import (
     uniform_plans,
 )
 from fourfold.planner.problem import PlanProblem, parse_fixes
-from fourfold.planner.report import describe_units, with_report
+from fourfold.planner.report import with_report
 from fourfold.schema import format_bytes, format_seconds
+from fourfold.view.explain import describe_units
 from fourfold.view.plan_report import report_data
 
 __all__ = ["FIRST", "LONGEST", "Described", "Question", "ask", "choices", "cluster_fields", "problem_of"]

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from fourfold.plan import Plan
-from fourfold.planner.report import describe_units, explain, table
 from fourfold.schema import format_bytes, format_seconds
+from fourfold.view.explain import describe_units, explain, table
 
 if TYPE_CHECKING:
     from fourfold.planner.search import Progress as Report

@@ -24,8 +24,8 @@ from fourfold.planner.memory_model import CATEGORIES
 from fourfold.planner.op_times import units_of_stages
 from fourfold.planner.plan_export import export
 from fourfold.planner.problem import PlanProblem
-from fourfold.planner.report import describe_units, explain
 from fourfold.program.ops import Schedule
+from fourfold.view.explain import describe_units, explain
 from fourfold.view.page import inline_json
 
 __all__ = ["COMPARED", "command_line", "report_data", "tried_point", "write_report"]
