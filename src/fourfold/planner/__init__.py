@@ -20,7 +20,7 @@ In reading order; each file imports only files above it (`memory_model` also imp
     infeasible        the smallest plan; remedies if no plan fits
     local_search      changes of single units, evaluated as whole plans
     search            branch and bound over layouts
-    report            the report of a plan
+    report            the report of a plan, as fields of its file (view/explain.py has it as text)
     api               make_plan, predict, judge
     plan_export       options of torchtitan and Megatron-LM
 """
