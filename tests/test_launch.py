@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -87,6 +88,30 @@ def test_a_stop_is_told_and_answered(tmp_path: Path, capfd: pytest.CaptureFixtur
     for job in (in_group(what), first):
         assert not launch_local(job, 2, tmp_path, stopping="ending it")
         assert "ending it" in capfd.readouterr().err
+
+
+def test_a_stop_that_another_thread_takes_while_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread blocks signals then, but its handlers run, before the launcher knows the ranks."""
+    process, done = multiprocessing.get_context("fork").Process, threading.Event()
+    start = process.start
+
+    def start_and_stop(self: Any) -> None:
+        start(self)
+        if self.name == "rank 0":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)  # the handler runs here
+
+    def job(place: Place, store: dist.Store, console: IO[str] | None) -> None:
+        time.sleep(5)
+
+    monkeypatch.setattr(process, "start", start_and_stop)
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        assert not launch_local(job, 2, tmp_path)
+    finally:
+        done.set()
+        other.join()
 
 
 def test_killed_rank_is_named(tmp_path: Path) -> None:

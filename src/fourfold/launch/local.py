@@ -70,6 +70,7 @@ def launch_local(
                     process = context.Process(target=_rank, args=(*args, mirrors[rank]), name=f"rank {rank}")
                     process.start()
                     processes.append(process)
+            asked.all_started()
             end = _watch(processes, Path(folder), mirrors)
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
@@ -122,7 +123,10 @@ def _ended(processes: list[BaseProcess]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
-    """Signals that arrive inside are delivered at the end, when all ranks exist and can receive them."""
+    """Signals are blocked inside, so that a rank cannot receive one before it has chosen its handlers.
+
+    Only in this thread: the handlers also run inside if another thread of this process takes the signal (`_Asked.started`).
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -132,16 +136,30 @@ def _held() -> Iterator[None]:
 
 @dataclass
 class _Asked:
-    """The user's requests to stop."""
+    """The user's requests to stop; they are passed on once all ranks exist."""
 
+    processes: list[BaseProcess]
+    started: bool = False
     stopped: bool = False
     killed: bool = False
+    sent: int = 0
+    """The signal that the ranks were sent last."""
+
+    def all_started(self) -> None:
+        self.started = True
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        number = signal.SIGKILL if self.killed else signal.SIGTERM
+        if self.started and self.stopped and number != self.sent:
+            self.sent = number
+            _signal(self.processes, number)
 
 
 @contextlib.contextmanager
 def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[_Asked]:
     """Pass the first request to stop on to the ranks as SIGTERM; a second SIGINT or SIGTERM as SIGKILL."""
-    asked, times = _Asked(), 0
+    asked, times = _Asked(processes), 0
 
     def forward(number: int, frame: object) -> None:
         nonlocal times
@@ -150,9 +168,7 @@ def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[_Asked]
         if not asked.stopped:
             asked.stopped = True
             print(f"\n{stopping}", file=sys.stderr, flush=True)
-            _signal(processes, signal.SIGTERM)
-        elif asked.killed:
-            _signal(processes, signal.SIGKILL)
+        asked.pass_on()
 
     before = {number: signal.signal(number, forward) for number in STOPS}
     try:
