@@ -30,6 +30,7 @@ from fourfold.shard.layout import lay_out
 from fourfold.testing.ranks import run_ranks
 from fourfold.train import checkpoint, checkpoint_files, checkpoint_folder
 from fourfold.train.checkpoint import Checkpointer, Holding, holding_of, verify
+from fourfold.train.checkpoint_index import read_index
 from fourfold.train.export import load_model
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import MODELS, make_config, run_training, series
@@ -718,3 +719,30 @@ def _broken_on_rank_1(rank: int, ranks: int, path: Path) -> None:
     pieces = {"x": (Piece("x", (64 * ranks,), ((0, 64 * ranks),), ((0, 64 * ranks),)),)}
     holding = Holding("", torch.ones(64), 64 * rank, layout, pieces)
     Checkpointer(path, group=dist.group.WORLD).save(1, [holding], {"step": 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_box_of_a_tensor_is_read_alone(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Boxes of whole rows, and of parts of rows; of a tensor that `torch.save` writes in the usual way, and one that it does not."""
+    x = torch.randn(6, 4, 3).to(dtype)
+    odd = torch.randn(4, 6).to(dtype).mT  # saved with its strides
+    scalar = torch.tensor(3.0, dtype=dtype)
+    Checkpointer(tmp_path).save(1, [holding_of("x", x), holding_of("s", scalar)], {"step": 1})
+    path, file = tmp_path / "step-000001", "odd.distcp"
+    torch.save(odd, path / file)
+    size = (path / file).stat().st_size
+    marker = json.loads((path / "complete.json").read_text())
+    marker["files"][file] = {"bytes": size, "sha256": hashlib.sha256((path / file).read_bytes()).hexdigest()}
+    index = json.loads((path / "index.json").read_text())
+    chunk = {"offset": [0, 0], "shape": [6, 4], "file": file, "at": 0, "bytes": size}
+    index["tensors"]["odd"] = {"dtype": str(dtype).removeprefix("torch."), "shape": [6, 4], "chunks": [chunk]}
+    (path / "index.json").write_text(json.dumps(index))
+    (path / "complete.json").write_text(json.dumps(marker))
+    stored = read_index(path)
+    for rows in ((0, 6), (2, 5), (5, 6)):
+        whole = (rows, (0, 4), (0, 3))
+        assert torch.equal(checkpoint.read_box(path, stored, "x", whole), x[slice(*rows)])
+        part = (rows, (1, 3), (2, 3))
+        assert torch.equal(checkpoint.read_box(path, stored, "x", part), x[slice(*rows), 1:3, 2:3])
+        assert torch.equal(checkpoint.read_box(path, stored, "odd", (rows, (1, 4))), odd[slice(*rows), 1:4])
+    assert torch.equal(checkpoint.read_box(path, stored, "s", ()), scalar)
