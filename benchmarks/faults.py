@@ -236,9 +236,8 @@ def damaged(count: int, chance: random.Random, folder: Path) -> Promise:
         what = _damage(copy, outside, chance)
         x, good, said = torch.zeros(500), False, ""
         try:
-            found, _ = checkpoint.open_newest(copy)
+            found, state, _ = checkpoint.load_newest(copy, [checkpoint.holding_of("x", x)])
             if found is not None:
-                state = checkpoint.load(found, [checkpoint.holding_of("x", x)])
                 good = bool((x == state["step"]).all())  # of one step alone
             else:
                 good = True

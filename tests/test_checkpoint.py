@@ -30,6 +30,7 @@ from fourfold.shard.layout import lay_out
 from fourfold.testing.ranks import run_ranks
 from fourfold.train import checkpoint, checkpoint_files, checkpoint_folder
 from fourfold.train.checkpoint import Checkpointer, Holding, holding_of, verify
+from fourfold.train.checkpoint_index import read_index
 from fourfold.train.export import load_model
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import MODELS, make_config, run_training, series
@@ -539,15 +540,22 @@ def test_every_nth_checkpoint_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Path) -> None:
+    """Also where a byte of a tensor has changed: it has been read into place before its file is found to be damaged."""
     x, saver = torch.zeros(3), Checkpointer(tmp_path, keep=5)
-    assert checkpoint.open_newest(tmp_path) == (None, [])
+    held = [holding_of("x", x)]
+    assert checkpoint.load_newest(tmp_path, held) == (None, {}, [])
     for step in (1, 2, 3):
-        saver.save(step, [holding_of("x", x)], {"step": step})
-    for step in (2, 3):
-        data = tmp_path / f"step-{step:06d}" / "__0_0.distcp"
-        data.write_bytes(data.read_bytes()[:-1])
-    path, lines = checkpoint.open_newest(tmp_path)
+        saver.save(step, [holding_of("x", torch.full((3,), float(step)))], {"step": step})
+    data = tmp_path / "step-000002" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    data = tmp_path / "step-000003" / "__0_0.distcp"
+    stored = torch.full((3,), 3.0).numpy().tobytes()
+    assert data.read_bytes().count(stored) == 1
+    data.write_bytes(data.read_bytes().replace(stored, torch.full((3,), 7.0).numpy().tobytes()))
+    path, state, lines = checkpoint.load_newest(tmp_path, held)
     assert path == tmp_path / "step-000001"
+    assert state["step"] == 1
+    assert (x == 1).all()
     assert [line.rpartition("; ")[2] for line in lines] == [
         "set aside as damaged-step-000003",
         "set aside as damaged-step-000002",
@@ -555,7 +563,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged-step-000002", "damaged-step-000003", "step-000001"]
     (tmp_path / "step-000001" / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="no checkpoint verifies"):
-        checkpoint.open_newest(tmp_path)
+        checkpoint.load_newest(tmp_path, held)
     assert (tmp_path / "step-000001").is_dir()
 
 
@@ -711,3 +719,30 @@ def _broken_on_rank_1(rank: int, ranks: int, path: Path) -> None:
     pieces = {"x": (Piece("x", (64 * ranks,), ((0, 64 * ranks),), ((0, 64 * ranks),)),)}
     holding = Holding("", torch.ones(64), 64 * rank, layout, pieces)
     Checkpointer(path, group=dist.group.WORLD).save(1, [holding], {"step": 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_box_of_a_tensor_is_read_alone(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Boxes of whole rows, and of parts of rows; of a tensor that `torch.save` writes in the usual way, and one that it does not."""
+    x = torch.randn(6, 4, 3).to(dtype)
+    odd = torch.randn(4, 6).to(dtype).mT  # saved with its strides
+    scalar = torch.tensor(3.0, dtype=dtype)
+    Checkpointer(tmp_path).save(1, [holding_of("x", x), holding_of("s", scalar)], {"step": 1})
+    path, file = tmp_path / "step-000001", "odd.distcp"
+    torch.save(odd, path / file)
+    size = (path / file).stat().st_size
+    marker = json.loads((path / "complete.json").read_text())
+    marker["files"][file] = {"bytes": size, "sha256": hashlib.sha256((path / file).read_bytes()).hexdigest()}
+    index = json.loads((path / "index.json").read_text())
+    chunk = {"offset": [0, 0], "shape": [6, 4], "file": file, "at": 0, "bytes": size}
+    index["tensors"]["odd"] = {"dtype": str(dtype).removeprefix("torch."), "shape": [6, 4], "chunks": [chunk]}
+    (path / "index.json").write_text(json.dumps(index))
+    (path / "complete.json").write_text(json.dumps(marker))
+    stored = read_index(path)
+    for rows in ((0, 6), (2, 5), (5, 6)):
+        whole = (rows, (0, 4), (0, 3))
+        assert torch.equal(checkpoint.read_box(path, stored, "x", whole), x[slice(*rows)])
+        part = (rows, (1, 3), (2, 3))
+        assert torch.equal(checkpoint.read_box(path, stored, "x", part), x[slice(*rows), 1:3, 2:3])
+        assert torch.equal(checkpoint.read_box(path, stored, "odd", (rows, (1, 4))), odd[slice(*rows), 1:4])
+    assert torch.equal(checkpoint.read_box(path, stored, "s", ()), scalar)

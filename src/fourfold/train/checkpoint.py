@@ -15,8 +15,13 @@ needs.
 A directory without `complete.json` is an incomplete save; it is never opened, and a later save removes it. When a run resumes, a
 checkpoint that does not verify is renamed to `damaged-step-000040`, and the previous one is used.
 
+[Note: each byte is read once]
+A file is hashed while its tensors are read into place, so they are there before the file is verified. Nothing uses them until all
+ranks have verified all files: a checkpoint that does not verify is overwritten by the one before it, or ends the run.
+
 [Note: no code, no path from a file]
-Only tensors are unpickled, by torch's `weights_only=True`, from archives whose sizes were checked first. File names in a
+Elements are read from where they lie in the archives of `torch.save`; an unusual archive is unpickled by torch's
+`weights_only=True`, after its sizes were checked. File names in a
 checkpoint have one component and name regular files, never links. Only directories named `step-<number>` in the checkpoints
 folder are deleted, whatever a file contains.
 
@@ -32,6 +37,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -46,7 +52,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from fourfold import files, schema
 from fourfold.errors import CheckpointError, ConfigError, FileError
 from fourfold.piece import Box, intersect, offset_box, shape_of
-from fourfold.train.checkpoint_files import FileWriter, HostCopies
+from fourfold.train.checkpoint_files import FileWriter, HashedReader, HostCopies
 from fourfold.train.checkpoint_folder import (
     STATE,
     STEP,
@@ -62,18 +68,23 @@ from fourfold.train.checkpoint_folder import (
     set_aside,
     steps_in,
     verify,
+    verify_files,
+    wrong_size,
+    wrong_sum,
 )
 from fourfold.train.checkpoint_index import (
     INDEX,
     MARKER,
     OLD_INDEX,
+    FileInfo,
     Index,
     StoredChunk,
     StoredTensor,
     dump_index,
     read_index,
+    read_marker,
 )
-from fourfold.train.dcp import read_tensor
+from fourfold.train.dcp import DamagedError, FileReader, read_rows
 from fourfold.train.holdings import Chunks, Holding, chunks_of, holding_of, narrow
 from fourfold.train.remote import RemoteFolder, fetch, publish
 
@@ -90,8 +101,8 @@ __all__ = [
     "download_newest",
     "holding_of",
     "load",
+    "load_newest",
     "newest",
-    "open_newest",
     "read_box",
     "read_state",
     "remove",
@@ -138,62 +149,101 @@ def _dtype(name: str) -> torch.dtype:
 # ---- the newest that verifies ----
 
 
-def open_newest(checkpoints: Path, group: dist.ProcessGroup | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and a line about each newer one that does not; ranks of `group` call it together.
+def load_newest(
+    checkpoints: Path, holdings: Sequence[Holding], group: dist.ProcessGroup | None = None
+) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Fill the holdings from the newest checkpoint that verifies; ranks of `group` call it together.
 
-    One that does not verify is renamed to `damaged-<its name>`, never deleted. If none verifies, nothing is renamed and
-    CheckpointError is raised: starting from the beginning is the user's decision.
+    Returns the checkpoint, its state, and a line about each newer one that does not verify: that one is renamed to
+    `damaged-<its name>`, never deleted. If none verifies, nothing is renamed and CheckpointError is raised: starting from the
+    beginning is the user's decision.
     """
-    rank, ranks = _place(group)
-    found = _together(lambda: complete(checkpoints), group)
     bad: list[tuple[Path, list[str]]] = []
-    for _, path in reversed(found):
-        problems = [p for each in _exchange(verify(path, rank, ranks), group) for p in each]
+    for _, path in reversed(_together(lambda: complete(checkpoints), group)):
+        state, problems = _load(path, holdings, group)
         if not problems:
-            return path, _together(lambda: [set_aside(p, found) for p, found in bad], group)
+            return path, state, _together(lambda: [set_aside(p, found) for p, found in bad], group)
         bad.append((path, problems))
     if bad:
         raise CheckpointError(
             f"{checkpoints}: no checkpoint verifies: {'; '.join(p for _, problems in bad for p in problems[:1])}. "
             "Move them away to start from the beginning"
         )
-    return None, []
+    return None, {}, []
 
 
 # ---- loading ----
 
 
-def load(
-    directory: Path,
-    holdings: Sequence[Holding],
-    *,
-    group: dist.ProcessGroup | None = None,
-    check: bool = True,
-) -> dict[str, Any]:
+def load(directory: Path, holdings: Sequence[Holding], *, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Fill the holdings from a complete checkpoint and return its state; ranks of `group` call it together.
 
-    With `check`, the ranks first verify the checksum of every file; each rank checks some of them.
+    Raises CheckpointError, with the holdings partly filled, unless every file has the checksum that it was saved with.
+    """
+    state, problems = _load(directory, holdings, group)
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}. Delete {directory} to resume from the checkpoint before it")
+    return state
+
+
+def _load(
+    directory: Path, holdings: Sequence[Holding], group: dist.ProcessGroup | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Fill the holdings and verify every file, in one pass: the state, or what is damaged.
+
+    Each file is hashed by one rank while it reads its tensors from it: of those that need the file, the one with the fewest
+    bytes to hash so far. Other ranks read only the rows that they need. Raises CheckpointError for a checkpoint of another model.
     """
     rank, ranks = _place(group)
-    if check:
-        problems = [p for found in _exchange(verify(directory, rank, ranks), group) for p in found]
-        if problems:
-            raise CheckpointError(f"{'; '.join(problems)}. Delete {directory} to resume from the checkpoint before it")
-
-    def fill() -> dict[str, Any]:
-        state = read_state(directory)
-        _fill(directory, read_index(directory), chunks_of(holdings))
-        return state
-
-    problem, state = None, dict[str, Any]()
+    problems, wrong, reads, state = list[str](), None, dict[str, list[_Read]](), dict[str, Any]()
+    listed, small = dict[str, FileInfo](), list[str]()
     try:
-        state = fill()
+        listed = read_marker(directory)
+        small = [name for name in (INDEX, OLD_INDEX, STATE) if name in listed]
+        problems = verify_files(directory, {n: listed[n] for n in small})  # every rank reads them
+        if not problems:
+            state, index = read_state(directory), read_index(directory)
+    except CheckpointError as e:
+        problems.append(str(e))
+    if not problems:
+        try:
+            reads = _reads(directory, index, chunks_of(holdings))
+        except CheckpointError as e:
+            wrong = str(e)
+    needed = {name: sum(read.chunk.bytes for read in found) for name, found in reads.items()}
+    everyone = _exchange((problems, wrong, needed), group)
+    if found := [p for each, _, _ in everyone for p in each]:
+        return {}, list(dict.fromkeys(found))
+    for at, (_, each, _) in enumerate(everyone):
+        if each is not None:
+            raise CheckpointError(f"{each} (rank {at})" if ranks > 1 else each)
+    tensors = {name: info for name, info in listed.items() if name not in small}
+    mine = _hashed_by(tensors, [each for _, _, each in everyone])[rank]
+    jobs = [(directory / name, tensors[name] if name in mine else None, reads.get(name, [])) for name in tensors]
+    problem, found = None, list[str]()
+    try:
+        found = [p for p in in_threads(_read_file, [j for j in jobs if j[1] is not None or j[2]]) if p is not None]
     except CheckpointError as e:
         problem = str(e)
-    for at, found in enumerate(_exchange(problem, group)):
-        if found is not None:
-            raise CheckpointError(f"{found} (rank {at})" if ranks > 1 else found)
-    return state
+    everyone = _exchange((found, problem), group)
+    if found := [p for each, _ in everyone for p in each]:
+        return {}, found
+    for at, (_, each) in enumerate(everyone):
+        if each is not None:
+            raise CheckpointError(f"{each} (rank {at})" if ranks > 1 else each)
+    return state, []
+
+
+def _hashed_by(listed: Mapping[str, FileInfo], needed: Sequence[Mapping[str, int]]) -> list[set[str]]:
+    """For each rank, the files that it hashes."""
+    out: list[set[str]] = [set() for _ in needed]
+    filled = [0] * len(needed)
+    for name, info in sorted(listed.items(), key=lambda item: (-item[1].bytes, item[0])):
+        readers = [rank for rank, wants in enumerate(needed) if wants.get(name)] or range(len(needed))
+        rank = min(readers, key=lambda rank: (filled[rank], rank))
+        out[rank].add(name)
+        filled[rank] += info.bytes
+    return out
 
 
 def download_newest(
@@ -239,13 +289,12 @@ def resume(
 
     `downloaded`: lines about remote checkpoints, from `download_newest`.
     """
-    directory, lines = open_newest(checkpoints, group)
+    directory, state, lines = load_newest(checkpoints, loop.holdings(), group)
     lines = [*downloaded, *lines]
     if directory is None:
         return 0
     for line in lines if loop.info.rank == 0 else ():
         print(f"{line}; resuming from {directory.name}", file=console, flush=True)
-    state = load(directory, loop.holdings(), group=group, check=False)
     check_state(state, directory)
     for unit in loop.units:
         loop.optimizer.publish(unit)
@@ -270,9 +319,28 @@ def read_box(directory: Path, index: Index, name: str, box: Box) -> Tensor:
     return out
 
 
-def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
-    """Fill the views from the files; each file is opened once and read in order, up to four at a time."""
-    reads: dict[str, list[tuple[StoredChunk, StoredTensor, list[tuple[Box, Box, Tensor]]]]] = {}
+@dataclass(frozen=True)
+class _Read:
+    """A chunk of a file, and the boxes of views that boxes of it fill."""
+
+    chunk: StoredChunk
+    dtype: torch.dtype
+    copies: tuple[tuple[Tensor, Box], ...]
+
+    def run(self, file: FileReader) -> None:
+        dims = self.chunk.shape
+        rows = (min(box[0][0] for _, box in self.copies), max(box[0][1] for _, box in self.copies)) if dims else (0, 1)
+        into, all_of_rows = self.copies[0][0], self.copies[0][1][1:] == tuple((0, n) for n in dims[1:])
+        plain = into.device.type == "cpu" and into.is_contiguous() and into.dtype == self.dtype
+        straight = len(self.copies) == 1 and all_of_rows and plain
+        found = read_rows(file, self.chunk, self.dtype, rows, into if straight else None)
+        for view, box in self.copies if found is not into else ():
+            view.copy_(narrow(found, ((box[0][0] - rows[0], box[0][1] - rows[0]), *box[1:]) if dims else ()))
+
+
+def _reads(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> dict[str, list[_Read]]:
+    """What to read of each file to fill the views, in the order of the file."""
+    reads: dict[str, list[_Read]] = {}
     for name, chunks in wanted.items():
         stored = index.get(name)
         if stored is None:
@@ -288,20 +356,49 @@ def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
                 common = intersect(mine, chunk.box)
                 if common is not None:
                     zero = tuple((0, n) for n in view.shape), tuple((0, n) for n in chunk.shape)
-                    inside = offset_box(common, mine, zero[0]), offset_box(common, chunk.box, zero[1])
-                    copies.append((*inside, view))
+                    to = offset_box(common, mine, zero[0])
+                    copies.append((narrow(view, to), offset_box(common, chunk.box, zero[1])))
             if copies:
-                reads.setdefault(chunk.file, []).append((chunk, stored, copies))
+                reads.setdefault(chunk.file, []).append(_Read(chunk, _dtype(stored.dtype), tuple(copies)))
+    return {file: sorted(found, key=lambda read: read.chunk.at) for file, found in reads.items()}
 
-    def read(job: tuple[str, list[Any]]) -> None:
-        file, parts = job
-        with files.open_for_reading(directory / file, CheckpointError, follow=False) as f:
-            for chunk, stored, copies in sorted(parts, key=lambda part: part[0].at):
-                tensor = read_tensor(f, chunk, _dtype(stored.dtype), directory / file, CheckpointError)
-                for to, source, view in copies:
-                    narrow(view, to).copy_(narrow(tensor, source))
 
-    in_threads(read, reads.items())
+def _fill(directory: Path, index: Index, wanted: Mapping[str, Chunks]) -> None:
+    """Fill the views from the files, without verifying them; up to four files at a time."""
+    jobs = [(directory / name, None, found) for name, found in _reads(directory, index, wanted).items()]
+    in_threads(_read_file, jobs)
+
+
+@torch.no_grad()
+def _read_file(job: tuple[Path, FileInfo | None, list[_Read]]) -> str | None:
+    """Run the reads of one file; with its FileInfo hash all of it meanwhile, and return what is wrong with it, if anything."""
+    path, expected, reads = job
+    damage = None
+    try:
+        with files.open_for_reading(path, CheckpointError, follow=False) as f:
+            if expected is not None and (problem := wrong_size(path, f, expected)):
+                return problem
+            with HashedReader(f.fileno(), path) if expected is not None else FileReader(f.fileno(), path) as file:
+                try:
+                    for read in reads:
+                        read.run(file)
+                except DamagedError as e:
+                    damage = str(e)  # but the checksum is the better report
+                if isinstance(file, HashedReader) and expected is not None:
+                    problem = wrong_sum(path, file.digest(expected.bytes), expected)
+                    if problem is not None:
+                        return problem
+    except CheckpointError as e:
+        if expected is None:
+            raise
+        return f"{path} is missing" if not os.path.lexists(path) else str(e)
+    except OSError as e:
+        damage = f"{path}: cannot be read: {files.why(e)}"
+    except ValueError as e:
+        damage = f"{path}: damaged: {e}"
+    if damage is not None:
+        raise CheckpointError(damage)
+    return None
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:

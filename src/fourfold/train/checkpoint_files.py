@@ -1,4 +1,4 @@
-"""The tensor files of a checkpoint: written by several threads, and hashed while they are written.
+"""The tensor files of a checkpoint: written by several threads, and hashed while they are written, or read.
 
 A rank writes up to four files, `__<rank>_0.distcp` to `__<rank>_3.distcp`, one per `FILE_BYTES` of tensors: many disks take more
 from several writers than from one. A file is written in pieces of `PIECE` bytes; while one is written, a second thread hashes it,
@@ -32,8 +32,9 @@ from fourfold.offload.host import available_bytes, host_memory
 from fourfold.schema import format_bytes
 from fourfold.train._torch import stored_at
 from fourfold.train.checkpoint_folder import FILES, PIECE, in_threads
+from fourfold.train.dcp import FileReader
 
-__all__ = ["FILE_BYTES", "FileWriter", "HostCopies"]
+__all__ = ["FILE_BYTES", "FileWriter", "HashedReader", "HostCopies"]
 
 FILE_BYTES = 64 << 20
 """Bytes of tensors for which another file is worth its thread."""
@@ -168,6 +169,56 @@ class _HashedFile:
 
     def flush(self) -> None:
         """Nothing is buffered."""
+
+
+class HashedReader(FileReader):
+    """Reads ranges of a file in its order, and hashes all of it meanwhile; every byte is read once.
+
+    A second thread hashes a piece while the next one is read. What is read must stay as it is until `digest`.
+    """
+
+    def __init__(self, handle: int, path: Path):
+        super().__init__(handle, path)
+        self.at, self.hash = 0, hashlib.sha256()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._hashing: Any = None
+        self._scratch = [bytearray(0), bytearray(0)]
+
+    def read(self, at: int, into: memoryview) -> None:
+        assert at >= self.at, "ranges are read in the order of the file"
+        self._skip_to(at)
+        for start in range(0, len(into), PIECE):
+            self._read_piece(into[start : start + PIECE])
+
+    def digest(self, size: int) -> str:
+        """SHA-256 of the file of `size` bytes, in hexadecimal."""
+        self._skip_to(size)
+        self._wait()
+        return self.hash.hexdigest()
+
+    def _skip_to(self, at: int) -> None:
+        while self.at < at:
+            count = min(PIECE, at - self.at)
+            if len(self._scratch[0]) < count:
+                self._wait()
+                self._scratch = [bytearray(count), bytearray(count)]
+            self._scratch.reverse()  # the other one may still be hashed
+            self._read_piece(memoryview(self._scratch[0])[:count])
+
+    def _read_piece(self, piece: memoryview) -> None:
+        super().read(self.at, piece)
+        self.at += len(piece)
+        self._wait()
+        self._hashing = self._beside.submit(self.hash.update, piece)
+
+    def _wait(self) -> None:
+        if self._hashing is not None:
+            self._hashing.result()
+            self._hashing = None
+
+    def __exit__(self, *_: Any) -> None:
+        self._wait()
+        self._beside.shutdown()
 
 
 class HostCopies:

@@ -40,6 +40,9 @@ __all__ = [
     "set_aside",
     "steps_in",
     "verify",
+    "verify_files",
+    "wrong_size",
+    "wrong_sum",
 ]
 
 FILES = 4
@@ -136,8 +139,7 @@ def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:
         listed = read_marker(directory)
     except CheckpointError as e:
         return [str(e)]
-    mine = [(directory / name, expected) for name, expected in sorted(listed.items())[share::shares]]
-    problems = [p for p in in_threads(_problem, mine) if p is not None]
+    problems = verify_files(directory, dict(sorted(listed.items())[share::shares]))
     if not problems and share == 0:
         for read in (read_state, read_index):
             try:
@@ -147,21 +149,31 @@ def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:
     return problems
 
 
+def verify_files(directory: Path, listed: Mapping[str, FileInfo]) -> list[str]:
+    """Describe the damaged ones among these files of a checkpoint."""
+    jobs = [(directory / name, expected) for name, expected in listed.items()]
+    return [p for p in in_threads(_problem, jobs) if p is not None]
+
+
 def _problem(job: tuple[Path, FileInfo]) -> str | None:
     """What is wrong with a file, if anything."""
     path, expected = job
     try:
         with files.open_for_reading(path, CheckpointError, follow=False) as f:
-            size = os.fstat(f.fileno()).st_size
-            if size != expected.bytes:
-                return f"{path} is damaged: {size} bytes instead of {expected.bytes}"
-            if hash_file(f, size) != expected.sha256:
-                return f"{path} is damaged: its checksum is not the one it was saved with"
+            return wrong_size(path, f, expected) or wrong_sum(path, hash_file(f, expected.bytes), expected)
     except CheckpointError as e:
         return f"{path} is missing" if not os.path.lexists(path) else str(e)
     except OSError as e:
         return f"{path}: cannot be read: {files.why(e)}"
-    return None
+
+
+def wrong_size(path: Path, file: io.BufferedReader, expected: FileInfo) -> str | None:
+    size = os.fstat(file.fileno()).st_size
+    return None if size == expected.bytes else f"{path} is damaged: {size} bytes instead of {expected.bytes}"
+
+
+def wrong_sum(path: Path, digest: str, expected: FileInfo) -> str | None:
+    return None if digest == expected.sha256 else f"{path} is damaged: its checksum is not the one it was saved with"
 
 
 def hash_file(file: io.BufferedReader, size: int) -> str:

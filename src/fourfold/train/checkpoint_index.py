@@ -40,6 +40,7 @@ __all__ = [
     "parse_marker",
     "read_index",
     "read_marker",
+    "saved_tensor",
 ]
 
 MARKER, INDEX, OLD_INDEX = "complete.json", "index.json", ".metadata"
@@ -72,6 +73,10 @@ class StoredChunk:
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
         return tuple((o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -314,6 +319,8 @@ class _Machine:
             case "STACK_GLOBAL":
                 module, qualname = self.popped(2)
                 self.stack.append(_Class(f"{_text(module)}.{_text(qualname)}"))
+            case "BINPERSID":  # the storage of a saved tensor
+                self.stack.append(_Object(_Class("storage"), *self.popped(1)))
             case "REDUCE" | "NEWOBJ":
                 cls, args = self.popped(2)
                 self.stack.append(_Object(cls, args))
@@ -377,6 +384,32 @@ def _size(value: Any) -> tuple[int, ...]:
     if isinstance(value, _Object) and isinstance(value.cls, _Class) and value.cls.name == "torch.Size":
         (value,) = value.args
     return _shape(value)
+
+
+STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage": "float16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}  # fmt: skip
+
+
+def saved_tensor(data: bytes) -> tuple[str, tuple[int, ...]] | None:
+    """Type and shape in the pickle that `torch.save` writes for a contiguous tensor, interpreted; None for anything else."""
+    tensor = _Machine().run(data)
+    if _object_name(tensor) != "torch._utils._rebuild_tensor_v2":
+        return None
+    storage, offset, shape, strides = tensor.args[:4]
+    _, kind, _, _, elements = storage.args
+    shape = _shape(shape)
+    dense = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    same = all(n == 1 or a == b for n, a, b in zip(shape, strides, dense, strict=True))
+    if offset != 0 or elements != math.prod(shape) or not same:
+        return None
+    return STORAGES[kind.name.removeprefix("torch.")], shape
+
+
+def _object_name(value: Any) -> str:
+    return value.cls.name if isinstance(value, _Object) and isinstance(value.cls, _Class) else ""
 
 
 def parse_dcp_index(data: bytes, *, tensors_alone: bool = False) -> Index:
