@@ -271,6 +271,8 @@ class Memory:
 
 AUTO_LOGITS = 1 << 28
 """memory.logits = "auto": logits of a chunk, at most. Fewer tokens at a time would make the sum of dW's chunks slow."""
+FP8_WIDTH = 16
+"""Numbers of inputs and outputs of fp8 matmuls are multiples of this."""
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
@@ -280,11 +282,21 @@ class Precision:
 
     compute: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype of weights and activations; with bf16 the optimizer keeps fp32 master weights."""
+    matmul: Literal["compute", "fp8"] = "compute"
+    """Type in which the linears of blocks multiply. compute: the compute type; fp8: forward and input gradient in e4m3 with a
+    scale for each row, weight gradient in bf16; needs compute = "bf16"."""
     reduce: Literal["fp64", "fp32", "bf16"] = "fp32"
     """Dtype in which gradients accumulate and are reduced; fp64 compute always uses fp64."""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile every unit; auto: on GPUs, for models of ours, where the plan allows it. A unit that cannot be compiled runs
     uncompiled."""
+
+    def __post_init__(self) -> None:
+        if self.matmul == "fp8" and self.compute != "bf16":
+            raise PlanError(
+                f"precision.matmul = 'fp8' with precision.compute = '{self.compute}': fp8 matmuls read and write bf16; use "
+                "compute = 'bf16', or matmul = 'compute'"
+            )
 
     def compiles(self, kind: str) -> bool:
         """Whether units are compiled on devices of a kind ("cuda" or "cpu"), as far as the precision says."""
@@ -438,6 +450,45 @@ class Plan:
         """Raise PlanError unless the model can run on the pipeline and the grid."""
         self._check_pipeline()
         self._check_grid(model)
+        if self.precision.matmul == "fp8":
+            self._check_fp8(model)
+
+    def _check_fp8(self, model: ModelConfig) -> None:
+        """Raise PlanError unless the linears of blocks can compute in fp8."""
+        for axis in ("row", "col"):
+            if getattr(self.mesh, axis) > 1:
+                raise PlanError(
+                    f"precision.matmul = 'fp8' with mesh.{axis} = {getattr(self.mesh, axis)}: linears on a tensor grid multiply "
+                    f"in the compute type only; use {axis} = 1, and data, depth or pipe for the rest, or matmul = 'compute'"
+                )
+        if model.lora is not None:
+            raise PlanError(
+                "precision.matmul = 'fp8' with adapters (LoRA): a linear with an adapter multiplies in the compute type only; use "
+                "matmul = 'compute', or train all weights"
+            )
+        assert model.ffn is not None
+        heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        up = (2 if model.gated else 1) * model.ffn
+        for what, width in (
+            ("hidden", model.hidden),
+            ("heads · head_dim", heads),
+            ("(heads + 2 kv_heads) · head_dim", heads + 2 * keys),
+            ("ffn", model.ffn),
+            ("2 ffn", up),
+        ):
+            if width % FP8_WIDTH:
+                raise PlanError(
+                    f"precision.matmul = 'fp8': the model's {what} is {width}, and numbers of inputs and outputs of fp8 matmuls are "
+                    f"multiples of {FP8_WIDTH}; use {-(-width // FP8_WIDTH) * FP8_WIDTH}, or matmul = 'compute'"
+                )
+        for name in unit_names(model):
+            split = self.rule_for(name).split
+            if name.endswith(".mlp") and split > 1 and model.ffn % (FP8_WIDTH * split):
+                fits = [n for n in range(1, split) if model.ffn % (FP8_WIDTH * n) == 0]
+                raise PlanError(
+                    f"precision.matmul = 'fp8': unit '{name}' with split = {split} has slices of ffn {model.ffn} / {split} inputs, and "
+                    f"they must be a multiple of {FP8_WIDTH}; use split = {fits[-1]}, or matmul = 'compute'"
+                )
 
     def check_ranks(self, ranks: int | None) -> None:
         """Raise PlanError unless the mesh has this many ranks."""
@@ -513,6 +564,11 @@ class Plan:
             )
 
     def _check_own_grid(self, own: OwnLayers) -> None:
+        if self.precision.matmul == "fp8":
+            raise PlanError(
+                "precision.matmul = 'fp8': layers of your own model run unchanged; use matmul = 'compute', or linears of your own "
+                "that compute in fp8"
+            )
         for axis in ("row", "col"):
             if getattr(self.mesh, axis) > 1 and not own.grid:
                 raise PlanError(

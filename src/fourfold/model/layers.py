@@ -233,13 +233,20 @@ class _Part(nn.Module):
 class _Unread(TorchDispatchMode):
     """Matmuls and sums return uninitialised results; the autograd graph is unchanged."""
 
-    _left_out = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.add.Tensor)
+    _left_out = (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten.add.Tensor,
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self._left_out:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.add.Tensor:
             return torch.empty_like(args[0])
+        if func is torch.ops.aten._scaled_mm.default:  # a, b, two scales, bias, scale of the result, type of the result
+            return args[0].new_empty(args[0].shape[0], args[1].shape[1], dtype=args[6])
         a, b = args[-2:]
         return a.new_empty(a.shape[0], b.shape[1])
 

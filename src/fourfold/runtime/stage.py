@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fourfold.model.fp8 import FP8_OPTIONS, has_fp8
 from fourfold.record import RECORD
 from fourfold.runtime._torch import accumulate, gradients
 from fourfold.runtime.compiled import OrUncompiled
@@ -474,8 +475,10 @@ def _make_run(link: ChainLink, split: bool) -> Callable[..., Any]:
             checkpoint, run, use_reentrant=False, context_fn=keep_products, determinism_check="none"
         )
     if link.compile:
-        deferred = split or link.sliced
-        run = OrUncompiled(link.name, run, COMPILE_OPTIONS if deferred else None)
+        options = dict(COMPILE_OPTIONS) if split or link.sliced else {}
+        if has_fp8(link.module):
+            options |= FP8_OPTIONS
+        run = OrUncompiled(link.name, run, options)
     return run
 
 
@@ -519,7 +522,7 @@ def _detached(value: Any) -> Any:
     return tuple(v.detach() if isinstance(v, Tensor) else v for v in value)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_PRODUCTS = ("mm", "addmm", "_scaled_mm", "bmm", "baddbmm", "convolution")
 
 
 def keep_products() -> Any:

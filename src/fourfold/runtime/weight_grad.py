@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.model.fp8 import Fp8Linear, fp8_input_grad, fp8_linear
+
 __all__ = ["COMPILE_OPTIONS", "DefersWeightGrad", "WeightGradQueue", "defer"]
 
 COMPILE_OPTIONS: Mapping[str, bool] = {"allow_buffer_reuse": False, "inplace_buffers": False}
@@ -106,9 +108,9 @@ def defer(module: nn.Module, queue: WeightGradQueue, unit: Accumulates, device: 
         weight, place = f"{name}.weight" if name else "weight", len(queue._sinks)
         if not getattr(getattr(child, "weight", None), "requires_grad", False):
             continue
-        if type(child) is nn.Linear:
+        if type(child) in (nn.Linear, Fp8Linear):
             queue._sinks.append(_sink(queue, functools.partial(unit.add_weight_grad, weight)))
-            child.__class__ = _DeferredLinear
+            child.__class__ = _DeferredFp8Linear if type(child) is Fp8Linear else _DeferredLinear
             assert isinstance(child, _DeferredLinear)
             child.where = torch.tensor([queue.number, place])
             child.register_buffer("token", torch.zeros(1, device=device or child.weight.device), persistent=False)
@@ -138,29 +140,38 @@ class _DeferredLinear(nn.Linear):
     where: Tensor
     """Numbers of its queue and of its place there, on the host: [Note: compiled graphs]."""
     token: Tensor
+    fp8 = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self.bias, self.token, self.where)
+        return _Linear.apply(x, self.weight, self.bias, self.token, self.where, self.fp8)
+
+
+class _DeferredFp8Linear(_DeferredLinear, Fp8Linear):
+    """The same for one that computes in fp8."""
+
+    fp8 = True
 
 
 class _Linear(torch.autograd.Function):
     """y = x wᵀ + b. Backward: dx and db; (x, dy) goes to the queue, and autograd gets no gradient of w."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, token: Tensor, where: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, token: Tensor, where: Tensor, fp8: bool) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.token = token  # not saved: it "changes" between forward and backward, which autograd would refuse
-        ctx.where, ctx.has_bias = where, b is not None
-        return F.linear(x, w, b)
+        ctx.where, ctx.has_bias, ctx.fp8 = where, b is not None, fp8
+        return fp8_linear(x, w, b) if fp8 else F.linear(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = ctx.saved_tensors
         _put_off_at(x, dy, ctx.token, ctx.where)
-        dx = dy @ w if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = fp8_input_grad(dy, w) if ctx.fp8 else dy @ w
         db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return dx, None, db, None, None
+        return dx, None, db, None, None, None
 
 
 @torch.library.custom_op("fourfold::put_off_weight_grad", mutates_args=("token",))

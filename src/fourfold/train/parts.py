@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from fourfold.config import Config
+from fourfold.errors import PlanError
 from fourfold.model.adapter import freeze
 from fourfold.model.build import fill_initial
+from fourfold.model.fp8 import fp8_missing, use_fp8
 from fourfold.model.head_loss import ChunkedLoss
 from fourfold.model.lora import is_adapter
 from fourfold.model.spec import tied_parameters
@@ -53,6 +55,7 @@ __all__ = [
     "RankStages",
     "RankUnits",
     "UnitHandle",
+    "compute_in_fp8",
     "grid_settings",
     "make_grid",
     "make_handles",
@@ -279,6 +282,15 @@ def make_units(
             if layout.schedule.placement[stage] == here:
                 join_units([held.units[name] for name in reversed(names) if name in alone])
     return held
+
+
+def compute_in_fp8(held: RankUnits, device: torch.device) -> None:
+    """Let the linears of blocks compute in fp8; raises PlanError on a GPU without fp8 matmuls."""
+    if reason := fp8_missing(device):
+        raise PlanError(f"precision.matmul = 'fp8': {reason}; use matmul = 'compute'")
+    for name, part in held.slices.items():
+        if name.startswith("blocks."):
+            use_fp8(part.module)
 
 
 def _sums_may_wait(choice: ResolvedUnit) -> bool:

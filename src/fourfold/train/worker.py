@@ -58,6 +58,7 @@ from fourfold.train.objective import Loss, Objective, add_reference, open_run, s
 from fourfold.train.own_data import OwnSamples
 from fourfold.train.own_model import OwnModel, check_frozen, make_own_units
 from fourfold.train.parts import (
+    compute_in_fp8,
     grid_settings,
     make_grid,
     make_handles,
@@ -356,6 +357,8 @@ def assemble(
         set_loss_chunks(model, config, plan, layout)
         model.to(compute)
         held = make_units(config, plan, mesh, grid, layout, model, **sizes)
+        if plan.precision.matmul == "fp8":
+            compute_in_fp8(held, device)
         materialize_buffers(model, device, compute)
     else:
         if len(set(_everyone(user.model.fingerprint(), place))) > 1:
