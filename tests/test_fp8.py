@@ -55,7 +55,8 @@ def test_rows_of_powers_of_two_come_back() -> None:
         x = (row * 2.0 ** torch.tensor(largest).log2().floor()).to(BF16)[None]
         q, scale = quantize(x)
         assert torch.equal(q.float() * scale, x.float())
-        assert q.dtype == FP8 and torch.equal(scale.log2(), scale.log2().round())
+        assert q.dtype == FP8
+        assert torch.equal(scale.log2(), scale.log2().round())
 
 
 def test_the_largest_number_of_a_row_uses_the_range() -> None:
@@ -63,7 +64,8 @@ def test_the_largest_number_of_a_row_uses_the_range() -> None:
     x = torch.arange(1, 4, 1 / 64)[:, None]
     q, scale = quantize(x)
     largest = (x / scale).amax(-1)
-    assert largest.max() == 448 and largest.min() > 224
+    assert largest.max() == 448
+    assert largest.min() > 224
     assert q.float().isfinite().all()
 
 
@@ -75,7 +77,9 @@ def test_errors_are_those_of_three_bits() -> None:
     dy = torch.randn_like(y)
     y.backward(dy)
     w, b = linear.weight, linear.bias
-    assert x.grad is not None and w.grad is not None and b.grad is not None
+    assert x.grad is not None
+    assert w.grad is not None
+    assert b.grad is not None
     exact = x.detach().double() @ w.detach().double().t() + b.detach().double()
     assert 25 < decibels(y.detach(), exact) < 33
     assert 25 < decibels(x.grad, dy.double() @ w.detach().double()) < 33
@@ -104,7 +108,8 @@ def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
     x[1], x[2, 5], x[3, 6], x[4] = 0.0, float("nan"), float("inf"), 1e-38
     y = linear(x)
     assert (y[1] == 0).all()
-    assert y[2].isnan().all() and not y[3].isfinite().any()
+    assert y[2].isnan().all()
+    assert not y[3].isfinite().any()
     assert y[4].isfinite().all()
     assert torch.equal(y[[0, 5, 6, 7]], fine[[0, 5, 6, 7]])
 

@@ -9,8 +9,8 @@ A linear y = x Wᵀ + b has three matmuls (letters: M tokens, K inputs, N output
 fp8 is e4m3 (largest value 448) everywhere. A row q · s has one scale s, the smallest power of two with which its largest absolute
 value fits; it is computed from the row itself, in each forward and backward, so there is no state to save. Sums are in fp32
 (in the forward on a GPU: in the tensor core's narrower accumulator, `use_fast_accum`), results are rounded to bf16 once. x, W
-and dy stay in bf16 where they are saved, gathered, reduced and updated. The recipe is torchao's `rowwise_with_gw_hp`, but for W in
-dx, which has a scale for each column instead of one in all.
+and dy stay in bf16 where they are saved, gathered, reduced and updated. The recipe is torchao's `rowwise_with_gw_hp`, but
+W in dx has a scale for each column instead of one in all.
 
     x    read twice and written, 2 + 2 + 1 bytes an element, unless the compiler fuses it with what computes x
     W    the same in the forward, and again for dx, where the fp8 copy is also transposed: in each micro-batch

@@ -78,7 +78,7 @@ class _Dcp:
         return out
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A range of a file as a file of its own."""
 
     def __init__(self, handle: int, start: int, size: int):
@@ -110,7 +110,7 @@ def data_at(handle: int, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
     inert values.
     """
     try:
-        part = _Part(handle, chunk.at, chunk.bytes)
+        part = _FilePart(handle, chunk.at, chunk.bytes)
         with zipfile.ZipFile(part) as archive:
             (pickled,) = (r for r in archive.infolist() if r.filename.endswith("/data.pkl"))
             (data,) = (r for r in archive.infolist() if r.filename.endswith("/data/0"))
