@@ -486,8 +486,8 @@ class Plan:
             if name.endswith(".mlp") and split > 1 and model.ffn % (FP8_WIDTH * split):
                 fits = [n for n in range(1, split) if model.ffn % (FP8_WIDTH * n) == 0]
                 raise PlanError(
-                    f"precision.matmul = 'fp8': unit '{name}' with split = {split} has slices of ffn {model.ffn} / {split} inputs, "
-                    f"and they must be a multiple of {FP8_WIDTH}; use split = {fits[-1]}, or matmul = 'compute'"
+                    f"precision.matmul = 'fp8': unit '{name}' with split = {split} has slices of ffn {model.ffn} / {split} "
+                    f"inputs, and they must be a multiple of {FP8_WIDTH}; use split = {fits[-1]}, or matmul = 'compute'"
                 )
 
     def check_ranks(self, ranks: int | None) -> None:
