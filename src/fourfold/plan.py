@@ -458,13 +458,14 @@ class Plan:
         for axis in ("row", "col"):
             if getattr(self.mesh, axis) > 1:
                 raise PlanError(
-                    f"precision.matmul = 'fp8' with mesh.{axis} = {getattr(self.mesh, axis)}: linears on a tensor grid multiply "
-                    f"in the compute type only; use {axis} = 1, and data, depth or pipe for the rest, or matmul = 'compute'"
+                    f"precision.matmul = 'fp8' with mesh.{axis} = {getattr(self.mesh, axis)}: linears on a tensor grid "
+                    f"multiply in the compute type only; use {axis} = 1, and data, depth or pipe for the rest, or "
+                    "matmul = 'compute'"
                 )
         if model.lora is not None:
             raise PlanError(
-                "precision.matmul = 'fp8' with adapters (LoRA): a linear with an adapter multiplies in the compute type only; use "
-                "matmul = 'compute', or train all weights"
+                "precision.matmul = 'fp8' with adapters (LoRA): a linear with an adapter multiplies in the compute type only; "
+                "use matmul = 'compute', or train all weights"
             )
         assert model.ffn is not None
         heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -478,16 +479,16 @@ class Plan:
         ):
             if width % FP8_WIDTH:
                 raise PlanError(
-                    f"precision.matmul = 'fp8': the model's {what} is {width}, and numbers of inputs and outputs of fp8 matmuls are "
-                    f"multiples of {FP8_WIDTH}; use {-(-width // FP8_WIDTH) * FP8_WIDTH}, or matmul = 'compute'"
+                    f"precision.matmul = 'fp8': the model's {what} is {width}, and numbers of inputs and outputs of fp8 matmuls "
+                    f"are multiples of {FP8_WIDTH}; use {-(-width // FP8_WIDTH) * FP8_WIDTH}, or matmul = 'compute'"
                 )
         for name in unit_names(model):
             split = self.rule_for(name).split
             if name.endswith(".mlp") and split > 1 and model.ffn % (FP8_WIDTH * split):
                 fits = [n for n in range(1, split) if model.ffn % (FP8_WIDTH * n) == 0]
                 raise PlanError(
-                    f"precision.matmul = 'fp8': unit '{name}' with split = {split} has slices of ffn {model.ffn} / {split} inputs, and "
-                    f"they must be a multiple of {FP8_WIDTH}; use split = {fits[-1]}, or matmul = 'compute'"
+                    f"precision.matmul = 'fp8': unit '{name}' with split = {split} has slices of ffn {model.ffn} / {split} "
+                    f"inputs, and they must be a multiple of {FP8_WIDTH}; use split = {fits[-1]}, or matmul = 'compute'"
                 )
 
     def check_ranks(self, ranks: int | None) -> None:
@@ -566,8 +567,8 @@ class Plan:
     def _check_own_grid(self, own: OwnLayers) -> None:
         if self.precision.matmul == "fp8":
             raise PlanError(
-                "precision.matmul = 'fp8': layers of your own model run unchanged; use matmul = 'compute', or linears of your own "
-                "that compute in fp8"
+                "precision.matmul = 'fp8': layers of your own model run unchanged; use matmul = 'compute', or linears of your "
+                "own that compute in fp8"
             )
         for axis in ("row", "col"):
             if getattr(self.mesh, axis) > 1 and not own.grid:
