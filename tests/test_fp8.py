@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.cluster import Cluster
+from fourfold.config import ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.build import serial_model
 from fourfold.model.fp8 import FP8, Fp8Linear, fp8_input_grad, fp8_linear, quantize, use_fp8
+from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
+from fourfold.planner.api import named_precision, plan_problem
+from fourfold.planner.compute_cost import matmul_seconds
+from fourfold.planner.problem import Constraints, PlanProblem
 from tests.helpers import MODELS, make_config, run_training, series
 
 BF16 = torch.bfloat16
@@ -277,3 +283,62 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", MODELS["llama"], lora={"rank": 4}).resolve()
     with pytest.raises(PlanError, match="adapters"):
         Plan.from_dict({"precision": PRECISION}).check(config)
+
+
+# ---- planner ----
+
+
+def a_problem(cluster: str, precision: str) -> PlanProblem:
+    """A Llama of 8 B parameters."""
+    model = {
+        "family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256,
+        "seq_len": 8192,
+    }  # fmt: skip
+    spec = ModelSpec.from_config(ModelConfig(**model).resolve())
+    return PlanProblem(spec, Cluster.preset(cluster, nodes=1), 64, named_precision(precision))
+
+
+def test_the_planner_prices_fp8() -> None:
+    """Of the H200's layer with 16,384 tokens: forward and dx at twice the rate, dW as before, and quantisation of about 0.5 ms each."""
+    for kind, k, n in (("up", 4096, 28672), ("down", 14336, 4096)):
+        times = []
+        for precision in ("bf16", "fp8"):
+            problem = a_problem("h200", precision)
+            o = next(o for u in problem.spec.units for o in u.operators if o.name == kind)
+            assert (o.inputs, o.outputs) == (k, n)
+            times.append(matmul_seconds(problem, o, 16384, 1, 1))
+        (forward, dx, dw), (forward_8, dx_8, dw_8) = times
+        assert dw_8 == dw
+        assert 1.5 < forward / forward_8 < 2
+        assert 1.5 < dx / dx_8 < 2
+    head = next(o for o in a_problem("h200", "fp8").spec.units[-1].operators if o.name == "proj")
+    assert matmul_seconds(a_problem("h200", "fp8"), head, 1024, 1, 1) == matmul_seconds(
+        a_problem("h200", "bf16"), head, 1024, 1, 1
+    )
+
+
+def test_the_planner_knows_fp8() -> None:
+    plans = [plan_problem(a_problem("h200", precision), Constraints({})) for precision in ("bf16", "fp8")]
+    seconds = [plan.predicted["seconds"] for plan in plans if plan.predicted]
+    assert 1.15 < seconds[0] / seconds[1] < 1.6
+    assert plans[1].precision.matmul == "fp8"
+    assert plans[1].mesh.row == plans[1].mesh.col == 1
+
+
+@pytest.mark.parametrize("cluster", ["a100-80g", "v100-16g", "rtx-3090", "a6000", "mi300x"])
+def test_gpus_without_fp8_are_refused(cluster: str) -> None:
+    with pytest.raises(
+        PlanError, match=rf"{cluster} .* has no rate of fp8 matmuls: .* use matmul = 'compute', a preset"
+    ):
+        a_problem(cluster, "fp8")
+
+
+def test_a_grid_is_refused_by_the_planner() -> None:
+    with pytest.raises(PlanError, match="mesh.col = 2"):
+        plan_problem(a_problem("h200", "fp8"), Constraints({"col": 2}))
+
+
+def test_a_cpu_emulates_it() -> None:
+    assert (
+        matmul_seconds(a_problem("local", "fp8"), a_problem("local", "fp8").spec.units[1].operators[1], 64, 1, 1)[0] > 0
+    )

@@ -458,8 +458,9 @@ class Plan:
         for axis in ("row", "col"):
             if getattr(self.mesh, axis) > 1:
                 raise PlanError(
-                    f"precision.matmul = 'fp8' with mesh.{axis} = {getattr(self.mesh, axis)}: linears on a tensor grid multiply "
-                    f"in the compute type only; use {axis} = 1, and data, depth or pipe for the rest, or matmul = 'compute'"
+                    f"precision.matmul = 'fp8' with mesh.{axis} = {getattr(self.mesh, axis)}: linears on a tensor grid "
+                    f"multiply in the compute type only; use {axis} = 1, and data, depth or pipe for the rest, or "
+                    "matmul = 'compute'"
                 )
         if model.lora is not None:
             raise PlanError(

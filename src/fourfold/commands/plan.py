@@ -51,8 +51,8 @@ class PlanArgs:
     """Sequences of a step; default: the config's, else about four million tokens."""
     seq_len: int | None = None
     """Tokens of a sequence; default: the config's, else at most 4096."""
-    precision: Literal["fp64", "fp32", "bf16"] | None = None
-    """Default: bf16 on GPUs, fp32 on CPUs."""
+    precision: Literal["fp64", "fp32", "bf16", "fp8"] | None = None
+    """Default: bf16 on GPUs, fp32 on CPUs. fp8: bf16 with matmuls of blocks in fp8."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Type of AdamW's moments."""
     top: int = 5

@@ -374,7 +374,8 @@ def _describe(console: Console, args: TrainArgs, config: Config, plan: Plan, dat
     m, batch, ranks = config.model, config.train.global_batch, plan.mesh.ranks
     count = number(parameter_count(dataclasses.replace(m, lora=None)))
     size, micro = plan.micro_batch_size(batch), plan.micro_batches(batch)
-    share = f"{micro} × {size} sequences each, {plan.precision.compute}"
+    fp8 = ", matmuls of blocks in fp8" if plan.precision.matmul == "fp8" else ""
+    share = f"{micro} × {size} sequences each, {plan.precision.compute}{fp8}"
     other = _made_for(config, plan)
     facts(
         [

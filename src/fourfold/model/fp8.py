@@ -9,7 +9,7 @@ A linear y = x Wᵀ + b has three matmuls (letters: M tokens, K inputs, N output
 fp8 is e4m3 (largest value 448) everywhere. A row q · s has one scale s, the smallest power of two with which its largest absolute
 value fits; it is computed from the row itself, in each forward and backward, so there is no state to save. Sums are in fp32
 (in the forward on a GPU: in the tensor core's narrower accumulator, `use_fast_accum`), results are rounded to bf16 once. x, W
-and dy stay in bf16 where they are saved, gathered, reduced and updated. The recipe is torchao's `rowwise_with_gw_hp`, but
+and dy stay in bf16 where they are saved, gathered, reduced and updated. The recipe is torchao's `rowwise_with_gw_hp`, except that
 W in dx has a scale for each column instead of one in all.
 
     x    read twice and written, 2 + 2 + 1 bytes an element, unless the compiler fuses it with what computes x
@@ -125,9 +125,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     power = (amax.view(torch.int32) + 0x1FFFFF) & 0x7F800000
     scale = power - (8 << 23)
     reciprocal = 0x7F000000 - scale  # exponents are biased by 127, so this one is 254 - that of the scale
-    scaled = x.float() * reciprocal.view(torch.float32)
+    scaled = x * reciprocal.view(torch.float32)  # in fp32
     # Casts do not saturate before torch 2.12; and compiled code may compute amax from values that are not rounded.
-    return scaled.clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale.view(torch.float32)
+    return scaled.clamp_(-LARGEST, LARGEST).to(FP8).contiguous(), scale.view(torch.float32)
 
 
 def _product(x: Tensor, w_nk: Tensor, bias: Tensor | None, *, fast: bool) -> Tensor:

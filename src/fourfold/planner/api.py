@@ -47,7 +47,7 @@ __all__ = [
 
 _DEFAULT_TOKENS = 4 * 2**20
 """Default tokens per step."""
-_COMPUTE_TYPES = ("bf16", "fp32", "fp64")
+_PRECISIONS = ("bf16", "fp8", "fp32", "fp64")
 _MOMENT_TYPES = ("fp32", "bf16")
 _WORTH_IT = 0.9
 """For a run that starts now: a plan replaces plain data parallelism if its step takes at most this share of the time."""
@@ -69,9 +69,9 @@ def make_plan(
     """The fastest plan that fits, with its report. If none fits, raises PlanError, which says what would fit.
 
     `cluster`: a cluster, the name of a preset (one node), or a file.
-    `precision`: "bf16", "fp32" or "fp64"; default: bf16 on GPUs, fp32 on CPUs. `fix` constrains the search:
-    {"col": 4, "schedule": "wave"}, ["tp=4", "schedule=wave"] or "col=4"; see docs/planning.md. `engine`: the system that
-    will run the plan: "fourfold", "torchtitan", "megatron" or "nemo".
+    `precision`: "bf16", "fp8" (bf16 with matmuls in fp8), "fp32" or "fp64"; default: bf16 on GPUs, fp32 on CPUs.
+    `fix` constrains the search: {"col": 4, "schedule": "wave"}, ["tp=4", "schedule=wave"] or "col=4"; see docs/planning.md.
+    `engine`: the system that will run the plan: "fourfold", "torchtitan", "megatron" or "nemo".
     """
     cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     if moments not in _MOMENT_TYPES:
@@ -104,6 +104,10 @@ def plan_problem(
 
     `narrow`: if no plan fits, gradients may be accumulated and reduced in bf16.
     """
+
+    if problem.precision.matmul == "fp8" and problem.spec.config is not None:
+        mesh = Mesh(row=constraints.get("row", 1), col=constraints.get("col", 1))
+        Plan(mesh=mesh, precision=problem.precision).check_model(problem.spec.config)
 
     def reported(question: PlanProblem) -> Plan:
         found = find_plan(question, constraints, top, progress)
@@ -163,9 +167,11 @@ def find_plan(
 
 
 def named_precision(name: str) -> Precision:
-    """The precision with this compute type; gradients are reduced in fp32, or in fp64 for fp64."""
-    if name not in _COMPUTE_TYPES:
-        raise PlanError(f"precision = {name!r} is an invalid value{schema.nearest(name, _COMPUTE_TYPES)}")
+    """The precision with this compute type, or bf16 with matmuls in fp8; gradients are reduced in fp32, or in fp64 for fp64."""
+    if name not in _PRECISIONS:
+        raise PlanError(f"precision = {name!r} is an invalid value{schema.nearest(name, _PRECISIONS)}")
+    if name == "fp8":
+        return Precision(compute="bf16", matmul="fp8")
     return schema.build(Precision, {"compute": name, "reduce": "fp64" if name == "fp64" else "fp32"}, error=PlanError)
 
 

@@ -2,17 +2,19 @@
 
 A matmul of T tokens takes the device's time for [T, K] · [K, N/col]; attention is charged by FLOPs, everything else by bytes
 at memory bandwidth. The backward of a matmul is two matmuls: of the input gradient (I) and of the weight gradient (W), which is
-then added to the gradients of earlier micro-batches.
+then added to the gradients of earlier micro-batches. With `precision.matmul = "fp8"`, the linears of blocks compute forward and
+I at the fp8 rate, after their operands were quantised, at memory bandwidth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from fourfold.model.operators import Operator
 from fourfold.planner.problem import PlanProblem, per_problem
 
-__all__ = ["UnitSeconds", "host_seconds", "matmul_seconds", "operator_seconds", "unit_seconds"]
+__all__ = ["UnitSeconds", "fp8_workspace", "host_seconds", "matmul_seconds", "operator_seconds", "unit_seconds"]
 
 
 class UnitSeconds(NamedTuple):
@@ -37,11 +39,30 @@ def matmul_seconds(problem: PlanProblem, o: Operator, tokens: int, col: int, spl
         k /= col * split
     rows = tokens * o.rows
     count = o.flops * tokens / (2.0 * rows * k * n * col)  # slices; more for batched matmuls
+    weight_grad = count * cluster.product(k, rows, n, dtype, width)
+    if not problem.computes_in_fp8(o):
+        return (
+            count * cluster.product(rows, k, n, dtype, width),
+            count * cluster.product(rows, n, k, dtype, width),
+            weight_grad,
+        )
+    kind = "fp32" if problem.on_cpu else "fp8"  # CPUs emulate it
+    # x, dy and W are read for the scales, then read and written in fp8, which for dx is also transposed
+    x, dy, w = 5.0 * rows * k, 5.0 * rows * n, 5.0 * k * n
     return (
-        count * cluster.product(rows, k, n, dtype, width),
-        count * cluster.product(rows, n, k, dtype, width),
-        count * cluster.product(k, rows, n, dtype, width),
+        count * (cluster.product(rows, k, n, kind, width) + cluster.memory_bound(x + w, fused=problem.compiled)),
+        count * (cluster.product(rows, n, k, kind, width) + cluster.memory_bound(dy + 1.4 * w, fused=problem.compiled)),
+        weight_grad,
     )
+
+
+def fp8_workspace(problem: PlanProblem, operators: Iterable[Operator], tokens: int, split: int) -> float:
+    """Bytes of a matmul's operands in fp8, and of one of them in fp32 while it is quantised; 0 without fp8."""
+    most = 0.0
+    for o in filter(problem.computes_in_fp8, operators):
+        x, w = tokens * max(o.inputs, o.outputs), o.inputs * o.outputs
+        most = max(most, float(x + w + 4 * max(x, w)) / split)
+    return most
 
 
 @per_problem

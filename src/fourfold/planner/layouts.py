@@ -242,7 +242,7 @@ def _layouts_of_ranks(problem: PlanProblem, constraints: Constraints, ranks: int
         if pipe > problem.spec.layers or (batch < pipe // 8 and "pipe" not in fixed):
             continue
         for col in _degrees(ranks // pipe, fixed.get("col")):
-            if problem.heads % col and "col" not in fixed:
+            if (problem.heads % col or problem.precision.matmul == "fp8") and col > 1 and "col" not in fixed:
                 continue
             # without columns, rows are like sharded replicas, with more host overhead
             for row in _degrees(ranks // pipe // col, fixed.get("row", 1 if col == 1 else None)):

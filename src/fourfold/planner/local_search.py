@@ -178,7 +178,9 @@ class _Climb:
         if self._recomputes:
             found += [now._replace(recompute=r, split=1) for r in ("none", "selective", "full")]
             if not self.start.layout.on_grid:
-                found += [now._replace(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]
+                found += [
+                    now._replace(recompute="per-slice", split=s) for s in SPLITS if self.problem.may_split(unit, s)
+                ]
         yield from dict.fromkeys(c for c in found if c != now and c.recompute in unit.saved)
 
 

@@ -121,6 +121,8 @@ def _common_losses(plan: Plan, lost: list[str]) -> None:
         lost.append("the message-driven executor")
     if plan.precision.compute == "fp64":
         lost.append("fp64: fp32 is used")
+    if plan.precision.matmul == "fp8":
+        lost.append("matmuls in fp8: bf16 is used; both systems have recipes of their own")
     if plan.memory.moments != "fp32":
         lost.append(f"the optimizer's moments in {plan.memory.moments}: fp32 is used")
 

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.errors import PlanError
-from fourfold.model.operators import ModelSpec
-from fourfold.plan import AXES, SCHEDULES, Plan, Precision
+from fourfold.model.operators import ModelSpec, Operator, UnitSpec
+from fourfold.plan import AXES, FP8_WIDTH, SCHEDULES, Plan, Precision
 from fourfold.planner.engines import FOURFOLD, TrainingEngine, engine_of
 
 __all__ = ["Constraints", "PlanProblem", "SearchConfig", "parse_fixes", "per_problem", "rounded"]
@@ -52,6 +52,28 @@ class PlanProblem:
     """Whether updates need the norm of all gradients, for clipping or the guard."""
     caches: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
     """Cached results for this problem, by function (`per_problem`)."""
+
+    def __post_init__(self) -> None:
+        if self.precision.matmul != "fp8":
+            return
+        d = self.cluster.device
+        if d.kind == "cuda" and "fp8" not in d.matrix:
+            raise PlanError(
+                f"precision.matmul = 'fp8': {self.cluster.name} ({d.name}) has no rate of fp8 matmuls: device.matrix has "
+                f"{', '.join(d.matrix)}; use matmul = 'compute', a preset whose GPUs have fp8 tensor cores (h100-sxm, h200, "
+                "l40s, rtx-4090, …), or give device.matrix.fp8 in the cluster file"
+            )
+        if self.spec.config is not None:
+            Plan(precision=self.precision).check_model(self.spec.config)
+
+    def computes_in_fp8(self, o: Operator) -> bool:
+        """Whether a matmul's forward and input gradient are in fp8: those of blocks, but not of the head."""
+        return self.precision.matmul == "fp8" and o.name in ("qkv", "out", "up", "down")
+
+    def may_split(self, unit: UnitSpec, slices: int) -> bool:
+        """Whether a unit may be computed in slices; fp8 needs slices of a multiple of 16."""
+        fp8 = self.precision.matmul == "fp8" and unit.kind.startswith("mlp")
+        return unit.slices >= slices and not (fp8 and unit.slices % (FP8_WIDTH * slices))
 
     def with_engine(self, engine: str | TrainingEngine) -> PlanProblem:
         """The same problem for another system."""

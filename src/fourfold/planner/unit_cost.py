@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
 from fourfold.offload_sizes import HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
 from fourfold.plan import Memory, Mesh, Plan, Tensor, UnitRule
-from fourfold.planner.compute_cost import host_seconds, unit_seconds
+from fourfold.planner.compute_cost import fp8_workspace, host_seconds, unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
 from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.memory_model import Workspace, accumulates_early
@@ -383,6 +383,7 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
     back_on_device = max(0.0, saved - on_device)
     if last and problem.spec.config is not None:  # the loss
         back_on_device += problem.engine.logits * problem.spec.config.vocab * tokens / mesh.col
+    back_on_device += fp8_workspace(problem, unit.operators, tokens, sharding.slices)
     return UnitCost(
         **vars(sharding),
         times=unit_times(problem, layout, kind, choice, False),

@@ -82,7 +82,7 @@ def recompute_options(problem: PlanProblem, layout: ParallelLayout, kind: str, b
     base = unit_times(problem, layout, kind, UnitChoice(), False).work
     candidates = [UnitChoice(recompute=r) for r in ("none", "selective", "full")]
     if "per-slice" in unit.saved and not layout.on_grid:
-        candidates += [UnitChoice(recompute="per-slice", split=s) for s in SPLITS if unit.slices >= s]
+        candidates += [UnitChoice(recompute="per-slice", split=s) for s in SPLITS if problem.may_split(unit, s)]
     for choice in candidates:
         cost = unit_cost(problem, layout, kind, choice)
         t, moved = cost.times, cost.offloaded_bytes / problem.cluster.host.link
