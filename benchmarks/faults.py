@@ -236,7 +236,8 @@ def damaged(count: int, chance: random.Random, folder: Path) -> Promise:
         what = _damage(copy, outside, chance)
         x, good, said = torch.zeros(500), False, ""
         try:
-            found, state, _ = checkpoint.load_newest(copy, [checkpoint.holding_of("x", x)])
+            held = [checkpoint.holding_of("x", x)]
+            found, state, _ = checkpoint.load_newest(copy, lambda held=held: held)
             if found is not None:
                 good = bool((x == state["step"]).all())  # of one step alone
             else:

@@ -543,7 +543,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     """Also where a byte of a tensor has changed: it has been read into place before its file is found to be damaged."""
     x, saver = torch.zeros(3), Checkpointer(tmp_path, keep=5)
     held = [holding_of("x", x)]
-    assert checkpoint.load_newest(tmp_path, held) == (None, {}, [])
+    assert checkpoint.load_newest(tmp_path, lambda: held) == (None, {}, [])
     for step in (1, 2, 3):
         saver.save(step, [holding_of("x", torch.full((3,), float(step)))], {"step": step})
     data = tmp_path / "step-000002" / "__0_0.distcp"
@@ -552,7 +552,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     stored = torch.full((3,), 3.0).numpy().tobytes()
     assert data.read_bytes().count(stored) == 1
     data.write_bytes(data.read_bytes().replace(stored, torch.full((3,), 7.0).numpy().tobytes()))
-    path, state, lines = checkpoint.load_newest(tmp_path, held)
+    path, state, lines = checkpoint.load_newest(tmp_path, lambda: held)
     assert path == tmp_path / "step-000001"
     assert state["step"] == 1
     assert (x == 1).all()
@@ -563,7 +563,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged-step-000002", "damaged-step-000003", "step-000001"]
     (tmp_path / "step-000001" / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="no checkpoint verifies"):
-        checkpoint.load_newest(tmp_path, held)
+        checkpoint.load_newest(tmp_path, lambda: held)
     assert (tmp_path / "step-000001").is_dir()
 
 

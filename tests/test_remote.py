@@ -33,7 +33,7 @@ def save(local: Path, remote: RemoteFolder, step: int, **options: Any) -> None:
 
 def loaded(local: Path) -> float:
     x = torch.zeros(300)
-    directory, _, _ = checkpoint.load_newest(local, [checkpoint.holding_of("x", x)])
+    directory, _, _ = checkpoint.load_newest(local, lambda: [checkpoint.holding_of("x", x)])
     assert directory is not None
     assert (x == x[0]).all()
     return x[0].item()

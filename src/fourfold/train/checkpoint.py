@@ -150,17 +150,21 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def load_newest(
-    checkpoints: Path, holdings: Sequence[Holding], group: dist.ProcessGroup | None = None
+    checkpoints: Path, holdings: Callable[[], Sequence[Holding]], group: dist.ProcessGroup | None = None
 ) -> tuple[Path | None, dict[str, Any], list[str]]:
     """Fill the holdings from the newest checkpoint that verifies; ranks of `group` call it together.
+
+    `holdings` is called only if there is a checkpoint: it allocates optimizer state that otherwise waits for the first step.
 
     Returns the checkpoint, its state, and a line about each newer one that does not verify: that one is renamed to
     `damaged-<its name>`, never deleted. If none verifies, nothing is renamed and CheckpointError is raised: starting from the
     beginning is the user's decision.
     """
     bad: list[tuple[Path, list[str]]] = []
-    for _, path in reversed(_together(lambda: complete(checkpoints), group)):
-        state, problems = _load(path, holdings, group)
+    found = _together(lambda: complete(checkpoints), group)
+    held = holdings() if found else ()
+    for _, path in reversed(found):
+        state, problems = _load(path, held, group)
         if not problems:
             return path, state, _together(lambda: [set_aside(p, found) for p, found in bad], group)
         bad.append((path, problems))
@@ -289,7 +293,7 @@ def resume(
 
     `downloaded`: lines about remote checkpoints, from `download_newest`.
     """
-    directory, state, lines = load_newest(checkpoints, loop.holdings(), group)
+    directory, state, lines = load_newest(checkpoints, loop.holdings, group)
     lines = [*downloaded, *lines]
     if directory is None:
         return 0
