@@ -3,7 +3,7 @@
     python -m benchmarks.fp8 [--quick] [--steps N] [--json PATH]
 
 The same model, data, seed and steps with `precision.matmul = "fp8"` and without it, on the text of Python's standard library.
-Compared is the mean loss of the last tenth of the steps; the same difference between bf16 and fp32 shows what rounding does anyway.
+Compared is the mean loss of the last tenth of the steps; the same difference between bf16 and fp32 shows what rounding does.
 On a GPU the model has 300 M parameters, units are compiled and the median time of a step is compared, too. On a CPU, where fp8 is
 emulated, the model has 1 M parameters, and times mean nothing.
 """
