@@ -24,6 +24,7 @@ PARTS = ("exhaustive", "published_layouts", "tensor_layers")
 
 QUICK: dict[str, list[str]] = {
     "pipeline": ["--quick", "--only", "overhead"],
+    "fp8": ["--quick", "--steps", "4"],
     "startup": ["--quick", "--only", "counts", "disk"],
 }
 """A few seconds each; parts of other benchmarks are run by the test beside each."""

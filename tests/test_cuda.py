@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fourfold.model.attention import Documents, document_attention
+from fourfold.model.fp8 import fp8_input_grad, fp8_linear, fp8_missing, quantize
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.view.steps import read_steps
 from tests.helpers import MODELS, make_config, series
@@ -172,6 +173,48 @@ def test_compiled_with_a_split_backward(folder: Path) -> None:
     plain = train(folder, "plain", 2, plan)
     compiled = train(folder, "compiled", 2, plan | {"precision": {"compile": True}})
     assert [s["loss"] for s in compiled] == pytest.approx([s["loss"] for s in plain], rel=1e-4)
+
+
+@pytest.fixture
+def fp8() -> None:
+    if reason := fp8_missing(torch.device("cuda", 0)):  # not asked for before the test: it starts CUDA in this process
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("fp8")
+def test_fp8_matmuls_are_those_of_the_emulation() -> None:
+    """Integers exactly; random numbers to the rounding of bf16, with more in the forward, whose sums are the tensor core's."""
+    torch.manual_seed(0)
+    x, w, dy = (torch.randint(-2, 3, shape).to(torch.bfloat16) for shape in ((48, 32), (64, 32), (48, 64)))
+    assert torch.equal(fp8_linear(x.cuda(), w.cuda()).cpu().double(), x.double() @ w.double().t())
+    assert torch.equal(fp8_input_grad(dy.cuda(), w.cuda()).cpu().double(), dy.double() @ w.double())
+    x, w, b = (torch.randn(shape).to(torch.bfloat16) for shape in ((2, 256, 1024), (512, 1024), (512,)))
+    dy = torch.randn(2, 256, 512).to(torch.bfloat16)
+    for q, on_gpu in zip(quantize(x[0]), quantize(x[0].cuda()), strict=True):
+        assert torch.equal(q.float(), on_gpu.cpu().float())
+    gap = fp8_linear(x.cuda(), w.cuda(), b.cuda()).cpu().double() - fp8_linear(x, w, b).double()
+    assert gap.norm() < 0.01 * fp8_linear(x, w, b).double().norm()
+    gap = fp8_input_grad(dy.cuda(), w.cuda()).cpu().double() - fp8_input_grad(dy, w).double()
+    assert gap.norm() < 0.005 * fp8_input_grad(dy, w).double().norm()
+
+
+@pytest.mark.usefixtures("fp8")
+def test_training_in_fp8(folder: Path) -> None:
+    """Near the emulation on a CPU; kept and recomputed, whole and in a pipeline with queued weight gradients: the same bits."""
+    precision = {"compute": "bf16", "matmul": "fp8"}
+    plan: dict[str, Any] = {"precision": precision, "batch": {"micro_batches": 2}}
+    emulated = train(folder, "fp8 emulated", 1, plan, train={"device": "cpu"})
+    here = train(folder, "fp8", 1, plan)
+    assert [s["loss"] for s in here] == pytest.approx([s["loss"] for s in emulated], rel=0.02)
+    for name, ranks, more in (
+        ("full", 1, {"unit": [{"match": "blocks.*", "recompute": "full"}]}),
+        ("selective", 1, {"unit": [{"match": "blocks.*", "recompute": "selective"}]}),
+        ("zb-h1", 2, {"mesh": {"pipe": 2}, "pipeline": {"schedule": "zb-h1"}}),
+    ):
+        losses = [s["loss"] for s in train(folder, f"fp8 {name}", ranks, plan | more)]
+        assert losses == [s["loss"] for s in here], name
+    compiled = train(folder, "fp8 compiled", 1, plan | {"precision": precision | {"compile": True}})
+    assert [s["loss"] for s in compiled] == pytest.approx([s["loss"] for s in here], rel=0.02)
 
 
 def test_the_same_bits_twice_and_after_a_stop(folder: Path) -> None:

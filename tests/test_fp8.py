@@ -16,11 +16,13 @@ from fourfold.errors import PlanError
 from fourfold.model.build import serial_model
 from fourfold.model.fp8 import FP8, Fp8Linear, fp8_input_grad, fp8_linear, quantize, use_fp8
 from fourfold.model.operators import ModelSpec
+from fourfold.model.spec import OwnLayers
 from fourfold.plan import Plan
 from fourfold.planner.api import named_precision, plan_problem
 from fourfold.planner.compute_cost import matmul_seconds
 from fourfold.planner.problem import Constraints, PlanProblem
 from tests.helpers import MODELS, make_config, run_training, series
+from tests.test_packing import packed_config
 
 BF16 = torch.bfloat16
 PRECISION: dict[str, Any] = {"compute": "bf16", "matmul": "fp8", "compile": False}
@@ -248,6 +250,20 @@ def test_a_split_backward_under_compile(folder: Path, monkeypatch: pytest.Monkey
     assert losses == pytest.approx(serial(folder)[0], rel=0.01)
 
 
+def test_packed_documents(folder: Path) -> None:
+    """Documents of a window, in a pipeline whose units are recomputed, against one process."""
+    found = []
+    for name, ranks, plan in (
+        ("packed", 1, {}),
+        ("packed, wave", 2, {"mesh": {"pipe": 2}, "pipeline": {"schedule": "wave"}}),
+    ):
+        config = packed_config(folder / name, "gpt", data={"packing": "documents"})
+        plan = plan | {"batch": {"micro_batches": 3}, "unit": [{"match": "*", "recompute": "full"}]}
+        found.append(series(run_training(config, {"precision": PRECISION} | plan, ranks), "loss"))
+    assert found[0][0] == found[1][0]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 # ---- refusals ----
 
 
@@ -277,6 +293,12 @@ def test_fp8_needs_bf16(compute: str) -> None:
         PlanError, match=f"precision.compute = '{compute}': .* use compute = 'bf16', or matmul = 'compute'"
     ):
         Plan.from_dict({"precision": PRECISION | {"compute": compute}})
+
+
+def test_own_layers_are_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", MODEL).resolve()
+    with pytest.raises(PlanError, match="layers of your own model run unchanged; use matmul = 'compute'"):
+        Plan.from_dict({"precision": PRECISION}).check(config, own=OwnLayers({"0": 16, "1": 16}, None))
 
 
 def test_adapters_are_refused(tmp_path: Path) -> None:

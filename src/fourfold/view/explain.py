@@ -33,7 +33,7 @@ def explain(plan: Plan) -> str:
     lines = [
         *([f"does NOT fit: {p['misfit']}"] if p.get("misfit") else []),
         f"{p['model']}, {_count(p['parameters'])} parameters, {p['global_batch']} × {p['seq_len']} tokens a step, "
-        f"on {p['ranks']} × {p['cluster']}, in {plan.precision.compute}",
+        f"on {p['ranks']} × {p['cluster']}, in {plan.precision.compute}{', matmuls in fp8' * (plan.precision.matmul == 'fp8')}",
         f"{format_seconds(p['seconds'])} a step, {p['tokens_per_second']:,.0f} tokens/s, "
         f"{p['mfu']:.1%} of the devices' peak in {plan.precision.compute} (MFU)",
         f"  {'; '.join(parts)}",
