@@ -41,6 +41,12 @@ def no_thread_is_left() -> Iterator[None]:
     assert not left, f"the test leaves threads behind: {left}"
 
 
+@pytest.fixture(autouse=True)
+def random_numbers_are_the_same() -> None:
+    """A test that draws from torch's generator draws the same, whatever ran before it in this process."""
+    torch.manual_seed(0)
+
+
 def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.name.startswith(IDLE)]
 
