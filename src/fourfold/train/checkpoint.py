@@ -524,7 +524,7 @@ class Checkpointer:
                 no_dist=self.group is None,
             )
             listed = {name: info for each in _exchange(writer.written, self.group) for name, info in each.items()}
-            _together(lambda: self._finish(path, metadata, listed, state), self.group)
+            _together(lambda: self._finish(path, _index_of(metadata, writer.stored), listed, state), self.group)
         except (dcp.CheckpointException, CheckpointError, OSError) as e:
             why = _root_cause(e, path, size)
             if self.rank == 0:
@@ -569,8 +569,8 @@ class Checkpointer:
             remove(path)
         path.mkdir()
 
-    def _finish(self, path: Path, metadata: Metadata, listed: dict[str, Any], state: Mapping[str, Any]) -> None:
-        files.write_json(path / INDEX, dump_index(_index_of(metadata)), CheckpointError, indent=None)
+    def _finish(self, path: Path, index: Index, listed: dict[str, Any], state: Mapping[str, Any]) -> None:
+        files.write_json(path / INDEX, dump_index(index), CheckpointError, indent=None)
         files.write_json(path / STATE, dict(state), CheckpointError)
         for name in (OLD_INDEX, INDEX, STATE):
             listed[name] = describe(path / name)
@@ -584,13 +584,13 @@ class Checkpointer:
                 remove(partial)
 
 
-def _index_of(metadata: Metadata) -> Index:
-    """Our index, from DCP's metadata of a save."""
+def _index_of(metadata: Metadata, at: Mapping[MetadataIndex, Any]) -> Index:
+    """Our index, from DCP's metadata of a save and where its chunks are."""
     out: Index = {}
     for name, stored in metadata.state_dict_metadata.items():
         chunks = []
         for part in stored.chunks:  # type: ignore[union-attr]
-            info = metadata.storage_data[MetadataIndex(name, part.offsets)]
+            info = at[MetadataIndex(name, part.offsets)]
             chunks.append(
                 StoredChunk(tuple(part.offsets), tuple(part.sizes), info.relative_path, info.offset, info.length)
             )

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -43,12 +44,17 @@ MOST_OF_HOST = 0.9
 
 
 class FileWriter(dcp.FileSystemWriter):
-    """DCP's writer of one folder; `written` has size and SHA-256 of every file of this rank, by name."""
+    """DCP's writer of one folder; `written` has size and SHA-256 of every file of this rank, by name.
+
+    `stored` says where every chunk of all ranks is, on the rank that coordinates the save. (DCP's metadata has the same, but torch
+    2.11 puts it in a copy that `dcp.save` does not return.)
+    """
 
     def __init__(self, path: Path, files: int = FILES):
         super().__init__(path)
         self.folder, self.files = path, files
         self.written: dict[str, dict[str, Any]] = {}
+        self.stored: dict[MetadataIndex, Any] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         prefix = plan.storage_data.prefix
@@ -59,6 +65,10 @@ class FileWriter(dcp.FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for results in found for result in results])
         return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.stored = {result.index: result.storage_data for each in results for result in each}
+        super().finish(metadata, results)
 
     def _write(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
