@@ -26,9 +26,13 @@ if os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 4 <
     # runs wait for the disk after every file that they write, 8 ms each: files of tests are kept in memory
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
 
-IDLE = ("MainThread", "asyncio_", "tqdm_monitor")
+IDLE: tuple[str, ...] = ("MainThread", "asyncio_", "tqdm_monitor")
 """Threads of pytest and of tqdm, which torch.compile starts where it is installed: they wait and hold no lock. The thread
 that receives orders in a worker of xdist is none of Python's `threading`."""
+if (
+    os.environ.get("FOURFOLD_TEST_DEVICE", "cpu") != "cpu"
+):  # torch.compile's pool; each test has a process of its own (tests/gpu.py)
+    IDLE += ("InductorSubproc", "subproc_worker_timer", "Dummy-")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
     make test-gpu     python -m tests.gpu tests    kernels, offload, runs on one GPU, NCCL among ranks that share it, verify
     make gpu-check    python -m tests.gpu check    figures: the life of a run of 1.2 B parameters, then killed and stopped ranks
+                      (its parts: whole, killed, faults)
 
 Each takes less than ten minutes on an H200 with 16 cores. Whatever fails, the rest runs; the summary comes last, and logs are in
 `runs/gpu`. What there is no time for is said to be left out (`--limit` seconds, 570 by default).
@@ -31,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "runs" / "gpu"
-TOGETHER = 8
+TOGETHER = max(2, (os.cpu_count() or 2) - 2)
 """Tests at a time."""
 NCCL = ("tests/test_nccl.py", "test_a_stopped_rank_over_nccl")
 REAL = ("of_real_size",)
@@ -54,12 +55,13 @@ def environment(**more: str) -> dict[str, str]:
 class Session:
     """Runs jobs until the time is over, and keeps what they gave."""
 
-    def __init__(self, limit: float):
+    def __init__(self, limit: float, name: str):
         self.begin, self.limit = time.monotonic(), limit
         self.done: list[Done] = []
         self.left_out: list[str] = []
-        shutil.rmtree(LOGS, ignore_errors=True)
-        LOGS.mkdir(parents=True)
+        self.logs = LOGS / name
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir(parents=True)
 
     @property
     def left(self) -> float:
@@ -70,7 +72,7 @@ class Session:
         if self.left < needs:
             self.left_out.append(name)
             return False
-        begin, log = time.monotonic(), LOGS / f"{hashlib.sha256(name.encode()).hexdigest()[:10]}.log"
+        begin, log = time.monotonic(), self.logs / f"{hashlib.sha256(name.encode()).hexdigest()[:10]}.log"
         deadline = begin + min(seconds, self.left)
         pid = start(log)
         code = None
@@ -217,11 +219,23 @@ def run_tests(session: Session) -> int:
 # ---- make gpu-check ----
 
 
-def run_check(session: Session) -> int:
+def run_check(session: Session, what: str) -> int:
     """Figures, as text to be copied."""
     os.chdir(ROOT)
-    _life(session)
-    _faults(session)
+    found: dict[str, Any] = {}
+    for name, more, faults in (
+        ("whole", ["--checkpoint.every", "0"], ""),
+        ("killed", ["--checkpoint.every", "20", "--max-restarts", "1"], "kill rank=0 step=50"),
+    ):
+        if what in ("check", name):
+            found[name] = _life(session, name, more, faults)
+    if len(found) == 2:
+        same = found["whole"] == found["killed"]
+        print(f"killed at step 50 and resumed: {'the same bits' if same else 'OTHER BITS'}")
+        problem = "" if same else "losses or weights differ"
+        session.done.append(Done("life of a run: the same bits after a kill", problem, 0.0))
+    if what in ("check", "faults"):
+        _faults(session)
     return session.summary()
 
 
@@ -256,42 +270,31 @@ def _digest(run: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def _life(session: Session) -> None:
-    """Llama 1B, 8 × 4,096 tokens, 60 steps by default settings: trained; trained, saved three times, killed and resumed; sampled."""
+def _life(session: Session, name: str, more: list[str], faults: str) -> tuple[list[dict[str, Any]], str]:
+    """Llama 1B, 8 × 4,096 tokens, 60 steps by default settings: trained, `killed` also saved three times, killed and resumed;
+    sampled. Returns losses and a hash of the weights."""
     print(
-        "\n## The life of a run: configs/llama-1b.toml, 60 steps of 8 × 4,096 tokens of the standard library",
+        f"\n## The life of a run, {name}: configs/llama-1b.toml, 60 steps of 8 × 4,096 tokens of the standard library",
         flush=True,
     )
     flags = ["configs/llama-1b.toml", "--data.source", "stdlib", "--train.steps", "60", "--train.global-batch", "8"]
-    flags += ["--optim.warmup", "20", "--train.eval-every", "30", "--checkpoint.keep", "1"]
-    folder = LOGS / "life"
-    folder.mkdir()
-    found: dict[str, tuple[list[dict[str, Any]], str]] = {}
-    for name, more, faults in (
-        ("whole", ["--checkpoint.every", "0"], ""),
-        ("killed", ["--checkpoint.every", "20", "--max-restarts", "1"], "kill rank=0 step=50"),
-    ):
-        run = folder / name
-        code, text, took = _train(run, *flags, *more, faults=faults, limit=min(300.0, session.left - 30))
-        steps = [m for m in _metrics(run) if "loss" in m]
-        traced = run / "trace" / "rank0.jsonl"
-        told = len(traced.read_text().splitlines()) if traced.exists() else 0
-        print(f"{name}: exit code {code}, {len(steps)} steps, {told} traced, {took:.0f} s, of which {_usual(steps)}")
-        saves = [f"{m['save_seconds']:.2f} s at step {m['step']}" for m in _metrics(run) if "save_seconds" in m]
-        print(f"{name}: training waited for saves: {', '.join(saves) or 'none'}")
-        problem = "" if code == 0 and len(steps) == 60 else f"exit code {code}\n{_tail(text)}"
-        session.done.append(Done(f"life of a run: {name}", problem, took))
-        found[name] = ([{k: m.get(k) for k in ("step", "loss", "grad_norm")} for m in steps], _digest(run))
-        if name == "whole":
-            _sample(session, run)
-        shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    same = found["whole"] == found["killed"]
-    print(
-        f"killed at step 50 and resumed: {'the same bits' if same else 'OTHER BITS'} ({found['whole'][1]}, {found['killed'][1]})"
-    )
-    session.done.append(
-        Done("life of a run: the same bits after a kill", "" if same else "losses or weights differ", 0.0)
-    )
+    flags += ["--optim.warmup", "20", "--train.eval-every", "30", "--checkpoint.keep", "2"]
+    run = session.logs / name
+    code, text, took = _train(run, *flags, *more, faults=faults, limit=min(300.0, session.left - 30))
+    steps = [m for m in _metrics(run) if "loss" in m]
+    traced = run / "trace" / "rank0.jsonl"
+    count = len(traced.read_text().splitlines()) if traced.exists() else 0
+    print(f"{name}: exit code {code}, {len(steps)} steps, {count} traced, {took:.0f} s, of which {_usual(steps)}")
+    saves = [f"{m['save_seconds']:.2f} s at step {m['step']}" for m in _metrics(run) if "save_seconds" in m]
+    print(f"{name}: training waited for saves: {', '.join(saves) or 'none'}")
+    digest = _digest(run)
+    print(f"{name}: loss {steps[-1]['loss'] if steps else float('nan'):.6f}, weights {digest}", flush=True)
+    problem = "" if code == 0 and len(steps) == 60 else f"exit code {code}\n{_tail(text)}"
+    session.done.append(Done(f"life of a run: {name}", problem, took))
+    if name == "whole":
+        _sample(session, run)
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    return [{k: m.get(k) for k in ("step", "loss", "grad_norm")} for m in steps], digest
 
 
 def _usual(steps: list[dict[str, Any]]) -> str:
@@ -335,6 +338,7 @@ global_batch = 16
 device = "cuda"
 backend = "nccl"
 timeout = 10.0
+start_timeout = 60.0
 [log]
 trace = 0
 """
@@ -350,20 +354,25 @@ def _faults(session: Session) -> None:
     """Killed and stopped ranks over NCCL, until the time is over."""
     print("\n## A killed and a stopped rank over NCCL, ranks that share one GPU, train.timeout 10 s", flush=True)
     print("| ranks | plan | fault | noticed after | report names it | processes left |\n|---|---|---|---|---|---|")
-    (LOGS / "tiny.toml").write_text(TINY)
-    tries = [(n, kind, fault) for n in (4, 2, 8) for kind in KINDS for fault in ("kill", "stop")]
-    for n, kind, fault in tries:
+    (session.logs / "tiny.toml").write_text(TINY)
+
+    def attempt(case: tuple[int, str, str]) -> None:
+        n, kind, fault = case
         name = f"{fault} over NCCL, {n} ranks, {kind}"
         if session.left < 60:
             session.left_out.append(name)
-            continue
-        _fault(session, name, n, kind, fault)
+        else:
+            _fault(session, name, n, kind, fault)
+
+    cases = [(n, kind, fault) for n in (4, 2, 8) for kind in KINDS for fault in ("stop", "kill")]
+    with ThreadPoolExecutor(2) as pool:  # processes on a GPU take turns: more at a time would be slower
+        list(pool.map(attempt, cases))
 
 
 def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> None:
     import psutil
 
-    run, victim, begin = LOGS / name.replace(" ", "-").replace(",", ""), ranks - 1, time.monotonic()
+    run, victim, begin = session.logs / name.replace(" ", "-").replace(",", ""), ranks - 1, time.monotonic()
     plan = run.with_suffix(".plan.json")
     plan.write_text(json.dumps(KINDS[kind](ranks) | {"precision": {"compile": False}}))  # to reach the fault soon
     command = [
@@ -371,7 +380,7 @@ def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> No
         "-m",
         "fourfold",
         "train",
-        str(LOGS / "tiny.toml"),
+        str(session.logs / "tiny.toml"),
         "--plan",
         str(plan),
         "--nproc",
@@ -382,7 +391,7 @@ def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> No
         process = subprocess.Popen(
             [*command, "--train.run-dir", str(run)],
             cwd=ROOT,
-            env=environment(FOURFOLD_FAULTS=f"{fault} rank={victim} step=20"),
+            env=environment(FOURFOLD_FAULTS=f"{fault} rank={victim} step=4"),
             stdout=out,
             stderr=out,
             start_new_session=True,
@@ -412,15 +421,15 @@ def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tests", "check"))
+    parser.add_argument("what", choices=("tests", "check", "whole", "killed", "faults"))
     parser.add_argument("--limit", type=float, default=570.0, help="seconds")
     args = parser.parse_args()
     if shutil.which("nvidia-smi"):
         subprocess.run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     version = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__, torch.cuda.device_count(), 'GPU')"
     subprocess.run([sys.executable, "-c", version])
-    session = Session(args.limit)
-    return run_tests(session) if args.what == "tests" else run_check(session)
+    session = Session(args.limit, args.what)
+    return run_tests(session) if args.what == "tests" else run_check(session, args.what)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,9 @@ import torch.distributed as dist
 
 from fourfold.cli import main
 from fourfold.collectives import all_reduce
+from fourfold.errors import RankFailure
+from fourfold.launch import local
+from fourfold.launch.place import Place
 from fourfold.record import RECORD, Record, Ticket
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.watch import Beat, FileBoard, Limits, StoreBoard, Watch, make_board, verdict
@@ -267,3 +273,41 @@ def test_a_rank_a_hundred_times_slower_is_no_hang(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("FOURFOLD_FAULTS", slow)
     plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 4}}
     assert start(tmp_path, plan, "--train.timeout", "2.5", train={"steps": 3, "global_batch": 8}) == 0
+
+
+# ---- nobody can report ----
+
+
+def test_the_launcher_ends_ranks_that_send_no_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 blocks in a library while it holds Python's lock, as in a call to a driver; rank 1 is stopped."""
+    monkeypatch.setattr(local, "SILENCE", 0.5)
+    monkeypatch.setattr(local, "TICK", 0.1)
+
+    def job(place: Place, store: dist.Store, console: object) -> None:
+        with Watch(make_board(store), place.rank, 2, Limits.of(1.0), end=lambda text: None):
+            RECORD.enter("step 3", 1.0, "train.timeout")
+            time.sleep(0.5)
+            if place.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            ctypes.PyDLL(None).sleep(60)
+
+    begin = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        local.launch_local(job, 2, tmp_path)
+    assert time.monotonic() - begin < 30
+    assert "none of 2 ranks has sent a heartbeat for" in str(failure.value)
+    assert "rank 1 is stopped (SIGSTOP) at step 3" in str(failure.value)
+    assert failure.value.rank == 1
+
+
+def test_a_rank_that_has_ended_its_watch_owes_no_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "SILENCE", 0.2)
+    monkeypatch.setattr(local, "TICK", 0.1)
+
+    def job(place: Place, store: dist.Store, console: object) -> None:
+        with Watch(make_board(store), place.rank, 1, Limits.of(1.0), end=lambda text: None):
+            RECORD.enter("step 3", 1.0, "train.timeout")
+            time.sleep(0.3)
+        time.sleep(2.5)
+
+    assert local.launch_local(job, 1, tmp_path)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+
+from fourfold.device_events import make_event
 
 __all__ = ["EVENTS", "MIRROR", "RECORD", "Event", "GroupRecord", "Record", "StepTrace", "Ticket", "read_mirror"]
 
@@ -194,7 +195,7 @@ class Record:
         if not on_device:
             _finish(ticket)
         elif self.watched:
-            event = self._events.popleft() if self._events else torch.cuda.Event()
+            event = self._events.popleft() if self._events else make_event()
             event.record()
             self._issued(ticket, event)
 
@@ -220,27 +221,25 @@ class Record:
     # ---- read by the watchdog ----
 
     def poll(self) -> None:
-        """See what the device has reached since the last poll."""
+        """See what the device has reached since the last poll; called by one thread."""
         while self._recorded:
             self._unreached.append(self._recorded.popleft())
-        unreached = []
-        for ticket in self._unreached:
-            if not ticket.event.query():
-                unreached.append(ticket)
+        for ticket in list(self._unreached):
+            if not ticket.event.query():  # may block, see device_events.py: other threads read `_unreached` meanwhile
                 continue
+            self._unreached.remove(ticket)
             self.progress += 1
             if ticket.group is None and ticket.peer < 0:
                 self.device_op = ticket.what
             else:
                 _finish(ticket)
                 self._events.append(ticket.event)
-        self._unreached = unreached
 
     def blocked_on(self) -> Ticket | None:
         """The collective or message that this rank waits for: its host, or the oldest thing its device has not reached."""
         if self.waiting is not None:
             return self.waiting
-        oldest = self._unreached[0] if self._unreached else None
+        oldest = next(iter(list(self._unreached)), None)
         return oldest if oldest is not None and (oldest.group is not None or oldest.peer >= 0) else None
 
 

@@ -9,6 +9,9 @@ kills the ranks.
 
 When a rank fails, the others have a few seconds to end by themselves. One that does not hangs or is stopped, and is what the
 others were waiting for. Before ending it, the launcher requests its stack (SIGUSR2), which is written to the rank's log.
+
+Ranks detect hangs themselves (train/watch.py). If none of them sends heartbeats any more, the launcher ends the job: a rank whose
+driver or library blocks while it holds Python's lock cannot report anything.
 """
 
 from __future__ import annotations
@@ -47,6 +50,10 @@ Job = Callable[[Place, dist.Store, IO[str] | None], object]
 
 GRACE = 3.0
 """Seconds that the other ranks have to end by themselves after the first failure."""
+SILENCE = 5.0
+"""Seconds beyond a rank's own limit after which it counts as silent."""
+TICK = 1.0
+"""Seconds between two looks at the heartbeats."""
 HANGS = "hangs"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop. SIGUSR1, which Slurm can send before a job's time is up, never kills the ranks."""
@@ -75,7 +82,7 @@ def launch_local(
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
             raise Interrupted("the ranks were killed at the second request to stop")
-        if end.failed and not (asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}):
+        if (end.failed or end.silent) and not (asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}):
             failure = _blame(end, Path(folder), logs)
             failure.after_stop = asked.stopped
             failure.reports = _reports(end, Path(folder), logs)
@@ -191,6 +198,8 @@ class _End:
 
     failed: dict[int, int] = field(default_factory=dict)
     hung: dict[int, str] = field(default_factory=dict)
+    silent: str = ""
+    """Why the job was ended if no rank sent heartbeats any more."""
     doing: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Phase and op of every rank, before the remaining ones were ended."""
 
@@ -199,10 +208,9 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
     """Wait for all ranks; some time after a first failure, end the others (at once, if they agreed that the job hangs)."""
     end = _End()
     waiting = dict(enumerate(processes))
-    deadline = float("inf")
+    deadline, looks = float("inf"), 0  # how many looks in a row have found all ranks silent
     while waiting:
-        left = deadline - time.monotonic()
-        wait([p.sentinel for p in waiting.values()], timeout=None if left == float("inf") else max(0.0, left))
+        wait([p.sentinel for p in waiting.values()], timeout=min(TICK, max(0.0, deadline - time.monotonic())))
         for rank in [rank for rank, p in waiting.items() if not p.is_alive()]:
             code = waiting.pop(rank).exitcode or 0
             if code and not end.hung:  # later deaths are caused by the launcher
@@ -211,6 +219,11 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
             hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
             killed = min(end.failed.values()) < 0  # the first failure is certain
             deadline = time.monotonic() + GRACE * (1 / 12 if killed else 1 / 3 if hang else 1)
+        if deadline == float("inf"):
+            silent = _all_silent(folder, sorted(waiting))
+            looks = looks + 1 if silent else 0
+            if looks > 2:  # after a suspended machine wakes, ranks need a moment to report
+                end.silent, deadline = silent, time.monotonic()
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
@@ -221,6 +234,28 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
             deadline = time.monotonic() + GRACE
     end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
     return end
+
+
+def _all_silent(folder: Path, ranks: Sequence[int]) -> str:
+    """Since when none of these ranks has sent a heartbeat; empty if one has, within its limit, or needs none."""
+    limits = []
+    for rank in ranks:
+        try:
+            beat = json.loads((folder / "beats" / str(rank)).read_text())
+        except (OSError, ValueError):
+            return ""
+        age = time.time() - beat["time"]
+        if beat["limit"] == float("inf") or age <= beat["patience"] + SILENCE:
+            return ""
+        limits.append((age, beat["patience"]))
+    if not limits:
+        return ""
+    age, limit = min(limits)
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"none of {len(ranks)} ranks has"
+    return (
+        f"{who} sent a heartbeat for {age:.0f} s (train.timeout {limit:g} s): a rank that is stopped, or whose driver or "
+        "library blocks while it holds Python's lock, sends none"
+    )
 
 
 def _state(process: BaseProcess) -> str:
@@ -238,6 +273,11 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         made.rank, made.kind = rank, kind
         return made
 
+    if end.silent:
+        lines = [f"rank {r} {state}{_doing(end, r)}" for r, state in sorted(end.hung.items())]
+        stopped = [r for r, state in end.hung.items() if state != HANGS]
+        text = "\n".join([end.silent, *lines, f"stacks of all ranks are in {logs}"])
+        return failure(text, next(iter(stopped), -1), HangError.__name__)
     records = {rank: note for rank in end.failed if (note := _read_error(folder, rank))}
     killed = [rank for rank, code in end.failed.items() if code < 0 and rank not in records]
     if killed:

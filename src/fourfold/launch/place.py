@@ -367,6 +367,8 @@ def join_group(
 
     `timeout`: seconds to wait for the other ranks to join. `group_timeout`: that of its collectives; default: the same.
     """
+    # a message or collective that waits in a hardware queue would block what is behind it; the default is 8 queues
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     chosen = choose_backend(backend, device.type, place.local_ranks, gpus)
     if device.type == "cuda":

@@ -46,8 +46,8 @@ MOST_OF_HOST = 0.9
 class FileWriter(dcp.FileSystemWriter):
     """DCP's writer of one folder; `written` has size and SHA-256 of every file of this rank, by name.
 
-    `stored` says where every chunk of all ranks is, on the rank that coordinates the save. (DCP's metadata has the same, but torch
-    2.11 puts it in a copy that `dcp.save` does not return.)
+    `stored` says where every chunk of all ranks is, on the rank that coordinates the save. (DCP's metadata has the same, but
+    torch 2.11 puts it in a copy that `dcp.save` does not return.)
     """
 
     def __init__(self, path: Path, files: int = FILES):

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fourfold.device_events import make_event
+
 __all__ = ["Clock", "DeviceClock", "HostClock", "make_clock"]
 
 
@@ -72,21 +74,19 @@ class DeviceClock:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._known: tuple[torch.cuda.Event, float] | None = (
-            None  # an event and the time of day at which it was reached
-        )
+        self._known: tuple[Any, float] | None = None  # an event and the time of day at which it was reached
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         if self._known is None:
-            known = torch.cuda.Event(enable_timing=True)
+            known = make_event(timing=True)
             known.record(torch.cuda.current_stream(self.device))
             known.synchronize()
             self._known = known, time.time()
-        event = torch.cuda.Event(enable_timing=True)
+        event = make_event(timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: Any) -> None:
         """Also records the time of day of this mark, for `time_of_day`, since the clocks of host and device drift.
 
         If the host had to wait, it wakes when the device reaches the mark, and reads its own clock. Otherwise the device was
@@ -99,18 +99,18 @@ class DeviceClock:
         event, at = self._known
         self._known = mark, time.time() if first else at + self.seconds(event, mark)
 
-    def reached(self, mark: torch.cuda.Event) -> bool:
+    def reached(self, mark: Any) -> bool:
         return bool(mark.query())
 
-    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        return first.elapsed_time(second) / 1000
+    def seconds(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1000
 
-    def time_of_day(self, mark: torch.cuda.Event) -> float:
+    def time_of_day(self, mark: Any) -> float:
         assert self._known is not None
         event, at = self._known
         return at - self.seconds(mark, event)
 
-    def lead(self, mark: torch.cuda.Event, issued: float) -> float:
+    def lead(self, mark: Any, issued: float) -> float:
         return self.time_of_day(mark) - issued
 
 

@@ -9,13 +9,15 @@ Starting and saving may take long without visible progress and have longer limit
 `train.timeout` ends the job then.
 
 [Note: beats]
-Two threads per rank, which never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what it waits
+Three threads per rank. Two never wait for a device. One publishes the rank's beat a few times per limit: phase, op, what it waits
 for, how many collectives of each group it has started, how long ago it made progress. Beats are files for ranks started on this
 machine, and keys of the job's store under torchrun and srun. The other thread judges: when its own rank has made no progress for
 half a limit, it reads the beats of all ranks; the first to see that no rank makes progress writes the verdict, which ends all
 ranks. To keep that cheap with many ranks, only the first few read beats; the others only read the verdict. The threads are
 daemons, so that a hanging one does not keep the process alive, and are joined when the watch ends: a daemon thread that returns
 from the store while the interpreter shuts down aborts the process (SIGABRT after a successful run).
+The third thread asks the device what it has reached; it may block for as long as the device does (device_events.py), and then the
+rank makes no progress.
 
 [Note: finding the culprit]
 A rank whose beat is old does not answer: it is stopped or dead, or its host is. Otherwise, the culprit is a rank that waits for
@@ -194,7 +196,7 @@ class Watch:
         self._reading = False
         self._threads = [
             threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True)
-            for work in (self._talk, self._judge)
+            for work in (self._talk, self._judge, self._poll)
         ]
 
     def __enter__(self) -> Watch:
@@ -206,6 +208,7 @@ class Watch:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.record.limit = float("inf")  # in the last beat: none will follow
         self._closed.set()
         self.record.watched = False
         for thread in self._threads:  # see [Note: beats]; several operations on the store may time out in a row
@@ -261,6 +264,17 @@ class Watch:
                 self._answered = time.monotonic()
             except Exception:  # the board is unreachable: the other thread counts how long
                 continue
+        if isinstance(self.board, FileBoard):  # a launcher reads it
+            with contextlib.suppress(OSError):
+                self.board.publish(self.rank, json.dumps(self.beat()))
+
+    def _poll(self) -> None:
+        """Thread: see what the device has reached."""
+        while not self._closed.wait(self.interval / 2):
+            try:
+                self.record.poll()
+            except RuntimeError:  # the device has failed: the main thread gets the same error
+                return
 
     def _judge(self) -> None:
         """Thread: track progress; if there is none, find out whether any rank makes progress."""
@@ -276,7 +290,6 @@ class Watch:
 
     def _look(self) -> str:
         """Why this rank must end; empty if it need not."""
-        self.record.poll()
         now = time.monotonic()
         if self.record.progress != self._seen:
             self._seen, self._moved, self._reading = self.record.progress, now, False
