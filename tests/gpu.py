@@ -7,19 +7,15 @@
 Each takes less than ten minutes on an H200 with 16 cores. Whatever fails, the rest runs; the summary comes last, and logs are in
 `runs/gpu`. What there is no time for is said to be left out (`--limit` seconds, 570 by default).
 
-Tests are forked from one process that has imported torch and not touched CUDA, one process per test: a process that has started CUDA
-must not fork ranks. Processes compute on one CPU thread each: their pools would wait for each other. Runs of real size have the GPU
-to themselves.
-
-Processes on a GPU take turns, and NCCL's kernels wait for each other, so that one all-reduce of eight ranks takes 0.1 s. Tests with
-ranks on NCCL run one at a time, through the driver's multi-process service (MPS) if it is there: ranks then compute at the same time.
-Killed and stopped ranks take turns: the service does not survive a client that dies with work on the device.
+Tests are forked from one process that has imported torch and not touched CUDA: a process that has started CUDA must not fork ranks, so
+a test that forks them has a process of its own. Processes compute on one CPU thread each: their pools would wait for each other. Runs
+of real size have the GPU to themselves. Tests with ranks on NCCL run one at a time: processes on a GPU take turns, and NCCL's kernels
+wait for each other, so that one all-reduce of eight ranks takes 0.1 s.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -28,9 +24,8 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +37,8 @@ TOGETHER = max(2, (os.cpu_count() or 2) - 2)
 """Tests at a time."""
 NCCL = ("tests/test_nccl.py", "test_a_stopped_rank_over_nccl")
 REAL = ("of_real_size",)
+FORKING = ("offload/test_training", "offload/test_fsdp", "test_training_has_the_same_bits")
+"""Tests that fork ranks."""
 
 
 @dataclass
@@ -56,29 +53,6 @@ class Done:
 def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | more
-
-
-@contextlib.contextmanager
-def ranks_at_the_same_time() -> Iterator[None]:
-    """Processes started inside share the GPU through MPS, if the driver has it."""
-    control = shutil.which("nvidia-cuda-mps-control", path=f"{os.environ.get('PATH', '')}:/usr/local/nvidia/bin")
-    if control is None:
-        print("no nvidia-cuda-mps-control: ranks take turns on the GPU", flush=True)
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
-        env = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        found = subprocess.run([control, "-d"], env=os.environ | env, capture_output=True, text=True)
-        print(f"MPS: {(found.stdout + found.stderr).strip() or 'started'}", flush=True)
-        if found.returncode == 0:
-            os.environ.update(env)
-        try:
-            yield
-        finally:
-            if found.returncode == 0:
-                subprocess.run([control], input="quit\n", env=os.environ, capture_output=True, text=True, timeout=20)
-                for name in env:
-                    del os.environ[name]
 
 
 class Session:
@@ -136,12 +110,14 @@ class Session:
 
         return self.run(name, start, **how)
 
-    def test(self, name: str, **how: Any) -> bool:
-        return self.run(name, lambda log: _forked(name, log), **how)
+    def test(self, names: Sequence[str], **how: Any) -> bool:
+        """Run tests in one process."""
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        return self.run(label, lambda log: _forked(names, log), **how)
 
-    def tests(self, names: Iterable[str]) -> None:
+    def tests(self, groups: Iterable[Sequence[str]]) -> None:
         with ThreadPoolExecutor(TOGETHER) as pool:
-            list(pool.map(self.test, names))
+            list(pool.map(self.test, groups))
 
     def summary(self) -> int:
         failed = [d for d in self.done if d.problem]
@@ -171,8 +147,8 @@ def _end_session(leader: int) -> None:
         return
 
 
-def _forked(name: str, log: Path) -> int:
-    """Run a test in a forked process."""
+def _forked(names: Sequence[str], log: Path) -> int:
+    """Run tests in a forked process."""
     pid = os.fork()
     if pid:
         return pid
@@ -184,7 +160,7 @@ def _forked(name: str, log: Path) -> int:
         os.dup2(out, 2)
         import pytest
 
-        code = int(pytest.main(["-q", "-p", "no:cacheprovider", name]))
+        code = int(pytest.main(["-q", "-p", "no:cacheprovider", *names]))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -214,6 +190,15 @@ def collected(*files: str) -> tuple[list[str], str]:
     ], "" if out.returncode == 0 else out.stdout + out.stderr
 
 
+def _grouped(names: Sequence[str]) -> list[list[str]]:
+    """Tests that share a process, the longest groups first: starting CUDA takes longer than most of them."""
+    groups: list[list[str]] = []
+    for file, size in (("tests/test_cuda.py", 3), ("tests/test_kernels.py", 8), ("tests/offload", 24)):
+        found = [n for n in names if n.startswith(file) and not any(word in n for word in FORKING)]
+        groups += [found[i : i + size] for i in range(0, len(found), size)]
+    return groups + [[n] for n in names if any(word in n for word in FORKING)]
+
+
 def run_tests(session: Session) -> int:
     os.chdir(ROOT)
     os.environ.update(environment(FOURFOLD_TEST_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1"))
@@ -233,28 +218,16 @@ def run_tests(session: Session) -> int:
     alone = [n for n in names if any(word in n for word in (*NCCL, *REAL))]
     shared = [n for n in names if n not in alone and ("[cpu" not in n or "cuda" in n)]
     print(f"{len(names)} tests, {len(shared)} of them {TOGETHER} at a time", flush=True)
-    session.tests(sorted(shared, key=lambda n: "test_cuda" not in n))  # the longer ones first
+    session.tests(_grouped(shared))
     for n in alone:
         if any(word in n for word in REAL):
-            session.test(n, needs=100, seconds=300)
-    with ranks_at_the_same_time():
-        for ranks in (2, 4, 8):
-            verify = [
-                "-m",
-                "fourfold",
-                "verify",
-                "--nproc",
-                str(ranks),
-                "--device",
-                "cuda",
-                "--backend",
-                "nccl",
-                "--quick",
-            ]
-            session.command(f"verify over NCCL with {ranks} ranks on one GPU", *verify, needs=40, seconds=200)
-        for n in alone:
-            if "test_nccl" in n and any(kept in n for kept in ("tied", "all axes")):  # verify has the other plans
-                session.test(n, needs=30)
+            session.test([n], needs=100, seconds=300)
+    for ranks in (2, 4, 8):
+        verify = ["-m", "fourfold", "verify", "--nproc", str(ranks), "--device", "cuda", "--backend", "nccl", "--quick"]
+        session.command(f"verify over NCCL with {ranks} ranks on one GPU", *verify, needs=40, seconds=200)
+    for n in alone:
+        if "test_nccl" in n and any(kept in n for kept in ("tied", "all axes")):  # verify has the other plans
+            session.test([n], needs=30)
     return session.summary()
 
 
