@@ -127,11 +127,12 @@ def unit_seconds(
     return UnitSeconds(forward, input_grad, weight_grad, cheap, unread)
 
 
-def host_seconds(problem: PlanProblem, kind: str, on_grid: bool, split: int) -> tuple[float, float]:
+def host_seconds(problem: PlanProblem, kind: str, row: int, col: int, split: int) -> tuple[float, float]:
     """Host seconds of a unit's forward and backward on a GPU: a lower bound of the unit's time. 0 on CPUs."""
     engine = problem.engine
     if problem.on_cpu or not (engine.host_unit or engine.host_matmul):
         return 0.0, 0.0
     matmuls = sum(o.kind == "product" for o in problem.spec.kinds[kind].operators)
-    seconds = split * (engine.host_unit + (engine.host_matmul * matmuls if on_grid else 0.0))
+    each = (engine.host_matmul if row * col > 1 else 0.0) + (engine.host_row if row > 1 else 0.0)
+    seconds = split * (engine.host_unit + each * matmuls)
     return 0.4 * seconds, 0.6 * seconds

@@ -42,6 +42,8 @@ class TrainingEngine:
     """Host seconds of a unit's forward and backward: on a GPU, a lower bound of the unit's time."""
     host_matmul: float = 0.0
     """Additional host seconds for every matmul on a tensor grid."""
+    host_row: float = 0.0
+    """Further host seconds for every matmul on a grid with rows, which gathers and sums matrices, too."""
     host_step: float = 0.0
     """Seconds of every step in which the device waits for the host: data, optimizer, metrics."""
     synchronous: bool = False
@@ -69,8 +71,9 @@ class TrainingEngine:
 
 _FLASH_1 = 0.5
 """Speed of the first FlashAttention relative to the second, on an A100."""
-FOURFOLD = TrainingEngine(host_unit=1.2e-3, host_matmul=0.9e-3)
-"""Measured on the host of an H200: Python takes 2.4 ms for a layer of two units, and 5 to 7 ms on a grid."""
+FOURFOLD = TrainingEngine(host_unit=1.2e-3, host_matmul=0.6e-3, host_row=0.3e-3)
+"""Measured on the host of an H200: Python takes 2.4 ms for a layer of two units, 5.3 ms on four columns, 6.4 ms on two rows and
+columns."""
 _TITAN = TrainingEngine(
     name="torchtitan",
     # eager: queries and keys are rotated as complex fp32 numbers (20 bytes an element instead of 4), RMSNorm is partly fused,

@@ -151,7 +151,7 @@ def unit_times_on_grid(
         at_ends = once is not False or grid.amortized_over == 1
         moves, usual_moves = (grid_times(problem, grid, splits_backward, each)[kind] for each in (at_ends, False))
     forward, backward, again = (_exposed(axes) for axes in (moves.forward, moves.backward, usual_moves.forward))
-    host_forward, host_backward = host_seconds(problem, kind, grid.row * grid.col > 1, split)
+    host_forward, host_backward = host_seconds(problem, kind, grid.row, grid.col, split)
     host_too = sum if problem.engine.synchronous else max  # the device waits for the host
     input_grad, weight_grad = c.input_grad + backward - moves.weight, c.weight_grad + moves.weight
     slower = host_too((host_backward, input_grad + weight_grad)) / max(1e-12, input_grad + weight_grad)

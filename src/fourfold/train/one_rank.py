@@ -44,6 +44,7 @@ from fourfold.train.parts import (
     make_units,
     message_shape,
     put_on_grid,
+    set_loss_chunks,
 )
 from fourfold.train.streamed import make_keeper, make_optimizer
 
@@ -104,6 +105,7 @@ class OneRank:
         reduce = torch.promote_types(_DTYPES[plan.precision.reduce], compute)
         grid = make_grid(self.mesh, plan)
         put_on_grid(self.model, grid, config, plan, compute, reduce)
+        set_loss_chunks(self.model, config, plan, self.layout)
         self.model.to(compute)
         self.held = make_units(
             config, plan, self.mesh, grid, self.layout, self.model, device=self.device, compute=compute, reduce=reduce
