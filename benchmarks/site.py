@@ -114,7 +114,9 @@ def run(folder: Path, address: str, numbers: Sequence[int]) -> tuple[list[Row], 
             both = f"{seconds:.1f} s ({spent:.1f} s of processors), command {took:.1f} s ({theirs_spent:.1f} s)"
             print(f"{case}: {how}, {both}", flush=True)
         rows.append(lower_is_better("will it fit, page just opened", "a second", "seconds", first, 1.0))
-        rows.append(lower_is_better("will it fit, a change while Python loads", "ten seconds", "seconds", loading, 10.0))
+        rows.append(
+            lower_is_better("will it fit, a change while Python loads", "ten seconds", "seconds", loading, 10.0)
+        )
         rows.append(lower_is_better("will it fit, after a change", "a second", "seconds", again, 1.0))
         wrong += _conduct(page)
         wrong += [f"console: {message}" for message in page.errors()]

@@ -10,8 +10,8 @@ it), as the lowered program runs them:
     release     according to the unit's mode, unless the next op uses the unit again
 
 The step ends with the update. The peak of an op and the bytes it leaves depend on its stage, its kind and its neighbours in the
-order, so they are computed once for each combination. Floats are added with `math.fsum`: `sum` rounds differently from Python 3.12
-on, and a last digit can decide between two choices.
+order, so they are computed once for each combination. Floats are added with `math.fsum`: `sum` rounds differently from Python
+3.12 on, and a last digit can decide between two choices.
 """
 
 from __future__ import annotations

@@ -455,6 +455,7 @@ def assemble(
         more: dict[str, Any] = {} if attention is None else {"attention": attention.to_dict()}
         if user.model is not None:
             more["own_layers"] = user.model.outline.parameters
+            more["own_classes"] = {name: type(layer).__name__ for name, layer in user.model.layers.items()}
         schema.write_json(run.env_file, environment(place, device) | more)
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done
