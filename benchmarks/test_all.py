@@ -24,7 +24,9 @@ PARTS = ("exhaustive", "published_layouts", "tensor_layers")
 
 QUICK: dict[str, list[str]] = {
     "pipeline": ["--quick", "--only", "overhead"],
+    "fine_tuning": ["--quick", "--only", "lora"],
     "fp8": ["--quick", "--steps", "4"],
+    "hugging_face": ["--quick", "--only", "open"],
     "startup": ["--quick", "--only", "counts", "disk"],
 }
 """A few seconds each; parts of other benchmarks are run by the test beside each."""

@@ -7,9 +7,10 @@
 Each takes less than ten minutes on an H200 with 16 cores. Whatever fails, the rest runs; the summary comes last, and logs are in
 `runs/gpu`. What there is no time for is said to be left out (`--limit` seconds, 570 by default).
 
-Tests are forked from one process that has imported torch and not touched CUDA, one process per test: a process that has started CUDA
-must not fork ranks. Those with ranks on NCCL run one at a time: many processes on a GPU take turns, and NCCL's kernels wait for each
-other. Runs of real size have the GPU to themselves.
+Tests are forked from one process that has imported torch and not touched CUDA: a process that has started CUDA must not fork ranks, so
+a test that forks them has a process of its own. Processes compute on one CPU thread each: their pools would wait for each other. Runs
+of real size have the GPU to themselves. Tests with ranks on NCCL run one at a time: processes on a GPU take turns, and NCCL's kernels
+wait for each other, so that one all-reduce of eight ranks takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ TOGETHER = max(2, (os.cpu_count() or 2) - 2)
 """Tests at a time."""
 NCCL = ("tests/test_nccl.py", "test_a_stopped_rank_over_nccl")
 REAL = ("of_real_size",)
+FORKING = ("offload/test_training", "offload/test_fsdp", "test_training_has_the_same_bits")
+"""Tests that fork ranks."""
 
 
 @dataclass
@@ -107,12 +110,14 @@ class Session:
 
         return self.run(name, start, **how)
 
-    def test(self, name: str, **how: Any) -> bool:
-        return self.run(name, lambda log: _forked(name, log), **how)
+    def test(self, names: Sequence[str], **how: Any) -> bool:
+        """Run tests in one process."""
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        return self.run(label, lambda log: _forked(names, log), **how)
 
-    def tests(self, names: Iterable[str]) -> None:
+    def tests(self, groups: Iterable[Sequence[str]]) -> None:
         with ThreadPoolExecutor(TOGETHER) as pool:
-            list(pool.map(self.test, names))
+            list(pool.map(self.test, groups))
 
     def summary(self) -> int:
         failed = [d for d in self.done if d.problem]
@@ -142,8 +147,8 @@ def _end_session(leader: int) -> None:
         return
 
 
-def _forked(name: str, log: Path) -> int:
-    """Run a test in a forked process."""
+def _forked(names: Sequence[str], log: Path) -> int:
+    """Run tests in a forked process."""
     pid = os.fork()
     if pid:
         return pid
@@ -155,7 +160,7 @@ def _forked(name: str, log: Path) -> int:
         os.dup2(out, 2)
         import pytest
 
-        code = int(pytest.main(["-q", "-p", "no:cacheprovider", name]))
+        code = int(pytest.main(["-q", "-p", "no:cacheprovider", *names]))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -185,9 +190,19 @@ def collected(*files: str) -> tuple[list[str], str]:
     ], "" if out.returncode == 0 else out.stdout + out.stderr
 
 
+def _grouped(names: Sequence[str]) -> list[list[str]]:
+    """Tests that share a process, the longest groups first: starting CUDA takes longer than most of them."""
+    groups: list[list[str]] = []
+    for file, size in (("tests/test_cuda.py", 3), ("tests/test_kernels.py", 8), ("tests/offload", 24)):
+        found = [n for n in names if n.startswith(file) and not any(word in n for word in FORKING)]
+        groups += [found[i : i + size] for i in range(0, len(found), size)]
+    return groups + [[n] for n in names if any(word in n for word in FORKING)]
+
+
 def run_tests(session: Session) -> int:
     os.chdir(ROOT)
-    os.environ.update(environment(FOURFOLD_TEST_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1"))
+    os.environ.update(environment(FOURFOLD_TEST_DEVICE="cuda", PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1"))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     names, problem = collected("tests/test_kernels.py", "tests/test_cuda.py", "tests/test_nccl.py", "tests/offload")
     if problem:  # pytest is missing, or a file cannot be imported
@@ -203,16 +218,16 @@ def run_tests(session: Session) -> int:
     alone = [n for n in names if any(word in n for word in (*NCCL, *REAL))]
     shared = [n for n in names if n not in alone and ("[cpu" not in n or "cuda" in n)]
     print(f"{len(names)} tests, {len(shared)} of them {TOGETHER} at a time", flush=True)
-    session.tests(sorted(shared, key=lambda n: "test_cuda" not in n))  # the longer ones first
+    session.tests(_grouped(shared))
     for n in alone:
         if any(word in n for word in REAL):
-            session.test(n, needs=100, seconds=300)
+            session.test([n], needs=100, seconds=300)
     for ranks in (2, 4, 8):
         verify = ["-m", "fourfold", "verify", "--nproc", str(ranks), "--device", "cuda", "--backend", "nccl", "--quick"]
-        session.command(f"verify over NCCL with {ranks} ranks on one GPU", *verify, needs=30 * ranks / 2, seconds=300)
+        session.command(f"verify over NCCL with {ranks} ranks on one GPU", *verify, needs=40, seconds=200)
     for n in alone:
         if "test_nccl" in n and any(kept in n for kept in ("tied", "all axes")):  # verify has the other plans
-            session.test(n, needs=40)
+            session.test([n], needs=30)
     return session.summary()
 
 
@@ -326,7 +341,7 @@ def _sample(session: Session, run: Path) -> None:
 TINY = """
 [model]
 family = "gpt"
-layers = 8
+layers = {layers}
 hidden = 64
 heads = 8
 seq_len = 16
@@ -354,7 +369,6 @@ def _faults(session: Session) -> None:
     """Killed and stopped ranks over NCCL, until the time is over."""
     print("\n## A killed and a stopped rank over NCCL, ranks that share one GPU, train.timeout 10 s", flush=True)
     print("| ranks | plan | fault | noticed after | report names it | processes left |\n|---|---|---|---|---|---|")
-    (session.logs / "tiny.toml").write_text(TINY)
 
     def attempt(case: tuple[int, str, str]) -> None:
         n, kind, fault = case
@@ -373,14 +387,15 @@ def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> No
     import psutil
 
     run, victim, begin = session.logs / name.replace(" ", "-").replace(",", ""), ranks - 1, time.monotonic()
-    plan = run.with_suffix(".plan.json")
+    plan, config = run.with_suffix(".plan.json"), run.with_suffix(".toml")
+    config.write_text(TINY.format(layers=ranks if kind == "pipe" else 2))
     plan.write_text(json.dumps(KINDS[kind](ranks) | {"precision": {"compile": False}}))  # to reach the fault soon
     command = [
         sys.executable,
         "-m",
         "fourfold",
         "train",
-        str(session.logs / "tiny.toml"),
+        str(config),
         "--plan",
         str(plan),
         "--nproc",
@@ -391,7 +406,7 @@ def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> No
         process = subprocess.Popen(
             [*command, "--train.run-dir", str(run)],
             cwd=ROOT,
-            env=environment(FOURFOLD_FAULTS=f"{fault} rank={victim} step=4"),
+            env=environment(FOURFOLD_FAULTS=f"{fault} rank={victim} step=3"),
             stdout=out,
             stderr=out,
             start_new_session=True,

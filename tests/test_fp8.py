@@ -124,6 +124,8 @@ def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
 
 def test_torchs_kernel_gives_the_same() -> None:
     """torch._scaled_mm, which is used on GPUs, exists for CPUs, too."""
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no scales per row on CPUs")
     torch.manual_seed(0)
     x, w = torch.randn(48, 64).to(BF16), torch.randn(32, 64).to(BF16)
     (x_q, x_scale), (w_q, w_scale) = quantize(x), quantize(w)

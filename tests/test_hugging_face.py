@@ -142,8 +142,12 @@ def test_every_plan_reads_the_folder_and_writes_it_again(folders: dict[str, Path
         run_ranks(train_all, ranks, list(configs.values()), how, timeout=100)
         for name, config in configs.items():
             same_tensors(folders[name], Path(config.train.run_dir) / "final")
-        read = {name: list(read_metrics(RunDir(c.train.run_dir))) for name, c in configs.items()}
-        return {name: series(found, "loss") + series(found, "grad_norm") for name, found in read.items()}
+            read = json.loads((Path(config.train.run_dir) / "env.json").read_text())["weights"]
+            stored = sum(t.nbytes for t in load_file(folders[name] / "model.safetensors").values())
+            assert len(read) == ranks
+            assert sum(each["bytes"] for each in read) >= stored  # a tied matrix is read by two stages
+        steps_of = {name: list(read_metrics(RunDir(c.train.run_dir))) for name, c in configs.items()}
+        return {name: series(found, "loss") + series(found, "grad_norm") for name, found in steps_of.items()}
 
     serial = trained("serial", 1, {})
     assert all(len(found) == 2 for found in serial.values())

@@ -98,6 +98,8 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if name == "embedding" and args[1].is_floating_point():  # torch 2.11 does not refuse it without data
+            raise RuntimeError(f"an embedding needs integers, but its input is {args[1].dtype}")
         given = [t for t in tree_flatten(args)[0] if isinstance(t, Tensor)]
         notes = self.notes
         notes.used |= {self.parameters[id(s)]: None for t in given if id(s := t.untyped_storage()) in self.parameters}

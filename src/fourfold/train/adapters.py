@@ -94,14 +94,14 @@ def check_base(folder: Path, m: ModelConfig, *, first: bool) -> None:
 # ---- whole models ----
 
 
-def fill_model(model: Transformer, directory: Path, m: ModelConfig) -> int:
+def fill_model(model: Transformer, directory: Path, m: ModelConfig, *, checksums: bool = True) -> int:
     """Fill a whole model from a checkpoint, and with LoRA from the files of its frozen weights; returns the step."""
     holdings = _holdings(model)
     if m.lora is not None:
         frozen = [h for h in holdings if not _of_adapter(h)]
         holdings = [h for h in holdings if _of_adapter(h)]
         fill(check_weights(m, again=True), m, frozen)
-    step: int = checkpoint.load(directory, holdings)["step"]
+    step: int = checkpoint.load(directory, holdings, checksums=checksums)["step"]
     return step
 
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from fourfold.train.loop import Loop
 
 __all__ = [
+    "ReadWeights",
     "check_weights",
     "family_of_source",
     "fill",
@@ -333,22 +336,30 @@ def _refuse_untied(source: Source, head: str, embedding: str, where: str) -> Non
 # ---- reading ----
 
 
-def read_weights(loop: Loop) -> dict[str, str]:
-    """Fill the weights of a loop from the folder in its config, unit by unit; every rank reads its own pieces.
+@dataclass(frozen=True)
+class ReadWeights:
+    """What a rank has read: the dtype of every tensor in the folder by name, in safetensors' spelling; bytes and seconds."""
 
-    Returns the dtype of every tensor in the folder by name, in safetensors' spelling.
-    """
-    m = loop.config.model
+    types: dict[str, str]
+    bytes: int
+    seconds: float
+
+
+def read_weights(loop: Loop) -> ReadWeights:
+    """Fill the weights of a loop from the folder in its config, unit by unit; every rank reads its own pieces."""
+    begun, size, m = time.perf_counter(), 0, loop.config.model
     source = check_weights(m, again=True)
     for base in loop.bases:  # with LoRA, the only units whose weights are in files
-        fill(source, m, [Holding("", base.shard.detach(), base.shard_range[0], base.layout, base.pieces)])
+        size += fill(source, m, [Holding("", base.shard.detach(), base.shard_range[0], base.layout, base.pieces)])
     for unit in loop.units if not loop.bases else ():
         master = loop.optimizer.flats(unit)[""]
-        fill(source, m, [Holding("", master, unit.shard_range[0], unit.layout, unit.pieces)])
+        size += fill(source, m, [Holding("", master, unit.shard_range[0], unit.layout, unit.pieces)])
         loop.optimizer.publish(unit)
     for tie in loop.ties:
         tie.publish()
-    return stored_types(source)
+    if loop.device.type == "cuda":
+        torch.cuda.synchronize(loop.device)
+    return ReadWeights(stored_types(source), size, time.perf_counter() - begun)
 
 
 def stored_types(source: Source) -> dict[str, str]:
@@ -358,12 +369,12 @@ def stored_types(source: Source) -> dict[str, str]:
 
 
 @torch.no_grad()
-def fill(source: _Renamed, m: ModelConfig, holdings: Iterable[Holding]) -> None:
-    """Fill this rank's parts of the serial parameters."""
-    fill_by(source, links(source.family, m), holdings)
+def fill(source: _Renamed, m: ModelConfig, holdings: Iterable[Holding]) -> int:
+    """Fill this rank's parts of the serial parameters; returns the bytes read."""
+    return fill_by(source, links(source.family, m), holdings)
 
 
-def fill_by(source: Source, stored: Iterable[Link], holdings: Iterable[Holding]) -> None:
+def fill_by(source: Source, stored: Iterable[Link], holdings: Iterable[Holding]) -> int:
     """The same, with an explicit list of stored tensors."""
     of: dict[str, list[Link]] = defaultdict(list)
     for link in stored:
@@ -372,16 +383,18 @@ def fill_by(source: Source, stored: Iterable[Link], holdings: Iterable[Holding])
         (link, box, view) for holding in holdings for piece, box, view in held_boxes(holding) for link in of[piece.name]
     ]
     with ThreadPoolExecutor(THREADS) as pool:
-        for done in [pool.submit(_fill, source, *item) for item in work]:
-            done.result()
+        return sum(done.result() for done in [pool.submit(_fill, source, *item) for item in work])
 
 
 @torch.no_grad()
-def _fill(source: Source, link: Link, box: Box, view: Tensor) -> None:
+def _fill(source: Source, link: Link, box: Box, view: Tensor) -> int:
+    size = 0
     for at, theirs, step in _runs(link, box, view.element_size()):
         part = _stored(source, link, theirs)[::step]
         target = view.narrow(0, at, part.shape[0])
         target.copy_(part.to(target.device) if target.is_cuda else part)
+        size += part.nbytes
+    return size
 
 
 def _runs(link: Link, box: Box, width: int) -> Iterator[tuple[int, Box, int]]:

@@ -425,14 +425,20 @@ def assemble(
         said = checkpoint.download_newest(remote, run.checkpoints, saving, place.local_rank, place.local_ranks)
     done = checkpoint.resume(loop, run.checkpoints, saving, console, said)
     begins = checkpoint.newest(run.checkpoints) is None
+    read: list[tuple[int, float]] = []  # by rank, bytes and seconds of reading initial or frozen weights
     if config.model.lora is not None:
         _checked_by_rank_0(place, lambda: check_base(run.path / "hf", config.model, first=begins))
     if user.model is not None and frozen:
         _checked_by_rank_0(place, lambda: check_frozen(run.path, frozen, first=begins))
     if config.model.init != "random" and (begins or config.model.lora is not None):
-        types = read_weights(loop)
+        found = read_weights(loop)
+        read = _everyone((found.bytes, found.seconds), place)
         if place.rank == 0:
-            keep_files(config, run.path / "hf", types)
+            keep_files(config, run.path / "hf", found.types)
+            slowest = " on the slowest rank" if place.ranks > 1 else ""
+            size, seconds = sum(b for b, _ in read), max(s for _, s in read)
+            took = f"{schema.format_bytes(size)} read in {short_duration(seconds)}{slowest}"
+            print(f"weights: {took}", file=console, flush=True)
     elif place.rank == 0 and done == 0 and user.model is None:
         keep_files(config, run.path / "hf")
     if objective is not None and objective.has_reference:
@@ -453,6 +459,8 @@ def assemble(
     if place.rank == 0:
         run.write(config, plan)  # after the checkpoint was opened under them
         more: dict[str, Any] = {} if attention is None else {"attention": attention.to_dict()}
+        if read:
+            more["weights"] = [{"bytes": size, "seconds": round(seconds, 3)} for size, seconds in read]
         if user.model is not None:
             more["own_layers"] = user.model.outline.parameters
             more["own_classes"] = {name: type(layer).__name__ for name, layer in user.model.layers.items()}
