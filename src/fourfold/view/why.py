@@ -99,9 +99,9 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """The explanation for people."""
-        steps = f"step {self.steps[0]}" if len(self.steps) == 1 else f"{len(self.steps)} traced steps"
+        steps = f"step {self.steps[0]}" if len(self.steps) == 1 else f"mean of {len(self.steps)} traced steps"
         promised = f"; the plan promised {format_seconds(self.promised)} on {self.cluster}" if self.promised else ""
-        out = [f"A step takes {format_seconds(self.seconds)} (mean of {steps}){promised}."]
+        out = [f"A step takes {format_seconds(self.seconds)} ({steps}){promised}."]
         for number, f in enumerate(self.findings[:MOST_FINDINGS], 1):
             share = f"{f.seconds / self.seconds:.0%}"
             out.append(f"{number}. {format_seconds(f.seconds)} a step ({share}): {f.text}")
@@ -506,6 +506,8 @@ class _Case:
             if slow:
                 first = ", ".join(map(str, slow[:5])) + (" …" if len(slow) > 5 else "")
                 yield f"{len(slow)} of {len(times)} steps took more than twice the median: {first}."
+        if self.steps[-1].step == 1:
+            yield "Only step 1 was traced, whose times include what happens once; train longer, or with --log.trace 1."
         if self.own:
             yield "No prediction: the planner does not know the operators of a model of your own."
         elif self.cluster is None:
