@@ -1,18 +1,19 @@
 """From a Hugging Face folder to a Hugging Face folder, on one GPU, from the command line.
 
-    python -m benchmarks.hugging_face [--quick] [--seconds 200] [--folder PATH] [--json PATH] [--only open chain same]
+    python -m benchmarks.hugging_face [--quick] [--seconds 200] [--folder PATH] [--json PATH] [--only open final chain same]
 
 A folder of the Llama 3.1 8B shape with random bf16 weights is written by `transformers`. Then
 
     open     its files are read by as many plain readers as `fourfold train` uses, out of the page cache, and again by
-             `fourfold train FOLDER --data chats.jsonl`, which makes 30 steps of full fine-tuning by the planner's own plan
-    chain    the same command for a few of the layers, to its end: a checkpoint of all layers has 12 bytes a parameter, 90 GiB;
-             transformers opens final/, and its fp32 logits are compared with ours
+             `fourfold train FOLDER --data chats.jsonl`, which makes 30 steps of full fine-tuning by the planner's own plan; the
+             last checkpoint has weights only (with all state it would have 90 GiB) and is in memory (/dev/shm) if that has room
+    final    transformers opens the final/ of that run, and its fp32 logits are compared with ours
+    chain    the same for a few of the layers, for small disks
     same     folder in, folder out without a step: every tensor by SHA-256, and the fp32 logits of transformers and ours
 
 Every figure is printed as soon as it is known; a part that fails, or for which no time is left, is reported, and the next
-begins. Everything that uses the GPU is a process of its own. Needs 55 GiB of disk, where TMPDIR or `--folder` is; `--quick` is a
-small shape on the CPU.
+begins. Everything that uses the GPU is a process of its own. Needs 20 GiB of disk, where TMPDIR or `--folder` is, and 50 GiB
+there or in memory; `--quick` is a small shape on the CPU.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = parser_of("A Hugging Face folder in and out, on one GPU", ("open", "chain", "same"))
+    parser = parser_of("A Hugging Face folder in and out, on one GPU", ("open", "final", "chain", "same"))
     parser.add_argument("--seconds", type=float, default=200.0, help="for everything; what does not fit is left out")
     parser.add_argument("--folder", type=Path, help="where the folder is written, and kept; one that is there is used")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
@@ -390,14 +391,12 @@ def open_(args: argparse.Namespace, budget: Budget) -> Iterator[Row]:
     plain = read_plainly(files)
     log(f"plain reads: {size / GIB:.2f} GiB in {plain:.2f} s, {size / plain / 1e9:.2f} GB/s, {how}")
     how = drop(files)
-    run = Run(
-        [str(args.folder), "--data.source", str(args.work / "chats.jsonl"), *steps_of(args, STEPS)],
-        args.work / "full",
-        args.quick,
-    )
+    words = [str(args.folder), "--data.source", str(args.work / "chats.jsonl"), "--checkpoint.last", "weights"]
+    run = Run([*words, *steps_of(args, STEPS)], full_run(args), args.quick)
     try:
-        steps = STEPS if not args.quick else 6
-        run.go(steps, budget.left - 5, finish=False)
+        run.go(STEPS if not args.quick else 6, budget.left - 5, finish=True)
+        log(f"  from the command to its end: {run.seconds:.1f} s")
+    finally:
         found, seconds = run.weights()
         log(f"fourfold train: {found / GIB:.2f} GiB in {seconds:.2f} s, {found / seconds / 1e9:.2f} GB/s, {how}")
         case = f"{sized(args.shape)}, one GPU"
@@ -405,8 +404,25 @@ def open_(args: argparse.Namespace, budget: Budget) -> Iterator[Row]:
         met = "met" if seconds <= SLOWER * plain else "MISSED"
         log(f"goal {met}: {seconds / plain:.2f} times as long as plain reads; at most {SLOWER}")
         yield from speed(f"{case}, full", run)
+        shutil.rmtree(run.run / "checkpoints", ignore_errors=True)
+
+
+def full_run(args: argparse.Namespace) -> Path:
+    """The directory of the run of the whole model: in memory if that has room for checkpoint and final/, 6 bytes a parameter."""
+    memory = Path("/dev/shm")
+    if memory.is_dir() and shutil.disk_usage(memory).free > 7 * parameters(args.shape):
+        return memory / f"{args.work.name}-full"
+    return Path(args.work) / "full"
+
+
+def final(args: argparse.Namespace, budget: Budget) -> Iterator[Row]:
+    """The final/ of the run of `open`, in transformers and in ours."""
+    run = full_run(args)
+    try:
+        found = part("compare", args, budget.left, "--model", str(run / "final"))
+        yield from compared(f"{sized(args.shape)}, trained: logits of final/", found)
     finally:
-        shutil.rmtree(run.run, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def steps_of(args: argparse.Namespace, steps: int) -> list[str]:
@@ -651,7 +667,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 PARTS = {"write": write_part, "compare": compare_part, "same": same_part}
-SECTIONS = {"write": write, "open": open_, "chain": chain, "same": same}
+SECTIONS = {"write": write, "open": open_, "final": final, "chain": chain, "same": same}
 
 
 if __name__ == "__main__":

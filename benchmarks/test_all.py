@@ -26,7 +26,7 @@ QUICK: dict[str, list[str]] = {
     "pipeline": ["--quick", "--only", "overhead"],
     "fine_tuning": ["--quick", "--only", "lora"],
     "fp8": ["--quick", "--steps", "4"],
-    "hugging_face": ["--quick", "--only", "open"],
+    "hugging_face": ["--quick", "--only", "open", "final"],
     "startup": ["--quick", "--only", "counts", "disk"],
 }
 """A few seconds each; parts of other benchmarks are run by the test beside each."""

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from fourfold.cli import main
 from fourfold.errors import CheckpointError, RankFailure
 from fourfold.model.build import serial_model
 from fourfold.piece import Piece
@@ -746,3 +747,25 @@ def test_any_box_of_a_tensor_is_read_alone(tmp_path: Path, dtype: torch.dtype) -
         assert torch.equal(checkpoint.read_box(path, stored, "x", part), x[slice(*rows), 1:3, 2:3])
         assert torch.equal(checkpoint.read_box(path, stored, "odd", (rows, (1, 4))), odd[slice(*rows), 1:4])
     assert torch.equal(checkpoint.read_box(path, stored, "s", ()), scalar)
+
+
+def test_the_last_checkpoint_can_be_weights_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """final/ is the same; training cannot continue from it, only from the checkpoint before."""
+    finals = []
+    for last in ("all", "weights"):
+        config = make_config(tmp_path / last, train={"steps": 4}, checkpoint={"every": 2, "last": last})
+        run_training(config, {"mesh": {"data": 2}}, 2)
+        finals.append((tmp_path / last / "final" / "model.safetensors").read_bytes())
+    assert finals[0] == finals[1]
+    folder = tmp_path / "weights" / "checkpoints"
+    names = read_index(folder / "step-000004")
+    assert names
+    assert not any(name.startswith("optim.") for name in names)
+    assert any(name.startswith("optim.") for name in read_index(folder / "step-000002"))
+    again = ["train", "--resume", str(tmp_path / "weights"), "--train.steps", "6"]
+    assert main(again) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has weights only (checkpoint.last = 'weights'), so training cannot continue" in said
+    shutil.rmtree(folder / "step-000004")
+    assert main([*again, "--nproc", "2"]) == 0
+    assert checkpoint.newest(folder) == folder / "step-000006"

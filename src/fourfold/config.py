@@ -592,6 +592,9 @@ class CheckpointConfig:
     """Number of complete checkpoints to keep, at least 2 (a machine may fail while the newest is written)."""
     keep_every: int = 0
     """Also keep the checkpoints of every N-th step; 0: none."""
+    last: Literal["all", "weights"] = "all"
+    """What the checkpoint after the last step holds. weights: no optimizer state, a third of the bytes; final/ is the same, but
+    training cannot continue from it."""
     mode: Literal["async", "sync"] = "async"
     """async: a thread writes a copy while training continues; sync: training waits."""
     timeout: float = 0.0

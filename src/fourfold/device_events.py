@@ -3,8 +3,8 @@
 [Note: the driver and the interpreter lock]
 A launch blocks while the device's queue of about a thousand operations is full, and other calls of the process to the driver then
 block, too. torch holds the interpreter lock in `Event.record` and `Event.query`. So if a device waits in a collective for a rank
-that is stopped, the first thread that records or queries an event would stop all threads of its process, the watchdog's among
-them, and nobody would report the hang. ctypes releases the lock: only the thread that makes the call blocks.
+that is stopped, the first thread that records or queries an event would stop all threads of its process, also the watchdog's,
+which report hangs. ctypes releases the lock: only the thread that calls blocks.
 """
 
 from __future__ import annotations

@@ -224,8 +224,11 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
     ranks = args.nproc
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--nproc {ranks}: at least one rank is needed")
+    from fourfold.train.checkpoint_folder import check_whole
     from fourfold.train.objective import open_run
 
+    if args.resume:
+        check_whole(Path(args.resume) / "checkpoints")
     samples, *_ = open_run(config)
     if args.plan:
         plan = Plan.load(args.plan)

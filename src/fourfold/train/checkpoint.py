@@ -57,6 +57,7 @@ from fourfold.train.checkpoint_folder import (
     STATE,
     STEP,
     check_state,
+    check_whole,
     complete,
     describe,
     doomed,
@@ -96,6 +97,7 @@ __all__ = [
     "ChunkPlanner",
     "Holding",
     "check_state",
+    "check_whole",
     "complete",
     "doomed",
     "download_newest",
@@ -161,6 +163,7 @@ def load_newest(
     beginning is the user's decision.
     """
     bad: list[tuple[Path, list[str]]] = []
+    _together(lambda: check_whole(checkpoints), group)
     found = _together(lambda: complete(checkpoints), group)
     held = holdings() if found else ()
     for _, path in reversed(found):

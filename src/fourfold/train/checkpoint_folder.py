@@ -6,6 +6,7 @@ renamed, never the content of a file; links are ignored.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -28,6 +29,7 @@ __all__ = [
     "STATE",
     "STEP",
     "check_state",
+    "check_whole",
     "complete",
     "describe",
     "doomed",
@@ -131,6 +133,21 @@ def check_state(state: Mapping[str, Any], directory: Path) -> None:
     counts = [state.get("updates"), state.get("skipped"), table.get("epoch"), table.get("next")]
     if not all(map(schema.is_integer, counts)) or not isinstance(table.get("fingerprint"), str):
         raise CheckpointError(f"{directory / STATE}: damaged: it needs updates, skipped and data to resume from")
+
+
+def check_whole(checkpoints: Path) -> None:
+    """Raise CheckpointError if the newest checkpoint has no optimizer state (checkpoint.last = "weights")."""
+    directory = newest(checkpoints)
+    state: dict[str, Any] = {}
+    if directory is not None:
+        with contextlib.suppress(CheckpointError):  # a damaged one is reported when it is loaded
+            state = read_state(directory)
+    if state.get("optimizer") is False:
+        raise CheckpointError(
+            f"{directory}: has weights only (checkpoint.last = 'weights'), so training cannot continue from it. "
+            f"fourfold export {checkpoints.parent} FOLDER writes the model, which a new run can fine-tune; or delete {directory} "
+            "to resume from the checkpoint before it"
+        )
 
 
 def verify(directory: Path, share: int = 0, shares: int = 1) -> list[str]:

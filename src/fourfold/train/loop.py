@@ -453,6 +453,9 @@ class Loop:
         if self.config.train.check_replicas >= 0:
             self.check_replicas(step, holdings)
             self.guard.save(step)
+        if step == self.config.train.steps and self.config.checkpoint.last == "weights":
+            holdings = [h for h in holdings if not h.prefix]
+            state["optimizer"] = False
         self.checkpointer.save(step, holdings, state, last=last)
         metrics = {"step": step, "save_seconds": time.perf_counter() - begin}
         self._call(lambda c: c.on_saving(self.info, metrics))
