@@ -10,7 +10,7 @@ would send is this rank's own data. `ours` is the planner's prediction for that 
     reserved    the most the allocator took from the device (no goal)
     compute     seconds of a step without communication                         goal: within 10 %
 
-A step is timed when the device has worked for two seconds, as calibration does: a cool one is faster. What it spends on standing
+A step is timed when the device has worked for a second, as calibration does: a cool one is faster. What it spends on standing
 in for other ranks is left out.
 """
 
@@ -74,7 +74,7 @@ def rule(match: str = "*", **more: Any) -> dict[str, Any]:
     return {"match": match, **more}
 
 
-WARM = 2.0
+WARM = 1.0
 """Seconds of steps before those that count."""
 PLANS: list[tuple[str, str, int, int, dict[str, Any]]] = [  # name, model, sequences of a micro-batch, rank, plan
     ("data 8, zero3", "llama", 2, 0, {"mesh": {"data": 8}, "unit": [rule(mode="zero3")]}),
@@ -96,6 +96,9 @@ PLANS: list[tuple[str, str, int, int, dict[str, Any]]] = [  # name, model, seque
     ("data 2 · col 4", "llama", 2, 1,
      {"mesh": {"data": 2, "col": 4}, "unit": [rule(mode="zero3")], "batch": {"micro_batches": 2}}),
     ("row 2 · col 2", "gpt", 8, 3, {"mesh": {"row": 2, "col": 2}}),
+    ("row 2 · col 2, one sequence", "llama, 2048", 1, 0, {"mesh": {"row": 2, "col": 2}, "batch": {"micro_batches": 4}}),
+    ("data 2 · col 4, one sequence", "llama, 2048", 1, 1,
+     {"mesh": {"data": 2, "col": 4}, "batch": {"micro_batches": 4}}),
     ("data 8, zero2", "gpt, dropout", 8, 0, {"mesh": {"data": 8}, "unit": [rule(mode="zero2")]}),
     ("data 8, zero2, full", "gpt, dropout", 8, 0, {"mesh": {"data": 8}, "unit": [rule(mode="zero2", recompute="full")]}),
     ("data 4, optimizer on the host", "llama", 2, 0,
