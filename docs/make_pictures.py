@@ -221,7 +221,7 @@ def sharding(path: Path) -> None:
     from fourfold.planner.problem import parse_fixes
     from fourfold.planner.report import with_report
 
-    problem, fixed = _problem(), parse_fixes(["pipe=1", "col=1"])
+    problem, fixed = _problem("a100-40g"), parse_fixes(["pipe=1", "col=1"])
     names = ("parameters", "gathered", "gradients", "optimizer", "activations", "workspace")
     judged = []
     for mode in ("replicate", "zero2", "zero3", "keep"):  # each with the recomputation and reduction that suit it best
@@ -240,7 +240,7 @@ def sharding(path: Path) -> None:
     d.text(
         24,
         30,
-        "Llama 3 8B on 8 H100, 64 × 8,192 tokens: memory of a rank in GiB, predicted time of a step",
+        "Llama 3 8B on 8 A100 (40 GB), 64 × 8,192 tokens: memory of a rank in GiB, predicted time of a step",
         14,
         bold=True,
     )
@@ -447,7 +447,7 @@ def planner(path: Path) -> None:
     from fourfold.planner.report import with_report
     from fourfold.view.plan_report import report_data
 
-    problem, free = _problem(), parse_fixes([])
+    problem, free = _problem("h100-sxm"), parse_fixes([])
     found = find_plan(problem, free)
     plan = with_report(found, problem, len(found.ranked))
     data = report_data(plan, problem, tried=plan.alternatives or (), uniform=uniform_plans(problem, 120, free))
@@ -596,12 +596,12 @@ def _ops(timeline: Any, row: int) -> list[tuple[Any, Any, Any]]:
     return [(s.what, s.start, s.end) for s in timeline.spans() if s.row == row and s.lane == "compute"]
 
 
-def _problem() -> Any:
+def _problem(cluster_name: str) -> Any:
     import fourfold as ff
     from fourfold.planner.api import default_precision
     from fourfold.planner.problem import PlanProblem
 
-    cluster = ff.Cluster.preset("h100-sxm")
+    cluster = ff.Cluster.preset(cluster_name)
     spec = ff.ModelSpec.from_config(ff.Config.load(ROOT / "configs" / "llama-8b.toml").model)
     return PlanProblem(spec, cluster, 64, default_precision(cluster))
 

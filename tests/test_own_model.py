@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,39 @@ def test_own_dataset_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "runs" / "own-model" / "final" / "model.safetensors").exists()
     assert main(["view", "runs/own-model", "--html"]) == 0
     assert main(["why", "runs/own-model"]) == 0
+
+
+class Slow(nn.Linear):
+    """A layer whose forward takes `seconds`."""
+
+    seconds = 0.001
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_why_compares_layers_of_one_class(late: bool, tmp_path: Path) -> None:
+    """The layers of a list are named 0, 1, 2: what they have in common is their class and number of parameters."""
+
+    def layers() -> list[nn.Module]:
+        made = [nn.Embedding(12, 10), Slow(10, 10), Slow(10, 10), Slow(10, 10), Slow(10, 12)]
+        made[2].seconds, made[4].seconds = 0.02 if late else 0.001, 0.02  # type: ignore[assignment]
+        return made
+
+    config = {"train": {"steps": 4, "global_batch": 12, "run_dir": str(tmp_path / "run")}, "log": {"trace": 1}}
+    ff.fit(
+        ff.Config.from_dict(config),
+        ff.Plan(),
+        model=layers,
+        data=Sentences(),
+        loss=cross_entropy,
+        console=io.StringIO(),
+    )
+    found = [f for f in ff.explain_run(tmp_path / "run").findings if f.label == "slow-unit"]
+    assert [f.details["unit"] for f in found] == (["2"] if late else [])
+    assert all("others of its kind (Slow)" in f.text and "uncompiled" not in f.text for f in found)
 
 
 # ---- layers on the grid, frozen parameters, a parameter in two layers ----

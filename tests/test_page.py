@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,16 @@ def test_perfetto(tmp_path: Path) -> None:
     assert len(spans) == len(list(timeline.spans()))
     assert {e["pid"] for e in spans} == {1, 2}
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e6 * float(timeline.makespan))
+
+
+def test_slices_of_a_perfetto_track_do_not_overlap(tmp_path: Path) -> None:
+    """Not by a nanosecond: Perfetto drops slices that overlap in part."""
+    ends = [i / 7e4 for i in range(1, 2000)]
+    row = Row("rank 0", tuple(PageSpan(a, b, "F", "0F0") for a, b in zip([0.0, *ends], ends, strict=False)))
+    write_perfetto(tmp_path / "t.json", [Panel("measured", (row,))])
+    spans = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    times = [(round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])) for e in spans]
+    assert all(a[1] == b[0] for a, b in pairwise(times))
 
 
 def test_a_run_of_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,7 +327,7 @@ def why(args: WhyArgs) -> int:
     else:
         console = Console(highlight=False)
         for line in found.lines():
-            console.print(printable(line), markup=False)
+            console.print(printable(line), markup=False, soft_wrap=not console.is_terminal)
     return 0
 
 
@@ -345,7 +345,7 @@ def _view_plan(args: ViewArgs, path: Path) -> int:
         print(json.dumps({"plan": str(path), **timeline.to_dict()}))
         return 0
     if not (args.html or args.perfetto or args.open):
-        show_timeline(str(path), timeline)
+        show_timeline(str(path), timeline, seconds=bool(unit))
         return 0
     what = f"{float(timeline.makespan):.4g} s" if unit else f"{float(timeline.makespan):.4g} forwards of a rank's share"
     summary = f"One step of the pipeline takes {what}, with a bubble of {float(timeline.bubble):.1%}."

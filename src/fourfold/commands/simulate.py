@@ -91,7 +91,10 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
         unit = "s" if costs != args.costs else ""  # a plan with predicted seconds
         panels = [panel_of(name, timeline) for name, timeline in rows]
         best = rows[0][1]
-        summary = f"Makespan {float(best.makespan):.4g}, bubble {float(best.bubble):.1%} ({rows[0][0]})."
+        measure = f"{float(best.makespan):.4g}" + (
+            " s" if unit else f" (a forward of a rank's share: {args.forward:g})"
+        )
+        summary = f"{rows[0][0]}: makespan {measure}, bubble {float(best.bubble):.1%}."
         write_page(Path(args.html), f"simulated: {rows[0][0]}", summary, panels, unit=unit)
         print(args.html, file=file)
         return 0
@@ -105,7 +108,7 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
     if args.compare:
         show_comparison(rows, file)
     else:
-        show_timeline(*rows[0], file)
+        show_timeline(*rows[0], file, seconds=costs != args.costs)
     return 0
 
 

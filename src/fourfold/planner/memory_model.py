@@ -10,7 +10,8 @@ it), as the lowered program runs them:
     release     according to the unit's mode, unless the next op uses the unit again
 
 The step ends with the update. The peak of an op and the bytes it leaves depend on its stage, its kind and its neighbours in the
-order, so they are computed once for each combination.
+order, so they are computed once for each combination. Floats are added with `math.fsum`: `sum` rounds differently from Python
+3.12 on, and a last digit can decide between two choices.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> float:
-        return sum(self.by_category)
+        return math.fsum(self.by_category)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -383,7 +384,7 @@ def replay_rank(
     """
     held = schedule.stages_of[rank]
     base = [0.0] * len(CATEGORIES)
-    base[_PARAMETERS] = extras.parameters + sum(u.cost.parameter_bytes for s in held for u in stages[s])
+    base[_PARAMETERS] = extras.parameters + math.fsum(u.cost.parameter_bytes for s in held for u in stages[s])
     base[_MESSAGES] = extras.messages
     base[_ACTIVATIONS] = extras.offload_buffers
     received = _receiving_ops(schedule, rank) if extras.pooled else frozenset()
@@ -395,7 +396,7 @@ def replay_rank(
         key = (alike, (s, "F") in received, (s, "B") in received, tied)
         known[s] = cache.setdefault(key, {})
     best, most, best_at = list(base), 0.0, "update"
-    total, reducing = sum(base), (0.0, 0.0)
+    total, reducing = math.fsum(base), (0.0, 0.0)
     ops, contexts = schedule.order[rank], _contexts(problem, schedule, rank, extras.prefetch > 0)
     for i, (op, context) in enumerate(zip(ops, contexts, strict=True)):
         prefetched = 0.0
@@ -416,10 +417,10 @@ def replay_rank(
             base[category] += change
         total += memory.change
         reducing = memory.reducing
-    base[_GRADIENTS] -= sum(reducing)
+    base[_GRADIENTS] -= math.fsum(reducing)
     at_update = list(base)
     at_update[_WORKSPACE] += extras.update
-    if sum(at_update) > sum(best):
+    if math.fsum(at_update) > math.fsum(best):
         best, best_at = at_update, "update"
     return RankMemory(rank, best_at, tuple(best), extras.host, extras.host)
 
@@ -512,7 +513,7 @@ def _replay_op(
             workspaces = {"B": c.backward_workspace, "I": c.input_grad_workspace, "W": c.weight_grad_workspace}
             meter.mark(workspaces[kind] - grad, prefetched, early)
             if c.slices > 1 and not extras.consume:  # its gradient waits for the reductions before it
-                meter.gradients -= sum(reducing)
+                meter.gradients -= math.fsum(reducing)
                 reducing = (0.0, 0.0)
             if allocates:
                 meter.gradients += (c.gradient_bytes + c.tied_gradient_bytes) / c.slices

@@ -463,6 +463,7 @@ def assemble(
             more["weights"] = [{"bytes": size, "seconds": round(seconds, 3)} for size, seconds in read]
         if user.model is not None:
             more["own_layers"] = user.model.outline.parameters
+            more["own_classes"] = {name: type(layer).__name__ for name, layer in user.model.layers.items()}
         schema.write_json(run.env_file, environment(place, device) | more)
         loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
     return loop, done

@@ -95,7 +95,7 @@ class Progress:
         self.file.flush()
 
     def _line(self, m: dict[str, Any]) -> str:
-        left = self._left(m)
+        left = 0.0 if self.live and self.console.size.height >= 16 else self._left(m)  # the view has it
         width = len(str(self.steps))
         return (
             f"[bold]step {m['step']:>{width}}/{self.steps}[/]  loss [cyan]{m['loss']:.4f}[/]  "

@@ -205,7 +205,11 @@ def write_perfetto(path: Path, panels: Sequence[Panel], *, scale: float = 1e6) -
                     tid += 10
                 ends[tid], named[tid] = s.end, name
                 span = {"ph": "X", "name": s.name or "wait", "cat": s.kind, "pid": pid, "tid": tid}
-                times = {"ts": round(s.start * scale, 3), "dur": round((s.end - s.start) * scale, 3)}
+                start, end = (
+                    round(s.start * scale, 3),
+                    round(s.end * scale, 3),
+                )  # to ns: neighbours must not overlap by one
+                times = {"ts": start, "dur": round(end - start, 3)}
                 events.append(span | times | ({"args": {"bytes": s.size}} if s.size else {}))
             titles = [("process_name", 0, f"{panel.name} · {row.name}")]
             titles += [("thread_name", tid, name) for tid, name in sorted(named.items())]

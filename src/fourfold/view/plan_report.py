@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,8 @@ __all__ = ["COMPARED", "command_line", "report_data", "tried_point", "write_repo
 
 COMPARED = 120
 """Plans of one mode for all units that a report compares with, at most."""
+COMPARING = 3.0
+"""Seconds after which no further plans are compared with."""
 _TRAFFIC = {
     "pipe": "messages between stages: activations and their gradients",
     "data": "gathers of parameters and reductions of gradients",
@@ -84,7 +87,7 @@ def report_data(
         "parts": {name: p[name] for name in StepTime._fields},
         "points": [
             *(tried_point(a, "found") for a in tried),
-            *(tried_point(a, "uniform") for u in uniform for a in u.alternatives or ()),
+            *(tried_point(a, "uniform") for u in _in_time(uniform) for a in u.alternatives or ()),
         ],
         "mesh": _mesh(plan, cluster, schedule),
         "memory": {"parts": list(CATEGORIES), "ranks": p["memory"], "host": p["host_bytes"]},
@@ -94,6 +97,15 @@ def report_data(
         ],
         "texts": _texts(plan, problem, command),
     }
+
+
+def _in_time(plans: Iterable[Plan]) -> Iterator[Plan]:
+    """The first plans: those that are predicted within `COMPARING` seconds."""
+    end = time.monotonic() + COMPARING
+    for plan in plans:
+        yield plan
+        if time.monotonic() > end:
+            return
 
 
 def tried_point(alternative: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rich.text import Text
 from fourfold.program.costs import Number
 from fourfold.program.ops import Op
 from fourfold.program.timeline import Timeline
+from fourfold.schema import format_seconds
 from fourfold.view.steps import RankStep, TracedStep
 from fourfold.view.text import markup
 
@@ -94,55 +95,64 @@ def show_step(traced: TracedStep, names: Mapping[int, str], console: Console) ->
         name = names[r.rank] if room else str(r.rank).rjust(margin - 1)
         line = draw_rank(r, length, max(10, console.width - margin - 1))
         console.print(Text.assemble((name.ljust(margin), "dim"), line), no_wrap=True, crop=True)
-    legend = Text(" " * margin)
-    used = {p.cause for r in ranks for p in r.parts}
-    ops = {Op.parse(what.partition(" ")[0]).kind for r in ranks for what, *_ in r.spans}
-    for mark, name in (("F", "forward"), ("B", "backward"), ("I", "input gradient"), ("W", "weight gradient")):
-        if mark in ops:
-            legend.append(f" {mark} ", style=_STYLE[mark]).append(f" {name}  ")
-    for cause, name in _WORDS.items():
-        if cause in used:
-            mark, style = _MARKS[cause]
-            legend.append(f" {mark} ", style=style).append(f" {name}  ")
-    console.print(legend)
+    used = {_MARKS[p.cause][0] for r in ranks for p in r.parts if p.cause in _MARKS}
+    used |= {Op.parse(what.partition(" ")[0]).kind for r in ranks for what, *_ in r.spans}
+    _show_legend(used, margin, console)
     if every > 1:
         console.print(f"[dim]{len(ranks[::every])} of {len(ranks)} ranks are shown; --html shows all[/]")
 
 
 _WORDS = {
-    "recompute": "recomputation",
-    "exposed": "exposed communication",
-    "data": "data",
-    "update": "optimizer",
-    "host": "host",
-    "bubble": "waiting",
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recomputation",
+    "E": "exposed communication",
+    "D": "data",
+    "U": "optimizer",
+    "h": "host",
+    "·": "waiting",
 }
 
 
-def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None) -> None:
-    """Print the drawing, a table by rank, and the totals."""
+def _show_legend(used: set[str], margin: int, console: Console) -> None:
+    """Print what the marks mean, in as many lines as it takes."""
+    styles = {**_STYLE, **dict(_MARKS.values())}
+    line = Text(" " * margin)
+    for mark, name in _WORDS.items():
+        if mark not in used:
+            continue
+        entry = Text.assemble((f" {mark} ", styles[mark]), f" {name}")
+        if len(line) > margin and len(line) + len(entry) + 2 > console.width:
+            console.print(line)
+            line = Text(" " * margin)
+        line.append("  " if len(line) > margin else "").append(entry)
+    console.print(line)
+
+
+def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None, *, seconds: bool = False) -> None:
+    """Print the drawing, a table by rank, and the totals; `seconds`: the timeline's unit of time."""
     console = Console(file=file, highlight=False)
     console.print(f"[bold]{markup(name)}[/]")
     margin = len(f"{timeline.rows - 1} ")
     every = -(-timeline.rows // MOST_ROWS)
     for row, line in list(enumerate(draw(timeline, max(20, console.width - margin))))[::every]:
         console.print(Text.assemble((f"{row:>{margin - 1}} ", "dim"), line), no_wrap=True, crop=True)
-    legend = Text(" " * margin)
-    for kind in dict.fromkeys(op.kind for ops in timeline.ops for op in ops):
-        legend.append(f" {kind} ", style=_STYLE[kind])
-    console.print(legend)
+    _show_legend({op.kind for ops in timeline.ops for op in ops} | {"·"}, margin, console)
+    show = (lambda x: format_seconds(float(x))) if seconds else _figure
     table = Table("rank", "busy", "idle", "peak memory", "at", box=None, header_style="dim")
     rows = list(range(timeline.rows))
     if len(rows) > 16:  # the ends of the range say enough
         rows = sorted({*rows[:3], *rows[-3:], *sorted(rows, key=lambda r: -timeline.idle[r])[:3]})
     for row in rows:
         peak = timeline.peaks[row]
-        figures = (timeline.work[row], timeline.idle[row], peak.memory, peak.at)
-        table.add_row(str(row), *(_figure(x) for x in figures))
+        busy, idle = show(timeline.work[row]), show(timeline.idle[row])
+        table.add_row(str(row), busy, idle, _figure(peak.memory), show(peak.at))
     console.print(table)
     console.print(
-        f"makespan [bold]{_figure(timeline.makespan)}[/], bubble {float(timeline.bubble):.1%}, "
-        f"{float(timeline.gap):.1%} above the lower bound {_figure(timeline.lower_bound)}"
+        f"makespan [bold]{show(timeline.makespan)}[/], bubble {float(timeline.bubble):.1%}, "
+        f"{float(timeline.gap):.1%} above the lower bound {show(timeline.lower_bound)}"
     )
 
 

@@ -42,6 +42,8 @@ WORTH = 0.03
 """Findings below this share of a step are left out."""
 SLOWER = 1.15
 """A rank or unit is slow from this ratio on."""
+MOST_FINDINGS = 5
+"""Findings that are printed with a line of their own."""
 MOST_STEPS = 20
 """Traced steps that are looked at: the last ones, and not the first of the run."""
 
@@ -97,14 +99,17 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """The explanation for people."""
-        steps = f"step {self.steps[0]}" if len(self.steps) == 1 else f"{len(self.steps)} traced steps"
+        steps = f"step {self.steps[0]}" if len(self.steps) == 1 else f"mean of {len(self.steps)} traced steps"
         promised = f"; the plan promised {format_seconds(self.promised)} on {self.cluster}" if self.promised else ""
-        out = [f"A step takes {format_seconds(self.seconds)} (mean of {steps}){promised}."]
-        for number, f in enumerate(self.findings, 1):
+        out = [f"A step takes {format_seconds(self.seconds)} ({steps}){promised}."]
+        for number, f in enumerate(self.findings[:MOST_FINDINGS], 1):
             share = f"{f.seconds / self.seconds:.0%}"
             out.append(f"{number}. {format_seconds(f.seconds)} a step ({share}): {f.text}")
             if number == 1 and f.advice:
                 out.append(f"   Try: {f.advice}")
+        if rest := self.findings[MOST_FINDINGS:]:
+            smaller = ", ".join(f"{f.label} {format_seconds(f.seconds)}" for f in rest)
+            out.append(f"Smaller ones, each above {WORTH:.0%}: {smaller}.")
         if not self.findings:
             out.append(f"Nothing costs more than {WORTH:.0%} of a step beyond the plan.")
         parts = []
@@ -144,6 +149,8 @@ class _Case:
         self.degrees = self.plan.mesh.degrees
         self.micro_batches = self.plan.micro_batches(self.config.train.global_batch)
         self.layout, self.own = layout_of_run(run), own_layers(run) is not None
+        self.alike = _alike(run)
+        self.compiled = self.plan.compiles("cpu" if _environment(run).get("device") == "cpu" else "cuda")
         self.cluster = None if self.own else cluster or _cluster_of(run, self.plan)
         self.predicted = self._prediction(cluster is not None)
         self.measured_cluster = self.cluster is not None and self.cluster.name != "local"
@@ -291,9 +298,8 @@ class _Case:
         best: TimeLoss | None = None
         for name, by_rank in seconds.items():
             rank = min(by_rank, key=lambda r: by_rank[r])
-            kind = re.sub(r"\d+", "*", name)
-            like = [t[rank] for n, t in seconds.items() if n != name and re.sub(r"\d+", "*", n) == kind and rank in t]
-            like = like or [min(t.values()) for n, t in seconds.items() if n != name and re.sub(r"\d+", "*", n) == kind]
+            others = [t for n, t in seconds.items() if n != name and self._kind(n) == self._kind(name)]
+            like = [t[rank] for t in others if rank in t] or [min(t.values()) for t in others]
             if not like or by_rank[rank] <= 1.3 * median(like):
                 continue
             forward = max(median(s.ranks[rank].spent("forward") for s in self.steps), 1e-9)
@@ -301,21 +307,24 @@ class _Case:
             lost = (by_rank[rank] - median(like)) * self.micro_batches * both
             if best is None or lost > best.seconds:
                 slower = by_rank[rank] / median(like)
-                compiled = self.plan.compiles("cuda")
                 advice = (
                     "look for graph breaks and recompilations of this unit: TORCH_LOGS=graph_breaks,recompiles"
-                    if compiled
+                    if self.compiled
                     else "profile this unit; see whether it computes something that the others do not"
                 )
                 best = TimeLoss(
                     "slow-unit",
                     lost,
-                    f"unit {name} takes {slower:.2f} times as long as others of its kind ({kind})"
-                    + ("; it may run uncompiled" if compiled else ""),
+                    f"unit {name} takes {slower:.2f} times as long as others of its kind ({self._kind(name)[0]})"
+                    + ("; it may run uncompiled" if self.compiled else ""),
                     advice,
                     {"unit": name, "slower": round(slower, 3), "ranks": sorted(by_rank)},
                 )
         return best
+
+    def _kind(self, unit: str) -> tuple[str, int]:
+        """Equal for units that do the same work: by name, or by class and number of parameters of a model's own layers."""
+        return self.alike.get(unit) or (re.sub(r"\d+", "*", unit), 0)
 
     def _data(self) -> TimeLoss | None:
         spent = {r: mean(s.ranks[r].spent("data") for s in self.steps) for r in self.ranks}
@@ -386,7 +395,8 @@ class _Case:
             slow = sum(table[c] for c in COMPUTE) - self.predicted["compute"] - self.predicted["recompute"] - explained
             seconds += max(0.0, slow)
             text = f"the device waits for the host, which is only {format_seconds(max(0.0, median(leads)))} ahead"
-        yield TimeLoss("host", seconds, text, "compile (precision.compile = true), or use larger micro-batches")
+        advice = "use larger micro-batches" + ("" if self.compiled else ", or compile (precision.compile = true)")
+        yield TimeLoss("host", seconds, text, advice)
 
     def _bubble(self, table: Mapping[str, float], explained: float) -> Iterator[TimeLoss]:
         if self.plan.mesh.pipe == 1:
@@ -496,6 +506,8 @@ class _Case:
             if slow:
                 first = ", ".join(map(str, slow[:5])) + (" …" if len(slow) > 5 else "")
                 yield f"{len(slow)} of {len(times)} steps took more than twice the median: {first}."
+        if self.steps[-1].step == 1:
+            yield "Only step 1 was traced, whose times include what happens once; train longer, or with --log.trace 1."
         if self.own:
             yield "No prediction: the planner does not know the operators of a model of your own."
         elif self.cluster is None:
@@ -517,11 +529,23 @@ def _stage_seconds(s: TracedStep, rank: int, stage: int) -> float:
     )
 
 
+def _environment(run: RunDir) -> dict[str, Any]:
+    return schema.read(run.env_file, follow=False) if run.env_file.exists() else {}
+
+
+def _alike(run: RunDir) -> dict[str, tuple[str, int]]:
+    """Layers of a user's own model: their class and number of parameters; names such as `0`, `1` say nothing."""
+    classes, own = _environment(run).get("own_classes"), own_layers(run)
+    if own is None:
+        return {}
+    known = classes if isinstance(classes, dict) else {}
+    return {name: (str(known.get(name, name)), count) for name, count in own.parameters.items()}
+
+
 def _cluster_of(run: RunDir, plan: Plan) -> Cluster | None:
     """What a run ran on: the cluster its plan was made for, or a preset of its device's name."""
     name, ranks = (plan.predicted or {}).get("cluster", ""), plan.mesh.ranks
-    env = schema.read(run.env_file, follow=False) if run.env_file.exists() else {}
-    device = str(env.get("device", ""))
+    device = str(_environment(run).get("device", ""))
     if name not in preset_names():
         if name and plan.predicted is not None:
             return None
