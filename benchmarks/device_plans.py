@@ -38,6 +38,7 @@ from fourfold.config import Config
 from fourfold.launch.place import Place
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
+from fourfold.planner.engines import own_engine
 from fourfold.planner.evaluate import predict
 from fourfold.planner.problem import PlanProblem
 from fourfold.testing.budget import Budget
@@ -214,6 +215,7 @@ def rows(cluster: Cluster, quick: bool, device: str) -> Iterator[Row]:
         config = Config.from_dict({"model": (TINY if quick else MODELS)[model], "train": train}).resolve()
         plan.check(config, plan.mesh.ranks)
         problem = PlanProblem(ModelSpec.from_config(config.model), cluster, batch, plan.precision)
+        problem = problem.with_engine(own_engine(deterministic=False))  # torch's own choice of attention kernels
         stage = rank // (plan.mesh.ranks // plan.mesh.pipe)
         memory, seconds = predicted(plan, problem, stage)
         allocated, reserved, took = measured(config, plan, rank, device, 2 if quick else 3)

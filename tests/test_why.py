@@ -24,7 +24,7 @@ from fourfold.train.checkpoint import Checkpointer
 from fourfold.train.data import Samples
 from fourfold.train.rundir import RunDir
 from fourfold.train.worker import fit
-from fourfold.view.why import Explanation, explain_run
+from fourfold.view.why import Explanation, _Case, explain_run
 from tests.helpers import make_config
 
 RATE = 80e6
@@ -135,3 +135,17 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RunDir.create(tmp_path / "run", make_config(tmp_path / "run"), Plan()).unlock()
     assert main(["why", str(tmp_path / "run")]) == 2
     assert "--log.trace 10" in capsys.readouterr().err
+
+
+def test_a_faster_kernel_of_attention_is_offered(tmp_path: Path) -> None:
+    """A run on a GPU whose deterministic attention is slower than another kernel: what the other would save."""
+    config = make_config(tmp_path / "run", train={"steps": 4}, log={"trace": 2})
+    run_ranks(_train, 1, config, {"precision": {"compute": "bf16"}}, "none")
+    run = RunDir(tmp_path / "run")
+    env = json.loads(run.env_file.read_text())
+    for kernel, offered in (("flash", True), ("cudnn", False)):
+        env["attention"] = {"kernel": kernel, "seconds": {"flash": 2.0, "cudnn": 1.0}}
+        run.env_file.write_text(json.dumps(env))
+        change = _Case(run, Cluster.preset("h200"))._faster_attention()
+        assert change.startswith("train.deterministic = false: attention by cudnn, in 0.50 of the time") == offered
+        assert explain_run(run, Cluster.preset("h200")).accounted[0] > 0.5

@@ -45,6 +45,9 @@ to matmul performance recommends 64 elements on an A100 and later, 8 on a V100; 
 ATTENTION_TOKENS, ATTENTION_HALF = 3072, 500
 """Sequence length for which a device's `attention` is stated; sequence length at which attention reaches half of its rate for
 long sequences (FlashAttention-2's published figures on an A100, causal, heads of 128)."""
+NARROW_HEADS = 64, 0.9
+"""Heads of at most this width, and the speed of attention with them relative to wider ones, on GPUs on which FlashAttention-2 is
+not the best kernel (an H200)."""
 
 
 @dataclass(frozen=True, kw_only=True)

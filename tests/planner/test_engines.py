@@ -13,7 +13,7 @@ from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
 from fourfold.planner.api import judge
-from fourfold.planner.engines import ENGINES, FOURFOLD, TrainingEngine
+from fourfold.planner.engines import ENGINES, FOURFOLD, TrainingEngine, own_engine
 from fourfold.planner.plan_export import export
 from fourfold.planner.problem import PlanProblem
 
@@ -85,7 +85,7 @@ def test_a_device_waits_for_its_host() -> None:
     found = ff.predict(grid, small, A100, global_batch=16)
     ahead = ff.predict(grid, small, A100, global_batch=16, engine=TrainingEngine())
     matmuls = 4 * 8 + 1
-    assert found.seconds >= (2 * 8 + 2) * FOURFOLD.host_unit + matmuls * FOURFOLD.host_matmul
+    assert found.seconds >= (2 * 8 + 2) * FOURFOLD.host_unit + matmuls * (FOURFOLD.host_matmul + FOURFOLD.host_row)
     assert found.seconds > 2 * ahead.seconds
     large = [ff.predict(FSDP, LLAMA, A100, global_batch=16, engine=e).seconds for e in (FOURFOLD, TrainingEngine())]
     assert large[0] == pytest.approx(large[1], rel=1e-3)  # but for the embedding
@@ -146,3 +146,18 @@ def test_units_that_differ_are_listed() -> None:
     assert "  zero3: *" in text
     assert "predicted for torchtitan" in text
     assert "units (" not in judge(FSDP, PlanProblem(LLAMA, A100, 16, HALF)).explain()
+
+
+def test_deterministic_attention_is_slower_where_another_kernel_is_the_best() -> None:
+    """On Hopper, whose best kernel is cuDNN's; narrow heads are slower there, too."""
+    seconds = {}
+    for name, preset in (("hopper", "h200"), ("ampere", "a100-80g")):
+        for width, heads in ((128, 16), (64, 32)):
+            shape = ModelConfig(family="llama", layers=4, hidden=2048, heads=heads, seq_len=8192, vocab=1024)
+            for deterministic in (True, False):
+                engine, cluster = own_engine(deterministic), Cluster.preset(preset)
+                found = ff.predict(FSDP, ModelSpec.from_config(shape), cluster, global_batch=8, engine=engine)
+                seconds[name, width, deterministic] = found.compute
+    assert seconds["hopper", 128, True] > 1.1 * seconds["hopper", 128, False]
+    assert seconds["hopper", 64, False] > 1.01 * seconds["hopper", 128, False]
+    assert seconds["ampere", 128, True] == seconds["ampere", 128, False]

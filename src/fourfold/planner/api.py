@@ -23,7 +23,7 @@ from fourfold.errors import FourfoldError, PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Plan, Precision
 from fourfold.planner.build import Candidate
-from fourfold.planner.engines import TrainingEngine
+from fourfold.planner.engines import TrainingEngine, own_engine
 from fourfold.planner.evaluate import Prediction, evaluate
 from fourfold.planner.grid_cost import chosen_flows
 from fourfold.planner.layouts import ParallelLayout, layout_of_plan
@@ -260,9 +260,10 @@ def problem_of_run(
     """The planning problem of a run."""
     spec = ModelSpec.from_config(config.model).with_context(context)
     precision, together = precision or default_precision(cluster), config.sequences_together
-    return PlanProblem(
+    problem = PlanProblem(
         spec, cluster, config.train.global_batch, precision, together=together, needs_norm=config.needs_norm
     )
+    return problem.with_engine(own_engine(config.train.deterministic))
 
 
 def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from fourfold.cluster import NARROW_HEADS
 from fourfold.model.operators import Operator
 from fourfold.planner.problem import PlanProblem, per_problem
 
@@ -104,9 +105,10 @@ def _attention_seconds(problem: PlanProblem, o: Operator, flops: float) -> float
     if o.backward != 2.5:
         return cluster.attention(flops / cluster.device.aligned(config.head_dim), dtype)
     keys = o.flops / (4 * config.heads * config.head_dim)
-    return cluster.attention(
-        flops / problem.engine.attention_speed(cluster.device), dtype, min(problem.spec.seq_len, 2 * keys)
-    )
+    speed = problem.engine.attention_speed(cluster.device)
+    if config.head_dim <= NARROW_HEADS[0] and cluster.device.flash_2 < 1:
+        speed *= NARROW_HEADS[1]
+    return cluster.attention(flops / speed, dtype, min(problem.spec.seq_len, 2 * keys))
 
 
 @per_problem

@@ -20,7 +20,7 @@ from fourfold.errors import PlanError
 if TYPE_CHECKING:
     from fourfold.cluster import Cluster, Device
 
-__all__ = ["ENGINES", "FOURFOLD", "TrainingEngine", "engine_of"]
+__all__ = ["ENGINES", "FOURFOLD", "TrainingEngine", "engine_of", "own_engine"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TrainingEngine:
     """The matmul of a weight gradient also accumulates it; otherwise a separate kernel does."""
     skipped: tuple[str, ...] = ("out", "down")
     """Matmuls that full recomputation skips, since the backward does not read their output."""
-    attention: Literal["best", "flash-2", "flash-1"] = "best"
+    attention: Literal["best", "flash-2", "flash-2 deterministic", "flash-1"] = "best"
     """Its attention kernel: the device's best, or a version of FlashAttention."""
     host_unit: float = 0.0
     """Host seconds of a unit's forward and backward: on a GPU, a lower bound of the unit's time."""
@@ -60,7 +60,10 @@ class TrainingEngine:
 
     def attention_speed(self, device: Device) -> float:
         """Speed of its attention kernel relative to the device's best."""
-        return {"best": 1.0, "flash-2": device.flash_2, "flash-1": _FLASH_1 * device.flash_2}[self.attention]
+        speeds = {"best": 1.0, "flash-2": device.flash_2, "flash-1": _FLASH_1 * device.flash_2}
+        # not measured where FlashAttention-2 is the best kernel
+        speeds["flash-2 deterministic"] = _DETERMINISTIC * device.flash_2 if device.flash_2 < 1 else 1.0
+        return speeds[self.attention]
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster as this engine uses it."""
@@ -71,7 +74,10 @@ class TrainingEngine:
 
 _FLASH_1 = 0.5
 """Speed of the first FlashAttention relative to the second, on an A100."""
-FOURFOLD = TrainingEngine(host_unit=1.2e-3, host_matmul=0.6e-3, host_row=0.3e-3)
+_DETERMINISTIC = 0.75
+"""Speed of FlashAttention-2 with a deterministic gradient relative to without, forward and backward: cuDNN takes 0.54 to 0.59 of
+its time on an H200."""
+FOURFOLD = TrainingEngine(attention="flash-2 deterministic", host_unit=1.2e-3, host_matmul=0.6e-3, host_row=0.3e-3)
 """Measured on the host of an H200: Python takes 2.4 ms for a layer of two units, 5.3 ms on four columns, 6.4 ms on two rows and
 columns."""
 _TITAN = TrainingEngine(
@@ -102,6 +108,11 @@ _MEGATRON = TrainingEngine(
 ENGINES: Mapping[str, TrainingEngine] = {
     e.name: e for e in (FOURFOLD, _TITAN, _MEGATRON, replace(_MEGATRON, name="nemo", host_unit=0.4e-3))
 }
+
+
+def own_engine(deterministic: bool) -> TrainingEngine:
+    """Fourfold with this `train.deterministic`; without it, the fastest attention kernel is used."""
+    return FOURFOLD if deterministic else replace(FOURFOLD, attention="best")
 
 
 def engine_of(engine: str | TrainingEngine) -> TrainingEngine:
