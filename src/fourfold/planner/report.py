@@ -9,7 +9,8 @@ from typing import Any
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
 from fourfold.planner.build import Candidate
-from fourfold.planner.evaluate import StepTime
+from fourfold.planner.engines import FOURFOLD, own_engine
+from fourfold.planner.evaluate import StepTime, predict
 from fourfold.planner.grid_cost import flow_report
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.search import SearchResult
@@ -38,9 +39,18 @@ def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan
         "break_even_tokens": round(_break_even_tokens(best, problem)),
         "tokens_per_micro_batch": best.layout.micro_batch_size * problem.spec.seq_len,
         "flows": flow_report(problem, best.layout),
+        **_without_determinism(best, problem),
     }
     others = tuple(_alternative(c, problem.spec) for c in found.ranked[:top])
     return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)
+
+
+def _without_determinism(best: Candidate, problem: PlanProblem) -> dict[str, float]:
+    """The predicted seconds with `train.deterministic = false`, if attention then has a faster kernel."""
+    if problem.engine != FOURFOLD:
+        return {}
+    seconds = predict(best.plan, problem.with_engine(own_engine(deterministic=False))).seconds
+    return {"not_deterministic": round(seconds, 6)} if seconds < 0.98 * best.prediction.seconds else {}
 
 
 def _alternative(c: Candidate, spec: ModelSpec) -> dict[str, Any]:

@@ -57,8 +57,8 @@ LONGEST_HEADER = 100_000_000
 LARGEST_DIM = 2**31
 CHUNK = 64 << 20
 """Bytes that are copied at a time."""
-THREADS = 4
-"""Number of concurrent copies: while one waits for page faults, others read."""
+THREADS = 8
+"""Number of concurrent copies: while some wait for page faults or copy to the device, others keep the disk busy."""
 PREFIXES = ("", "model.", "state.model.", "app.model.", "module.", "model.module.", "_orig_mod.", "model._orig_mod.")
 """Prefixes of model parameters in distributed checkpoints."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

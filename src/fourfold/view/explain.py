@@ -43,6 +43,7 @@ def explain(plan: Plan) -> str:
         *_runner_up(plan),
         *_memory(plan),
         *_binds(p),
+        *_attention(p),
         *_gathers(p),
         *_flows(plan),
     ]
@@ -161,6 +162,15 @@ def _binds(p: dict[str, Any]) -> list[str]:
                 more = f"; {size} more would save about {_seconds(saves)} a step, with {p['with_more']['plan']}"
         return [text + more]
     return [f"what binds: memory; one more GiB on every device would save about {_seconds(p['price'])} a step"]
+
+
+def _attention(p: dict[str, Any]) -> list[str]:
+    if "not_deterministic" not in p:
+        return []
+    return [
+        f"attention: its gradient is deterministic, as by default; train.deterministic = false allows a faster kernel, "
+        f"{_seconds(p['not_deterministic'])} a step"
+    ]
 
 
 def _gathers(p: dict[str, Any]) -> list[str]:
