@@ -17,9 +17,10 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -39,6 +40,7 @@ from fourfold.model.to_hf import as_written, family_of, hf_config
 from fourfold.model.transformer import Transformer
 from fourfold.train import checkpoint
 from fourfold.train.adapters import ADAPTER, WEIGHTS, adapter_config, check_base, fill_model, merged
+from fourfold.train.checkpoint_folder import in_threads
 from fourfold.train.checkpoint_index import Index, read_index
 from fourfold.train.data import load_tokenizer
 from fourfold.train.dcp import DTYPES
@@ -200,6 +202,12 @@ class _Parameters:
         self.directory, self.index, self.shapes, self.others = directory, index, shapes, others or {}
         self._last: tuple[str, Tensor] | None = None
 
+    def another(self) -> Self:
+        """A reader of the same parameters for another thread."""
+        made = shallow_copy(self)
+        made._last = None
+        return made
+
     def read(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
             self._last = None  # free it before reading the next one
@@ -246,7 +254,7 @@ class _Merged(_Parameters):
 
 
 def _write_safetensors(tensors: list[_Tensor], source: _Parameters, out: Path) -> None:
-    """Write files of at most about 4 GiB, and an index if there are several."""
+    """Write files of at most about 4 GiB, up to four at a time, and an index if there are several."""
     shards: list[list[_Tensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.bytes for t in shards[-1]) + tensor.bytes > SHARD_BYTES:
@@ -254,8 +262,7 @@ def _write_safetensors(tensors: list[_Tensor], source: _Parameters, out: Path) -
         shards[-1].append(tensor)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     names = ["model.safetensors"] if len(shards) == 1 else names
-    for name, shard in zip(names, shards, strict=True):
-        _write_file(out / name, shard, source)
+    in_threads(lambda job: _write_file(out / job[0], job[1], source.another()), list(zip(names, shards, strict=True)))
     if len(shards) > 1:
         where = {t.link.theirs: name for name, shard in zip(names, shards, strict=True) for t in shard}
         sizes = {"total_size": sum(t.bytes for t in tensors)}
