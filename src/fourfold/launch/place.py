@@ -226,7 +226,14 @@ def current_place() -> Place:
 
 
 def choose_device(requested: str, place: Place) -> torch.device:
-    """The device of a rank: `auto` uses a GPU if there is one. Several ranks may share a GPU."""
+    """The device of a rank: `auto` uses a GPU if there is one. Several ranks may share a GPU.
+
+    A pipeline's rank has a stream for every directed edge and group, and a GPU has 8 hardware queues by default: a receive that
+    waits in one would block the streams that share it, perhaps with a send that the other rank waits for. CUDA reads the number
+    when it starts.
+    """
+    if requested != "cpu":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     gpus = torch.cuda.device_count() if requested != "cpu" else 0
     if requested == "cuda" and not gpus:
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
@@ -367,8 +374,6 @@ def join_group(
 
     `timeout`: seconds to wait for the other ranks to join. `group_timeout`: that of its collectives; default: the same.
     """
-    # a message or collective that waits in a hardware queue would block what is behind it; the default is 8 queues
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     chosen = choose_backend(backend, device.type, place.local_ranks, gpus)
     if device.type == "cuda":
