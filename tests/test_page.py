@@ -20,6 +20,8 @@ from fourfold.plan import Plan
 from fourfold.planner.api import judge
 from fourfold.planner.problem import PlanProblem
 from fourfold.program import Costs, build, simulate
+from fourfold.program.instructions import Stream
+from fourfold.program.stages import lay_out_pipeline
 from fourfold.view.page import PageSpan, Panel, Row, panel_of, write_page, write_perfetto
 from fourfold.view.planned import planned_panel, planned_step
 from tests.helpers import make_config, run_training
@@ -203,10 +205,53 @@ def _collectives(row: dict[str, Any]) -> Counter[tuple[str, str, int]]:
     return Counter((kind, name[1], size) for kind, name, size in found if name is not None)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rule", "more"),
+    [
+        ("1f1b", {"match": "*.mlp", "mode": "zero3", "split": 2}, {}),
+        ("zb-v", {"match": "*.mlp", "mode": "zero2", "recompute": "full", "split": 2}, {"optimizer": "host"}),
+        ("wave", {"match": "*.attn", "mode": "replicate"}, {"prefetch": 2}),
+        ("interleaved", {"match": "*.mlp", "mode": "zero2", "reduce": "micro-batch"}, {}),
+        ("gpipe", {"match": "embed", "mode": "keep"}, {"prefetch": 0}),
+    ],
+)
+@pytest.mark.parametrize(("data", "tie"), [(1, False), (2, False), (4, True)])
+def test_what_is_drawn_is_what_training_runs(
+    schedule: str, rule: dict[str, Any], more: dict[str, Any], data: int, tie: bool
+) -> None:
+    """The same instructions in the same order, but for the updates; about as long as the planner predicts."""
+    config = make_config(Path("run"), MODEL | {"layers": 8, "ffn": 256, "vocab": 256, "tie": tie})
+    units = [rule, {"match": "*", "mode": "zero3" if tie else "keep"}]
+    plan = Plan.from_dict(
+        {
+            "mesh": {"pipe": 2, "data": data},
+            "batch": {"micro_batches": 4},
+            "pipeline": {"schedule": schedule},
+            "unit": units,
+            "memory": more,
+        }
+    )
+    spec = ModelSpec.from_config(config.model)
+    plan = judge(plan, PlanProblem(spec, Cluster.preset("h100-sxm"), 32, plan.precision))
+    step, layout = planned_step(plan), lay_out_pipeline(config.model, plan, 32)
+    assert step.programs is not None
+    drawn, run = (
+        [[i for i in p.instructions if not isinstance(i, Stream)] for p in programs.programs]
+        for programs in (step.programs, layout.programs)
+    )
+    assert drawn == run
+    assert plan.predicted is not None
+    assert 0.8 < float(step.timeline.makespan) / plan.predicted["seconds"] < 1.05
+
+
 def test_a_plan_of_an_older_version_is_drawn_without_collectives(tmp_path: Path) -> None:
     plan = planned()
     assert plan.predicted is not None
-    old = {k: v for k, v in plan.predicted.items() if k not in ("units", "unit_seconds", "updates", "message_bytes")}
+    old = {
+        k: v
+        for k, v in plan.predicted.items()
+        if k not in ("units", "unit_seconds", "updates", "messages", "message_bytes")
+    }
     assert planned_step(replace(plan, predicted=old)).sizes == {}
     broken = replace(plan, predicted=plan.predicted | {"unit_seconds": []})
     with pytest.raises(PlanError, match="plan again"):

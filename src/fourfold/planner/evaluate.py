@@ -110,6 +110,8 @@ class Prediction:
     """Per rank of a pipeline: seconds of the optimizer's step."""
     message_bytes: float = 0.0
     """Bytes of a message between stages."""
+    messages: tuple[tuple[float, ...], ...] = ()
+    """Seconds of a message from each rank of a pipeline to each other; 0 between ranks without adjacent stages."""
 
     @property
     def parts(self) -> StepTime:
@@ -146,6 +148,7 @@ class Prediction:
             "stages": [[float(f"{x:.6g}") for x in stage] for stage in self.stages],
             "message": float(f"{self.message:.6g}"),
             "message_bytes": round(self.message_bytes),
+            "messages": [[float(f"{x:.6g}") for x in row] for row in self.messages],
             **units_to_dict(self.units),
             "updates": [float(f"{x:.6g}") for x in self.updates],
             "host_state": round(self.host_state, 4),
@@ -296,6 +299,7 @@ class PlanEvaluation:
             units=predict_units(problem, layout, self.stages) if problem.engine.name == "fourfold" else (),
             updates=tuple(self._update(updated, self.device_share) for updated in self.updated),
             message_bytes=self._message_bytes if self.schedule.ranks > 1 else 0.0,
+            messages=self._messages if self.schedule.ranks > 1 else (),
         )
 
     # ---- time ----

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem
-from fourfold.planner.unit_cost import PlannedUnit, sharding_cost
+from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, sharding_cost
 
 __all__ = ["UnitPrediction", "predict_units", "units_to_dict"]
 
@@ -29,6 +29,9 @@ class UnitPrediction(NamedTuple):
     """One reduction of its gradients, alone on its link; 0 if another unit's reduction carries them."""
     gather_bytes: float
     reduce_bytes: float
+    mode: str
+    reduce_after: str
+    """A step or a micro-batch."""
     slices: int
     recompute: str
 
@@ -42,9 +45,12 @@ def predict_units(
         found: list[UnitPrediction] = []
         joined = 0.0  # bytes of the gradients that a later reduction carries
         for u in reversed(units):
-            c, t, alone = u.cost, u.cost.times, sharding_cost(problem, layout, u.spec.kind, u.choice)
-            size = alone.gradient_bytes
-            if (c.reduce, c.gradient_bytes) != (alone.reduce, alone.gradient_bytes):  # it is reduced with others
+            c, t, choice = u.cost, u.cost.times, _as_run(problem, u, stages[0][0])
+            alone = sharding_cost(problem, layout, u.spec.kind, choice)
+            gather, reduce, size = c.gather, c.reduce + c.across, alone.gradient_bytes
+            if choice != u.choice:
+                gather, reduce = alone.gather, alone.reduce + alone.across
+            elif (c.reduce, c.gradient_bytes) != (alone.reduce, alone.gradient_bytes):  # it is reduced with others
                 joined += alone.gradient_bytes
                 size = joined if c.reduce else 0.0
                 joined = 0.0 if c.reduce else joined
@@ -54,16 +60,25 @@ def predict_units(
                     t.forward,
                     t.input_grad + t.recompute,
                     t.weight_grad,
-                    c.gather,
-                    c.reduce + c.across,
-                    c.gathered_bytes if c.gather else 0.0,
-                    size if c.reduce else 0.0,
+                    gather,
+                    reduce,
+                    alone.gathered_bytes if gather else 0.0,
+                    size if reduce else 0.0,
+                    choice.mode if gather else "replicate",
+                    choice.reduce if layout.replicas > 1 else "step",
                     c.slices,
-                    "full" if u.choice.recompute == "per-slice" else u.choice.recompute,
+                    "full" if choice.recompute == "per-slice" else choice.recompute,
                 )
             )
         out.append(tuple(found[::-1]))
     return tuple(out)
+
+
+def _as_run(problem: PlanProblem, u: PlannedUnit, first: PlannedUnit) -> UnitChoice:
+    """A unit's choice; a tied head is sharded as the embedding is (program/choices.py)."""
+    if not problem.spec.tied or u.spec.layer != problem.spec.layers - 1:
+        return u.choice
+    return u.choice._replace(mode=first.choice.mode, reduce=first.choice.reduce, within=first.choice.within)
 
 
 def units_to_dict(stages: Sequence[Sequence[UnitPrediction]]) -> dict[str, Any]:

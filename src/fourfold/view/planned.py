@@ -54,6 +54,8 @@ class PlannedStep:
     sizes: Mapping[Instruction, int] = field(default_factory=dict)
     """By GATHER and REDUCE."""
     message_bytes: int = 0
+    programs: Programs | None = None
+    """What was simulated; None: the schedule alone."""
 
 
 def planned_step(plan: Plan, micro_batches: int = 0) -> PlannedStep:
@@ -80,30 +82,30 @@ def _with_units(plan: Plan, schedule: Schedule, predicted: Mapping[str, Any]) ->
         described.append([])
         stages.append([0.0, 0.0, 0.0])
         for name, place in stage:
-            row, rule = predicted["unit_seconds"][place], plan.rule_for(name)
+            row = predicted["unit_seconds"][place]
             seconds = [float(row[key]) for key in ("forward", "input_grad", "weight_grad")]
             parts = slice_names(name, row["slices"], row["recompute"])
             stages[-1] = [a + b for a, b in zip(stages[-1], seconds, strict=True)]
             for part in parts:
-                mode = rule.mode if row["gather"] else "replicate"
-                described[-1].append(ProgramUnit(part, mode, rule.reduce, weight=sum(seconds) / len(parts)))
+                weight = sum(seconds) / len(parts)
+                described[-1].append(ProgramUnit(part, row["mode"], row["reduce_after"], weight))
                 gather[part] = row["gather"] / len(parts)
                 reduce[part] = row["reduce"] / len(parts)
                 sizes[Gather(part)] = round(row["gather_bytes"] / len(parts))
                 sizes[Reduce(part)] = round(row["reduce_bytes"] / len(parts))
     forward, input_grad, weight_grad = (tuple(s[i] for s in stages) for i in range(3))
     programs = with_update(schedule, described, plan.memory.prefetch)
-    updates = predicted.get("updates") or [predicted["update"]] * schedule.ranks
     costs = Costs(
         forward=forward,
         input_grad=input_grad,
         weight_grad=weight_grad,
-        message=predicted.get("message", 0.0),
-        stream={b.name: t for b, t in zip(programs.buckets, updates, strict=True)},
+        message=tuple(map(tuple, predicted["messages"])) or 0.0,
+        link="rank",
+        stream={b.name: t for b, t in zip(programs.buckets, predicted["updates"], strict=True)},
         gather=gather,
         reduce=reduce,
     )
-    return PlannedStep(simulate(programs, costs), sizes, round(predicted.get("message_bytes", 0)))
+    return PlannedStep(simulate(programs, costs), sizes, round(predicted["message_bytes"]), programs)
 
 
 def with_update(schedule: Schedule, units: Sequence[Sequence[ProgramUnit]], prefetch: int) -> Programs:
