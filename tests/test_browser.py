@@ -164,3 +164,33 @@ def test_64_ranks(browser: Browser, tmp_path: Path) -> None:
     assert browser.run("scrollTo(0, 0); zoom(0.01, MAX / 2); return new Promise(d => setTimeout(d, 300))") is None
     assert browser.run(drawn)
     clean(browser, page)
+
+
+def test_ranks_that_do_the_same_share_their_data(browser: Browser, tmp_path: Path) -> None:
+    """64 planned ranks of four pipeline stages: four lists of 4,000 spans in the file, and every row is drawn and found."""
+    memory = tuple(((0.0, 1e9), (500.0 + pipe, 2e9)) for pipe in range(4))
+    spans = tuple(
+        tuple(PageSpan(i, i + 0.9, "FBGS"[i % 4], f"{pipe}F{i} unit{i}", 7 << 20) for i in range(4000))
+        for pipe in range(4)
+    )
+    rows = tuple(Row(f"rank {r}", spans[r // 16]) for r in range(64))
+    page = tmp_path / "p.html"
+    write_page(page, "64 ranks", "", [Panel("planned", rows, memory=tuple(memory[r // 16] for r in range(64)))])
+    assert page.stat().st_size < 1_000_000
+    begin = time.monotonic()
+    browser.open(page)
+    print(f"opened in {time.monotonic() - begin:.2f} s")
+    assert browser.run("return data.panels[0].rows.map(r => r.lanes[0].n + r.lanes[2].n)") == [4000] * 64
+    assert browser.run("return data.panels[0].memory.map(m => m.length)") == [4] * 64
+    assert (
+        browser.painted("$('find').value = 'unit7'; search(); $('find').value = 'unit77'; search()")["found"]
+        == "704 found"
+    )
+    move = "const b = canvas.getBoundingClientRect(), put = (x, y) => canvas.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + x, clientY: b.top + y, bubbles: true}))"
+    middle = "zoom(1e-3, MAX * 4.4 / 4000); draw()"
+    hover = browser.painted(
+        f"scrollTo(0, 0); {middle}; {move}; const l = layout()[0]; put(X(MAX * 4.4 / 4000), l.y + 18 * l.step + 3)"
+    )
+    assert "forward, rank 18" in hover["tip"]
+    assert hover["tip"].startswith("1F4 unit4")
+    clean(browser, page)

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fourfold.cli import main
+from fourfold.cluster import Cluster
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec
+from fourfold.plan import Plan
+from fourfold.planner.api import judge
+from fourfold.planner.problem import PlanProblem
 from fourfold.program import Costs, build, simulate
+from fourfold.program.instructions import Stream
+from fourfold.program.stages import lay_out_pipeline
 from fourfold.view.page import PageSpan, Panel, Row, panel_of, write_page, write_perfetto
+from fourfold.view.planned import planned_panel, planned_step
 from tests.helpers import make_config, run_training
+
+MODEL = {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "seq_len": 32}
 
 
 def data_of(page: Path) -> dict:
@@ -22,6 +36,9 @@ def data_of(page: Path) -> dict:
     scale = data["length"] / data["ticks"]
     for panel in data["panels"]:
         for row in panel["rows"]:
+            if isinstance(row["spans"], int):  # the row with the same spans
+                row["spans"] = panel["rows"][row["spans"]]["spans"]
+                continue
             five = [row["spans"][i : i + 5] for i in range(0, len(row["spans"]), 5)]
             row["spans"] = [
                 (at * scale, (at + took) * scale, data["kinds"][kind], data["names"][name], size)
@@ -89,8 +106,10 @@ def test_a_run_of_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "rank 2 · pipe 1 data 0",
         "rank 3 · pipe 1 data 1",
     ]
-    assert len(simulated["rows"]) == 2
-    assert {"F", "B", "M", "S"} <= {s[2] for row in simulated["rows"] for s in row["spans"]}
+    assert [row["name"] for row in simulated["rows"]] == [row["name"] for row in measured["rows"]]
+    for row in simulated["rows"]:
+        assert {"F", "B", "M", "S", "U"} <= {s[2] for s in row["spans"]}
+        assert all(s[4] > 0 for s in row["spans"] if s[2] in "MGS")
     for row in measured["rows"]:
         assert {"F", "B", "M", "S", "U"} <= {s[2] for s in row["spans"]}
         assert all(s[4] > 0 for s in row["spans"] if s[2] in "MGSX")
@@ -110,6 +129,138 @@ def test_a_run_of_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["view"]) == 2
     assert main(["view", str(tmp_path / "run")]) == 0
     assert "rank 3 · pipe 1 data 1" in capsys.readouterr().out
+
+
+def planned(global_batch: int = 16, *, cluster: str = "rtx-4090") -> Plan:
+    """A plan of two stages and two replicas, with the planner's prediction; its MLPs are gathered for each op."""
+    units = [{"match": "*.mlp", "mode": "zero3"}, {"match": "*", "mode": "keep"}]
+    plan = Plan.from_dict({"mesh": {"pipe": 2, "data": 2}, "batch": {"micro_batches": 4}, "unit": units})
+    model = make_config(Path("run"), MODEL).model
+    problem = PlanProblem(ModelSpec.from_config(model), Cluster.preset(cluster), global_batch, plan.precision)
+    return judge(plan, problem)
+
+
+def test_a_plan_has_the_collectives_of_every_rank(tmp_path: Path) -> None:
+    plan = planned()
+    plan.save(tmp_path / "plan.json")
+    assert main(["view", str(tmp_path / "plan.json"), "--html", "--perfetto"]) == 0
+    raw = re.search(r'type="application/json">(.*?)</script>', (tmp_path / "plan.html").read_text(), re.S)
+    assert raw is not None
+    assert [type(row["spans"]) for row in json.loads(raw[1])["panels"][0]["rows"]] == [list, int, list, int]
+    (panel,) = data_of(tmp_path / "plan.html")["panels"]
+    assert [row["name"] for row in panel["rows"]] == [
+        "rank 0 · pipe 0 data 0",
+        "rank 1 · pipe 0 data 1",
+        "rank 2 · pipe 1 data 0",
+        "rank 3 · pipe 1 data 1",
+    ]
+    assert plan.predicted is not None
+    places = {name: k for stage in plan.predicted["units"] for name, k in stage}
+    seconds = {name: plan.predicted["unit_seconds"][k] for name, k in places.items()}
+    for pipe, row in enumerate(panel["rows"][::2]):
+        spans, close = row["spans"], 1e-6 * plan.predicted["seconds"]
+        lane = [s for s in spans if s[2] in "GS"]
+        assert all(a[1] <= b[0] + close for a, b in pairwise(lane))  # one after another
+        found: dict[tuple[str, str], list[Any]] = {}
+        for s in lane:
+            kind, unit, _, over = s[3].split(" ")
+            found.setdefault((kind, unit), []).append(s)
+            assert over == "data"
+            assert s[1] - s[0] == pytest.approx(seconds[unit][kind], abs=close)
+            assert s[4] == seconds[unit][f"{kind}_bytes"] > 0
+        for name, _ in plan.predicted["units"][pipe]:
+            # the last unit of a forward whose backward is next is still gathered
+            least, most = (5, 8) if name.endswith(".mlp") else (1, 1)
+            assert least <= len(found["gather", name]) <= most, name
+            assert len(found["reduce", name]) == 1
+            used = [s for s in spans if s[2] in "FB" and s[3].endswith(f" {name}")]
+            assert used == [] or found["gather", name][0][1] <= used[0][0] + close
+            assert used == [] or found["reduce", name][0][0] >= used[-1][1] - close
+        update = [s for s in spans if s[2] == "U"]
+        assert [s[1] - s[0] for s in update] == pytest.approx([plan.predicted["updates"][pipe]], abs=close)
+        assert update[0][0] >= lane[-1][1] - close
+        busy = sorted(s for s in spans if s[2] in "FBEU_")
+        assert busy[0][0] == 0
+        assert all(a[1] == pytest.approx(b[0], abs=close) for a, b in pairwise(busy))  # no gap: waits are spans
+        assert any(s[2] == "E" and s[3].startswith("waiting: ") for s in busy)
+    assert data_of(tmp_path / "plan.html")["length"] == pytest.approx(plan.predicted["seconds"], rel=0.1)
+
+
+def test_a_run_with_a_promise_shows_its_collectives(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", MODEL, train={"steps": 2, "global_batch": 16}, log={"trace": 1})
+    run_training(config, planned().to_dict(), 4)
+    assert main(["view", str(tmp_path / "run"), "--html"]) == 0
+    promised, measured = data_of(tmp_path / "run" / "timeline.html")["panels"]
+    assert (promised["name"], measured["name"]) == ("planned", "measured, step 2")
+    assert [row["name"] for row in promised["rows"]] == [row["name"] for row in measured["rows"]]
+    for row, real in zip(promised["rows"], measured["rows"], strict=True):
+        assert {"F", "B", "M", "G", "S", "U"} <= {s[2] for s in row["spans"]} & {s[2] for s in real["spans"]}
+        assert _collectives(row) == _collectives(real)  # the same number of each, with the same bytes, as training made
+
+
+def _collectives(row: dict[str, Any]) -> Counter[tuple[str, str, int]]:
+    """Gathers and reductions of units, planned or measured; a tied weight's copy is not in plans."""
+    unit = re.compile(r"(?:gather|reduce|the parameters of|the sum of) (\S+?)(?:'s gradients)? over data.*")
+    found = ((s[2], unit.fullmatch(s[3]), s[4]) for s in row["spans"] if s[2] in "GS")
+    return Counter((kind, name[1], size) for kind, name, size in found if name is not None)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rule", "more"),
+    [
+        ("1f1b", {"match": "*.mlp", "mode": "zero3", "split": 2}, {}),
+        ("zb-v", {"match": "*.mlp", "mode": "zero2", "recompute": "full", "split": 2}, {"optimizer": "host"}),
+        ("wave", {"match": "*.attn", "mode": "replicate"}, {"prefetch": 2}),
+        ("interleaved", {"match": "*.mlp", "mode": "zero2", "reduce": "micro-batch"}, {}),
+        ("gpipe", {"match": "embed", "mode": "keep"}, {"prefetch": 0}),
+    ],
+)
+@pytest.mark.parametrize(("data", "tie"), [(1, False), (2, False), (4, True)])
+def test_what_is_drawn_is_what_training_runs(
+    schedule: str, rule: dict[str, Any], more: dict[str, Any], data: int, tie: bool
+) -> None:
+    """The same instructions in the same order, but for the updates; about as long as the planner predicts."""
+    config = make_config(Path("run"), MODEL | {"layers": 8, "ffn": 256, "vocab": 256, "tie": tie})
+    units = [rule, {"match": "*", "mode": "zero3" if tie else "keep"}]
+    plan = Plan.from_dict(
+        {
+            "mesh": {"pipe": 2, "data": data},
+            "batch": {"micro_batches": 4},
+            "pipeline": {"schedule": schedule},
+            "unit": units,
+            "memory": more,
+        }
+    )
+    spec = ModelSpec.from_config(config.model)
+    plan = judge(plan, PlanProblem(spec, Cluster.preset("h100-sxm"), 32, plan.precision))
+    step, layout = planned_step(plan), lay_out_pipeline(config.model, plan, 32)
+    assert step.programs is not None
+    drawn, run = (
+        [[i for i in p.instructions if not isinstance(i, Stream)] for p in programs.programs]
+        for programs in (step.programs, layout.programs)
+    )
+    assert drawn == run
+    assert plan.predicted is not None
+    assert 0.8 < float(step.timeline.makespan) / plan.predicted["seconds"] < 1.05
+
+
+def test_a_plan_of_an_older_version_is_drawn_without_collectives(tmp_path: Path) -> None:
+    plan = planned()
+    assert plan.predicted is not None
+    old = {
+        k: v
+        for k, v in plan.predicted.items()
+        if k not in ("units", "unit_seconds", "updates", "messages", "message_bytes")
+    }
+    assert planned_step(replace(plan, predicted=old)).sizes == {}
+    broken = replace(plan, predicted=plan.predicted | {"unit_seconds": []})
+    with pytest.raises(PlanError, match="plan again"):
+        planned_step(broken)
+    page = tmp_path / "p.html"
+    write_page(page, "old", "", [planned_panel(plan, planned_step(replace(plan, predicted=old)), "planned")])
+    (panel,) = data_of(page)["panels"]
+    assert len(panel["rows"]) == 4
+    assert {s[2] for row in panel["rows"] for s in row["spans"]} <= {"F", "B", "M", "_"}
 
 
 def test_plans_and_schedules_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

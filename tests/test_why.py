@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import fourfold
 from fourfold.cli import main
@@ -149,3 +152,91 @@ def test_a_faster_kernel_of_attention_is_offered(tmp_path: Path) -> None:
         change = _Case(run, Cluster.preset("h200"))._faster_attention()
         assert change.startswith("train.deterministic = false: attention by cudnn, in 0.50 of the time") == offered
         assert explain_run(run, Cluster.preset("h200")).accounted[0] > 0.5
+
+
+# ---- a unit that torch.compile fails on ----
+
+
+@torch.library.custom_op("fourfold_tests::plus", mutates_args=())
+def plus(x: Tensor, y: float) -> Tensor:
+    """An operator whose author has not said what shape it returns: torch.compile fails on a layer that calls it."""
+    return x + y
+
+
+plus.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class ManyOperators(nn.Module):
+    """400 tiny operators: most of their time is the host's, and one kernel if they are compiled."""
+
+    def __init__(self, opaque: bool) -> None:
+        super().__init__()
+        self.mix, self.opaque = nn.Linear(16, 16), opaque
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        for i in range(200):
+            x = x * 0.99 + 1e-4 * i
+        return plus(x, 1.0) if self.opaque else x + 1.0
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": torch.full((4, 16), index / 64), "targets": torch.zeros(4, 16)}
+
+
+def _fit_layers(rank: int, ranks: int, folder: Path, opaque: tuple[int, ...], failing: tuple[int, ...]) -> None:
+    """`opaque`: the layers that torch.compile fails on, on the ranks `failing`."""
+    layers = lambda: [ManyOperators(i in opaque and rank in failing) for i in range(4)]  # noqa: E731
+    plan = {"mesh": {"data": ranks}, "batch": {"micro_batches": 8}, "precision": {"compile": True}}
+    config = {"train": {"steps": 6, "global_batch": 16 * ranks, "run_dir": str(folder)}, "log": {"trace": 1}}
+    loss = lambda output, batch: (output - batch["targets"]).square().sum()  # noqa: E731
+    fourfold.fit(
+        Config.from_dict(config), Plan.from_dict(plan), model=layers, data=Numbers(), loss=loss, console=io.StringIO()
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The runs of this module share what they compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        yield
+
+
+@pytest.mark.usefixtures("compiled_code")
+@pytest.mark.parametrize(
+    ("ranks", "opaque", "failing", "named"),
+    [(1, (), (), []), (1, (2,), (0,), ["2"]), (2, (2,), (1,), ["2"]), (2, (1, 3), (0, 1), ["1", "3"])],
+)
+def test_units_that_fell_out_of_the_compiler_are_named_first(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    ranks: int,
+    opaque: tuple[int, ...],
+    failing: tuple[int, ...],
+    named: list[str],
+) -> None:
+    run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing)
+    found = explain_run(tmp_path / "run")
+    said = "\n".join(found.lines())
+    print(said)
+    assert capfd.readouterr().err.count("runs uncompiled: torch.compile failed") == len(named) * len(failing)
+    if not named:
+        assert "uncompiled" not in {f.label for f in found.findings}, said
+        assert "ompiled" not in said
+        return
+    first = found.findings[0]
+    assert found.verdict == "uncompiled", said
+    assert first.details["units"] == named, said
+    assert first.details["unit"] in named
+    assert first.details["ranks"] == list(failing)
+    assert "no fake impl registered" in first.details["why"]
+    assert f"unit {first.details['unit']} " in said
+    assert "no fake impl registered" in said
+    assert "slow-unit" not in {f.label for f in found.findings}, said
+    assert min(found.accounted) > 0.95, said

@@ -130,6 +130,7 @@ class Record:
         self.waiting: Ticket | None = None  # what the main thread is blocked on
         self.watched = False  # whether a watchdog polls
         self.trace: StepTrace | None = None  # of the current step, if it is traced
+        self.uncompiled: dict[str, str] = {}  # units that torch.compile failed on, and why
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
         self._recorded: deque[Ticket] = deque()  # issued to the device, in order
         self._unreached: list[Ticket] = []  # those that the poller has taken over

@@ -185,7 +185,8 @@ def sample(args: SampleArgs) -> int:
 
 def view(args: ViewArgs) -> int:
     from fourfold.train.rundir import RunDir
-    from fourfold.view.run import compare_step, rank_name
+    from fourfold.view.planned import rank_name
+    from fourfold.view.run import compare_step
     from fourfold.view.steps import read_steps
     from fourfold.view.timeline import draw, show_step
 
@@ -233,9 +234,8 @@ def view(args: ViewArgs) -> int:
 
 def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) -> list[Path]:
     """Write the views of a run's traced step that `args` request; returns the files."""
-    from dataclasses import replace
-
-    from fourfold.view.run import compare_step, measured_panel, planned_panel, planned_timeline
+    from fourfold.view.planned import planned_panel, planned_step
+    from fourfold.view.run import compare_step, measured_panel, planned_with_measured_times
     from fourfold.view.steps import read_steps
     from fourfold.view.why import explain_run
 
@@ -244,14 +244,14 @@ def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) 
     steps = read_steps(run)
     if plan.predicted and plan.predicted.get("stages") and plan.predicted.get("cluster") != "local":
         count = plan.micro_batches(config.train.global_batch)
-        timeline, name = replace(plan, batch=replace(plan.batch, micro_batches=count)).simulate(), "planned"
+        planned, name = planned_step(plan, count), "planned"
     else:
-        timeline, name = planned_timeline(run, steps), "planned, with measured times"
-    panels = [planned_panel(plan, timeline, name), measured_panel(run, traced.step, steps)]
+        planned, name = planned_with_measured_times(run, steps), "planned, with measured times"
+    panels = [planned_panel(plan, planned, name), measured_panel(run, traced.step, steps)]
     why = explain_run(run, changes=False)
     took = next(s.seconds for s in steps if s.step == traced.step)
-    planned = schema.format_seconds(float(timeline.makespan))
-    summary = f"Step {traced.step} took {schema.format_seconds(took)}; {name}, it takes {planned}."
+    takes = schema.format_seconds(float(planned.timeline.makespan))
+    summary = f"Step {traced.step} took {schema.format_seconds(took)}; {name}, it takes {takes}."
     if why.findings:
         lost = schema.format_seconds(why.findings[0].seconds)
         summary += f" The largest loss is {lost} a step, {why.findings[0].text}."
@@ -263,7 +263,8 @@ def _view_two(args: ViewArgs, a: RunDir, b: RunDir) -> int:
     """Two runs on one scale: where the time of a step went in each."""
     from statistics import mean
 
-    from fourfold.view.run import measured_panel, rank_name
+    from fourfold.view.planned import rank_name
+    from fourfold.view.run import measured_panel
     from fourfold.view.steps import CAUSES, read_steps
     from fourfold.view.timeline import show_step
 
@@ -334,7 +335,7 @@ def why(args: WhyArgs) -> int:
 def _view_plan(args: ViewArgs, path: Path) -> int:
     """The timeline of a plan: as the planner predicted it, or in forwards of a rank's share."""
     from fourfold.plan import Plan
-    from fourfold.view.run import planned_panel
+    from fourfold.view.planned import planned_panel, planned_step
     from fourfold.view.timeline import show_timeline
 
     if args.step is not None or args.save_schedule:
@@ -347,9 +348,18 @@ def _view_plan(args: ViewArgs, path: Path) -> int:
     if not (args.html or args.perfetto or args.open):
         show_timeline(str(path), timeline, seconds=bool(unit))
         return 0
-    what = f"{float(timeline.makespan):.4g} s" if unit else f"{float(timeline.makespan):.4g} forwards of a rank's share"
-    summary = f"One step of the pipeline takes {what}, with a bubble of {float(timeline.bubble):.1%}."
-    panel = planned_panel(plan, timeline, f"planned: {plan.mesh.product()} ranks")
+    step = planned_step(plan)
+    whole = float(step.timeline.makespan)
+    what = schema.format_seconds(whole) if unit else f"{whole:.4g} forwards of a rank's share"
+    summary = f"One step of the pipeline takes {what}, with a bubble of {float(step.timeline.bubble):.1%}."
+    if step.sizes:
+        promised = schema.format_seconds(plan.predicted["seconds"] if plan.predicted else whole)
+        computing = sum(map(float, step.timeline.work)) / step.timeline.rows / whole
+        summary = f"One step takes {what} as drawn, of which the ranks compute {computing:.1%}. "
+        summary += f"The planner's own figure, with what is not drawn, is {promised}."
+    elif plan.predicted:
+        summary += " Collectives are not drawn."
+    panel = planned_panel(plan, step, f"planned: {plan.mesh.product()} ranks")
     print(*_write_views(args, path.with_suffix(""), path.name, summary, [panel], unit), sep="\n")
     return 0
 

@@ -27,6 +27,7 @@ from fourfold.planner.memory_model import RankExtras, RankMemory, message_buffer
 from fourfold.planner.op_times import StageTimes, plan_units, stage_times, units_of_stages, whole_step
 from fourfold.planner.problem import PlanProblem, per_problem
 from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, choice_of, tied_elements
+from fourfold.planner.unit_predictions import UnitPrediction, predict_units, units_to_dict
 from fourfold.program import modes
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
@@ -103,6 +104,14 @@ class Prediction:
     """Bytes of a device that are available to tensors."""
     engine: str = "fourfold"
     """The system that it is predicted for."""
+    units: tuple[tuple[UnitPrediction, ...], ...] = ()
+    """Per stage: its units, with the seconds and bytes of their gathers and reductions."""
+    updates: tuple[float, ...] = ()
+    """Per rank of a pipeline: seconds of the optimizer's step."""
+    message_bytes: float = 0.0
+    """Bytes of a message between stages."""
+    messages: tuple[tuple[float, ...], ...] = ()
+    """Seconds of a message from each rank of a pipeline to each other; 0 between ranks without adjacent stages."""
 
     @property
     def parts(self) -> StepTime:
@@ -138,6 +147,10 @@ class Prediction:
             "memory": [m.to_dict() for m in self.memory],
             "stages": [[float(f"{x:.6g}") for x in stage] for stage in self.stages],
             "message": float(f"{self.message:.6g}"),
+            "message_bytes": round(self.message_bytes),
+            "messages": [[float(f"{x:.6g}") for x in row] for row in self.messages],
+            **units_to_dict(self.units),
+            "updates": [float(f"{x:.6g}") for x in self.updates],
             "host_state": round(self.host_state, 4),
         }
 
@@ -283,6 +296,10 @@ class PlanEvaluation:
             host_state=0.0 if problem.on_cpu else 1 - self.device_share,
             usable=self.limit,
             engine=problem.engine.name,
+            units=predict_units(problem, layout, self.stages) if problem.engine.name == "fourfold" else (),
+            updates=tuple(self._update(updated, self.device_share) for updated in self.updated),
+            message_bytes=self._message_bytes if self.schedule.ranks > 1 else 0.0,
+            messages=self._messages if self.schedule.ranks > 1 else (),
         )
 
     # ---- time ----

@@ -18,7 +18,7 @@ from fourfold.model.spec import OwnLayers, unit_names
 from fourfold.plan import Plan
 from fourfold.program.modes import Mode, ReduceAfter
 
-__all__ = ["ResolvedUnit", "resolve_units"]
+__all__ = ["ResolvedUnit", "resolve_units", "slice_names"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def resolve_units(model: ModelConfig | OwnLayers, plan: Plan) -> dict[str, Resol
         shards = 1 if sharing.mode == "replicate" else sharing.within or replicas
         recompute = "full" if rule.recompute == "per-slice" else rule.recompute
         out[name] = ResolvedUnit(
-            names=_names(name, slices, recompute),
+            names=slice_names(name, slices, recompute),
             slices=slices,
             mode=sharing.mode if shards > 1 else "replicate",
             reduce=sharing.reduce if replicas > 1 else "step",
@@ -60,7 +60,8 @@ def resolve_units(model: ModelConfig | OwnLayers, plan: Plan) -> dict[str, Resol
     return out
 
 
-def _names(name: str, slices: int, recompute: str) -> tuple[str, ...]:
+def slice_names(name: str, slices: int, recompute: str) -> tuple[str, ...]:
+    """Names of the units that a unit of the model is run as."""
     if slices == 1:
         return (name,)
     parts = ("",) if name == "head" or recompute == "full" else (".up", ".down")

@@ -1,8 +1,9 @@
 """A compiled function that runs uncompiled where it cannot be compiled, and a place for compiled code that lasts.
 
 The first call compiles. If the compiler fails, the call is repeated uncompiled, a line on stderr says why, and later calls are
-not compiled either. The function must be repeatable: it has no effect before it is compiled. Errors of the function itself
-are raised as they are. The gradient is compiled with the forward, not at the first backward, so that its failure is seen in time.
+not compiled either. Traces have the unit and the reason (train/trace.py), and `fourfold why` names it. The function must be
+repeatable: it has no effect before it is compiled. Errors of the function itself are raised as they are. The gradient is compiled
+with the forward, not at the first backward, so that its failure is seen in time.
 
 Compiled code is kept in `~/.cache/fourfold/inductor` (or $XDG_CACHE_HOME) unless TORCHINDUCTOR_CACHE_DIR says otherwise; torch's
 own default, which is left where that folder cannot be written, is a temporary folder, which a job may lose between two runs.
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fourfold.record import RECORD
 from fourfold.runtime._torch import compile_errors, compile_gradients_early, compile_often
 
 __all__ = ["OrUncompiled", "set_compile_cache"]
@@ -43,6 +45,7 @@ class OrUncompiled:
             why = " ".join(str(e).split())[:300] or type(e).__name__
             print(f"{self.name} runs uncompiled: torch.compile failed: {why}", file=sys.stderr, flush=True)
             self.compiled = None
+            RECORD.uncompiled = {**RECORD.uncompiled, self.name: why}
         return self.plain(*args, **named)
 
 

@@ -12,6 +12,7 @@ events   `[kind, what, issued, begun, end, bytes, group, number, peer]`: a colle
          message, or -1
 groups   `[name, [rank, …]]`
 memory   `[time, bytes]` in use at the end of every op; `peak` has the time, the bytes and the parts of the largest
+uncompiled    units that torch.compile has failed on so far, and why; absent without any
 lead     CUDA: how far the device was behind the host at the end of the step; near 0, the device waits for the host
 
 On CUDA the times are the device's, from events; a step's line is written when the device has finished the step. A mark that the
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 from fourfold import files
 from fourfold.errors import RunDirError
-from fourfold.record import GroupRecord, StepTrace
+from fourfold.record import RECORD, GroupRecord, StepTrace
 from fourfold.runtime.executor import Span
 from fourfold.train.clock import Clock
 from fourfold.train.rundir import read_trace
@@ -142,6 +143,8 @@ class TraceFile:
         if held.trace.peak is not None:
             mark, used, parts = held.trace.peak
             line["peak"] = [at(mark), used, parts]
+        if RECORD.uncompiled:
+            line["uncompiled"] = RECORD.uncompiled
         if (lead := clock.lead(held.end, held.issued)) is not None:
             line["lead"] = round(lead, 6)
         files.append_line(self._file, self._path, json.dumps(line), RunDirError)

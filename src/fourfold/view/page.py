@@ -5,7 +5,8 @@ has a row per rank; a row has ops and waits, and two lanes for messages and coll
 it is data in the page: names are escaped JSON, and are displayed as plain text.
 
 In the page's JSON a span is five numbers: start and duration in ticks (a ten-millionth of the whole), the index of its kind in
-`kinds`, the index of its name in `names`, and bytes.
+`kinds`, the index of its name in `names`, and bytes. A row whose spans (or memory) are the same object as an earlier row's has
+that row's index instead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +74,7 @@ class Panel:
     peaks: tuple[tuple[float, float, Mapping[str, float]], ...] = ()
     """By row, where known: time, amount and parts of the most memory."""
 
-    @property
+    @cached_property
     def length(self) -> float:
         return max((s.end for row in self.rows for s in row.spans), default=0.0)
 
@@ -140,6 +142,35 @@ def write_page(
             out += at, tick(s.end) - at, KINDS.index(s.kind), names.setdefault(s.name, len(names)), s.size
         return out
 
+    def shown(p: Panel) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        firsts: dict[int, int] = {}
+        for at, r in enumerate(p.rows):
+            first = firsts.setdefault(id(r.spans), at)
+            rows.append(
+                {
+                    "name": r.name,
+                    "busy": round(r.busy(p.length), 5) if first == at else rows[first]["busy"],
+                    "lost": {cause: _short(t) for cause, t in r.lost.items() if t > 0},
+                    "spans": flat(r.spans) if first == at else first,
+                }
+            )
+        curves: list[Any] = []
+        firsts = {}
+        for at, points in enumerate(p.memory):
+            first = firsts.setdefault(id(points), at)
+            curves.append([x for t, held in points for x in (tick(t), _short(held))] if first == at else first)
+        return {
+            "name": p.name,
+            "rows": rows,
+            "path": [[row, tick(a), tick(b)] for row, a, b in p.path] or None,
+            "memory": curves or None,
+            "memory_name": p.memory_name,
+            "memory_unit": p.memory_unit,
+            "budget": p.budget,
+            "peaks": [[tick(t), held, dict(parts)] for t, held, parts in p.peaks],
+        }
+
     data = {
         "title": title,
         "summary": summary,
@@ -148,27 +179,7 @@ def write_page(
         "length": length,
         "ticks": TICKS,
         "kinds": KINDS,
-        "panels": [
-            {
-                "name": p.name,
-                "rows": [
-                    {
-                        "name": r.name,
-                        "busy": round(r.busy(p.length), 5),
-                        "lost": {cause: _short(t) for cause, t in r.lost.items() if t > 0},
-                        "spans": flat(r.spans),
-                    }
-                    for r in p.rows
-                ],
-                "path": [[row, tick(a), tick(b)] for row, a, b in p.path] or None,
-                "memory": [[x for t, held in points for x in (tick(t), _short(held))] for points in p.memory] or None,
-                "memory_name": p.memory_name,
-                "memory_unit": p.memory_unit,
-                "budget": p.budget,
-                "peaks": [[tick(t), held, dict(parts)] for t, held, parts in p.peaks],
-            }
-            for p in panels
-        ],
+        "panels": [shown(p) for p in panels],
     }
     data["names"] = list(names)
     template = resources.files("fourfold.view").joinpath("timeline.html").read_text("utf-8")

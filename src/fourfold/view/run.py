@@ -11,19 +11,19 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from fourfold import schema
 from fourfold.errors import RunDirError, ScheduleError
 from fourfold.model.spec import OwnLayers
-from fourfold.plan import Plan
 from fourfold.program import Costs, Op, Schedule, Timeline, simulate
-from fourfold.program.groups import coordinates_of
+from fourfold.program.instructions import Gather, Instruction, Reduce
 from fourfold.program.stages import PipelineLayout, lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_trace
-from fourfold.view.page import PageSpan, Panel, Row, panel_of
+from fourfold.view.page import PageSpan, Panel, Row
+from fourfold.view.planned import PlannedStep, rank_name, with_update
 from fourfold.view.steps import Part, TracedStep, axes_of, read_steps
 
 __all__ = [
@@ -32,9 +32,7 @@ __all__ = [
     "layout_of_run",
     "measured_panel",
     "own_layers",
-    "planned_panel",
-    "planned_timeline",
-    "rank_name",
+    "planned_with_measured_times",
 ]
 
 
@@ -147,19 +145,22 @@ def measured_panel(run: RunDir, step: int, steps: Sequence[TracedStep] | None = 
     )
 
 
-def planned_timeline(run: RunDir, steps: Sequence[TracedStep]) -> Timeline:
-    """The plan's programs, simulated with what was measured: gathers and reductions are in it.
+def planned_with_measured_times(run: RunDir, steps: Sequence[TracedStep]) -> PlannedStep:
+    """The plan's programs, simulated with what was measured: gathers, reductions and the update are in it.
 
     An op takes the median of its compute and its collectives on the grid, without waits. A message, gather or reduction takes
     the minimum measured time from its start on the last rank to the end of the first wait for it; an overlapped one ends before
-    it is waited for.
+    it is waited for. The update takes its median on the rank where that is longest.
     """
     layout = layout_of_run(run)
+    prefetch = run.read()[1].memory.prefetch
     later = [s for s in steps if s.step > 1] or list(steps)
     ops: dict[tuple[int, str], list[float]] = {}
     started: dict[tuple[Any, ...], float] = {}
     ended: dict[tuple[Any, ...], tuple[str, str, float]] = {}
     messages: list[float] = []
+    sizes: dict[Instruction, int] = {}
+    message_bytes = 0
     for s in later:
         sent = {(rank, e.peer, e.what): e.begun for rank, r in s.ranks.items() for e in r.events if e.kind == "send"}
         for rank, r in s.ranks.items():
@@ -179,9 +180,11 @@ def planned_timeline(run: RunDir, steps: Sequence[TracedStep]) -> Timeline:
             for e in r.events:
                 if e.kind == "message" and (e.peer, rank, e.what) in sent:
                     messages.append(max(0.0, e.end - sent[e.peer, rank, e.what]))
+                    message_bytes = max(message_bytes, e.size)
                 if (unit := _unit(e.what)) and e.ranks:
                     key = s.step, e.group, e.ranks, e.number
                     started[key] = max(started.get(key, 0.0), e.issued)
+                    sizes[Gather(unit) if e.kind == "all_gather" else Reduce(unit)] = e.size
                     ended[key] = e.kind, unit, min(ended[key][2] if key in ended else e.end, e.end)
     prices: dict[str, dict[str, float]] = {"gather": {}, "reduce": {}}
     for units in layout.units:
@@ -198,16 +201,20 @@ def planned_timeline(run: RunDir, steps: Sequence[TracedStep]) -> Timeline:
     def of(kind: str) -> tuple[float, ...]:
         return tuple(median(ops.get((s, kind), [0.0])) for s in range(layout.schedule.stages))
 
+    both = set.intersection(*(set(s.ranks) for s in later)) if later else set()
+    update = max((median(s.ranks[r].spent("update") for s in later) for r in both), default=0.0)
+    programs = with_update(layout.schedule, layout.programs.units, prefetch)
     costs = Costs(
         forward=of("F"),
         input_grad=of("I"),
         weight_grad=of("W"),
         backward=of("B"),
+        stream=update,
         message=min(messages, default=0.0),
         gather=prices["gather"],
         reduce=prices["reduce"],
     )
-    return simulate(layout.programs, costs)
+    return PlannedStep(simulate(programs, costs), sizes, message_bytes)
 
 
 def _unit(what: str) -> str:
@@ -215,32 +222,6 @@ def _unit(what: str) -> str:
     if what.startswith("the parameters of "):
         return what.removeprefix("the parameters of ")
     return what.removeprefix("the sum of ").removesuffix("'s gradients") if what.endswith("'s gradients") else ""
-
-
-def planned_panel(plan: Plan, timeline: Timeline, name: str) -> Panel:
-    """A simulated plan: a row per pipeline rank; with a prediction, memory in bytes and the limit."""
-    stride, p = plan.mesh.ranks // plan.mesh.pipe, plan.predicted or {}
-    names = []
-    for pipe in range(timeline.rows):
-        ranks = range(pipe * stride, (pipe + 1) * stride)
-        names.append(f"pipe {pipe} · rank{'s' * (stride > 1)} {_ranks_text(ranks)}")
-    found = p.get("memory") or []
-    panel = panel_of(name, timeline, names, found if len(found) == timeline.rows else ())
-    if len(panel.peaks) != timeline.rows:
-        return panel
-    curves = []
-    for row, (points, (_, most, parts)) in enumerate(zip(panel.memory, panel.peaks, strict=True)):
-        held, activations = float(timeline.peaks[row].memory) or 1.0, parts.get("activations", 0.0)
-        curves.append(tuple((t, most - activations * (1 - x / held)) for t, x in points))
-    what = "memory, predicted"
-    return replace(panel, memory=tuple(curves), memory_name=what, memory_unit="bytes", budget=p.get("usable_bytes", 0))
-
-
-def rank_name(plan: Plan, rank: int) -> str:
-    """A rank and its coordinates on the axes that the plan uses."""
-    degrees = plan.mesh.degrees
-    place = " ".join(f"{axis} {c}" for axis, c in coordinates_of(degrees, rank).items() if degrees[axis] > 1)
-    return f"rank {rank}" + (f" · {place}" if place else "")
 
 
 def _letter(part: Part) -> str:

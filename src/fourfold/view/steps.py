@@ -97,6 +97,8 @@ class RankStep:
     memory: list[tuple[float, float]]
     peak: tuple[float, float, dict[str, int]] | None
     lead: float | None
+    uncompiled: Mapping[str, str] = field(default_factory=dict)
+    """Units that torch.compile failed on, and why."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -214,6 +216,7 @@ def _rank_step(step: int, rank: int, line: dict[str, Any], at: float) -> RankSte
         memory,
         (at + peak[0], peak[1], peak[2]) if peak else None,
         line.get("lead"),
+        line.get("uncompiled", {}),
     )
 
 

@@ -8,7 +8,9 @@ the planner's prediction of the same ranks. Each finding has the seconds that it
     communication   exposed transfers on the critical path, beyond the plan's prediction
     bubble          waiting for other stages, beyond the plan's prediction and what the findings above explain
     data, update, host, save and evaluation     as measured; the last two as a mean over all steps
-    micro-batch, uncompiled     what the planner predicts to save with larger micro-batches, or compiled units
+    uncompiled      time of units that torch.compile failed on beyond that of compiled units of their kind, as above; if
+                    the plan compiles none, what the planner predicts to save by it
+    micro-batch     what the planner predicts to save with larger micro-batches
     compute         compute beyond the prediction that no finding above explains
 
 The planner's figures for `local` are guesses: there the prediction is scaled to the compute that was measured, and compute itself
@@ -22,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from fourfold import schema
 from fourfold.cluster import Cluster, preset_names
@@ -136,6 +138,16 @@ def explain_run(run: RunDir | str | Path, cluster: Cluster | None = None, *, cha
     return _Case(run if isinstance(run, RunDir) else RunDir.find(str(run)), cluster).explain(changes)
 
 
+class _SlowUnit(NamedTuple):
+    """A unit that takes longer than its kind."""
+
+    name: str
+    lost: float
+    """Seconds a step."""
+    slower: float
+    ranks: list[int]
+
+
 class _Case:
     """One run: what was measured, and what was promised."""
 
@@ -155,6 +167,9 @@ class _Case:
         self.predicted = self._prediction(cluster is not None)
         self.measured_cluster = self.cluster is not None and self.cluster.name != "local"
         self.ranks = sorted(set.intersection(*(set(s.ranks) for s in self.steps)))
+        self.uncompiled = {
+            r: {u: why for s in self.steps for u, why in s.ranks[r].uncompiled.items()} for r in self.ranks
+        }
         self.compute = {r: median(s.ranks[r].spent(*COMPUTE) for s in self.steps) for r in self.ranks}
         self.work = self._predicted_work()
         self.focus = self._busiest()
@@ -218,10 +233,8 @@ class _Case:
 
     def explain(self, ask: bool) -> Explanation:
         table = {c: mean(s.ranks[r].spent(c) for s in self.steps for r in self.focus) for c in CAUSES}
-        unit = self._slow_unit()
-        straggler = self._straggler(unit)
-        data = self._data()
-        first = [f for f in (unit, straggler, data) if f is not None]
+        units = self._slow_units()
+        first = [*units, *(f for f in (self._straggler(units), self._data()) if f is not None)]
         communication = self._communication()
         changes = list(self._changes()) if ask else []
         fixed = [f for f in (self._micro_batch(changes), self._uncompiled(changes)) if f is not None]
@@ -230,6 +243,7 @@ class _Case:
         found += self._bubble(table, explained)
         found += self._slower_compute(table, explained + sum(f.seconds for f in fixed))
         found = [f for f in found if f.seconds >= WORTH * self.seconds]
+        findings = tuple(sorted(found, key=lambda f: -f.seconds))
         accounted = [1 - max(s.ranks[r].spent("other") / s.ranks[r].seconds for s in self.steps) for r in self.ranks]
         promised = self.predicted["seconds"] if self.predicted and self.measured_cluster else None
         return Explanation(
@@ -239,10 +253,10 @@ class _Case:
             promised=promised,
             cluster=self.cluster.name if self.cluster else "",
             table=self._table(table),
-            findings=tuple(sorted(found, key=lambda f: -f.seconds)),
+            findings=findings,
             changes=tuple(sorted((c for c in changes if c.seconds > 0), key=lambda c: -c.seconds)),
             accounted=tuple(accounted),
-            notes=tuple(self._notes()),
+            notes=tuple(self._notes(findings)),
         )
 
     def _table(self, table: Mapping[str, float]) -> tuple[tuple[str, float, float | None], ...]:
@@ -255,10 +269,10 @@ class _Case:
         rows += [(CAUSES[c], table[c], planned.get(c)) for c in CAUSES if c not in ("forward", "backward", "weight")]
         return tuple(row for row in rows if row[1] > 0 or row[2])
 
-    def _straggler(self, unit: TimeLoss | None) -> TimeLoss | None:
+    def _straggler(self, units: Sequence[TimeLoss]) -> TimeLoss | None:
         """The rank whose compute exceeds its peers' most."""
         own = dict(self.compute)
-        if unit is not None:
+        for unit in units:
             for r in unit.details["ranks"]:
                 own[r] = max(0.0, own[r] - unit.seconds)
         best: TimeLoss | None = None
@@ -287,8 +301,12 @@ class _Case:
         places = [coordinates_of(dict(self.degrees), r) for r in (a, b)]
         return all(places[0][axis] == places[1][axis] for axis in ("pipe", "row", "col"))
 
-    def _slow_unit(self) -> TimeLoss | None:
-        """The unit whose forward takes longest compared with its kind; on the fastest of its ranks, so that it is the unit."""
+    def _slow_units(self) -> list[TimeLoss]:
+        """Units that torch.compile failed on, as one finding; and of the others, the unit that loses most.
+
+        A unit's forward is compared with its kind: on the fastest of its ranks, so that it is the unit and not the rank; or on
+        those where it runs uncompiled, with units that are compiled there.
+        """
         times: dict[str, dict[int, list[float]]] = {}
         for s in self.steps:
             for r in self.ranks:
@@ -299,32 +317,67 @@ class _Case:
                 for name, found in here.items():
                     times.setdefault(name, {}).setdefault(r, []).append(median(found))
         seconds = {name: {r: median(x) for r, x in by.items()} for name, by in times.items()}
-        best: TimeLoss | None = None
+        slow: list[_SlowUnit] = []
+        uncompiled: list[_SlowUnit] = []
         for name, by_rank in seconds.items():
-            rank = min(by_rank, key=lambda r: by_rank[r])
-            others = [t for n, t in seconds.items() if n != name and self._kind(n) == self._kind(name)]
-            like = [t[rank] for t in others if rank in t] or [min(t.values()) for t in others]
-            if not like or by_rank[rank] <= 1.3 * median(like):
+            plain = [r for r in by_rank if name in self.uncompiled.get(r, ())]
+            rank = min(plain or by_rank, key=lambda r: by_rank[r])
+            others = [n for n in seconds if n != name and self._kind(n) == self._kind(name)]
+            if plain:
+                others = [n for n in others if n not in self.uncompiled[rank]]
+            like = [seconds[n][rank] for n in others if rank in seconds[n]]
+            like = like or [min(seconds[n].values()) for n in others]
+            if not like or not median(like):
                 continue
             forward = max(median(s.ranks[rank].spent("forward") for s in self.steps), 1e-9)
             both = median(s.ranks[rank].spent(*COMPUTE) for s in self.steps) / forward
             lost = (by_rank[rank] - median(like)) * self.micro_batches * both
-            if best is None or lost > best.seconds:
-                slower = by_rank[rank] / median(like)
-                advice = (
-                    "look for graph breaks and recompilations of this unit: TORCH_LOGS=graph_breaks,recompiles"
-                    if self.compiled
-                    else "profile this unit; see whether it computes something that the others do not"
-                )
-                best = TimeLoss(
-                    "slow-unit",
-                    lost,
-                    f"unit {name} takes {slower:.2f} times as long as others of its kind ({self._kind(name)[0]})"
-                    + ("; it may run uncompiled" if self.compiled else ""),
-                    advice,
-                    {"unit": name, "slower": round(slower, 3), "ranks": sorted(by_rank)},
-                )
-        return best
+            unit = _SlowUnit(name, lost, by_rank[rank] / median(like), sorted(plain or by_rank))
+            if plain and lost > 0:
+                uncompiled.append(unit)
+            elif not plain and unit.slower > 1.3:
+                slow.append(unit)
+        out = [] if not uncompiled else [self._fell_out(uncompiled)]
+        if slow:
+            out.append(self._slower(max(slow, key=lambda u: u.lost)))
+        return out
+
+    def _slower(self, unit: _SlowUnit) -> TimeLoss:
+        advice = (
+            "look for graph breaks and recompilations of this unit: TORCH_LOGS=graph_breaks,recompiles"
+            if self.compiled
+            else "profile this unit; see whether it computes something that the others do not"
+        )
+        return TimeLoss(
+            "slow-unit",
+            unit.lost,
+            f"unit {unit.name} takes {unit.slower:.2f} times as long as others of its kind ({self._kind(unit.name)[0]})"
+            + ("; it may run uncompiled" if self.compiled else ""),
+            advice,
+            {"unit": unit.name, "slower": round(unit.slower, 3), "ranks": unit.ranks},
+        )
+
+    def _fell_out(self, units: Sequence[_SlowUnit]) -> TimeLoss:
+        """Units that torch.compile failed on; their seconds are those of the rank that loses most."""
+        lost = {r: sum(u.lost for u in units if r in u.ranks) for u in units for r in u.ranks}
+        most = max(lost, key=lambda r: lost[r])
+        worst = max((u for u in units if most in u.ranks), key=lambda u: u.lost)
+        more = len(units) - 1
+        return TimeLoss(
+            "uncompiled",
+            lost[most],
+            f"unit {worst.name}"
+            + (f" and {more} other{'s' * (more > 1)} run" if more else " runs")
+            + f" uncompiled: {worst.slower:.2f} times as long as compiled units of its kind ({self._kind(worst.name)[0]})",
+            f"make it compile; torch.compile failed: {self.uncompiled[most][worst.name]}",
+            {
+                "unit": worst.name,
+                "units": [u.name for u in units],
+                "slower": round(worst.slower, 3),
+                "ranks": sorted(lost),
+                "why": self.uncompiled[most][worst.name],
+            },
+        )
 
     def _kind(self, unit: str) -> tuple[str, int]:
         """Equal for units that do the same work: by name, or by class and number of parameters of a model's own layers."""
@@ -519,7 +572,7 @@ class _Case:
                     yield "plan", f"mode = '{mode}' for all units", replace(plan, unit=every), cluster
         yield "machine", "links twice as fast", plan, cluster.what_if({"bandwidth": "x2"})
 
-    def _notes(self) -> Iterator[str]:
+    def _notes(self, findings: Sequence[TimeLoss]) -> Iterator[str]:
         times = [m["seconds"] for m in self.metrics if isinstance(m.get("seconds"), float) and m["step"] > 1]
         if len(times) >= 10:
             usual = median(times)
@@ -528,6 +581,10 @@ class _Case:
             if slow:
                 first = ", ".join(map(str, slow[:5])) + (" …" if len(slow) > 5 else "")
                 yield f"{len(slow)} of {len(times)} steps took more than twice the median: {first}."
+        failed = {unit: why for found in self.uncompiled.values() for unit, why in found.items()}
+        if failed and [f.label for f in findings[:1]] != ["uncompiled"]:  # which says why
+            first, many = next(iter(failed)), f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+            yield f"Not compiled: {first}{many}, since torch.compile failed: {failed[first]}"
         if self.steps[-1].step == 1:
             yield "Only step 1 was traced, whose times include what happens once; train longer, or with --log.trace 1."
         if self.own:
