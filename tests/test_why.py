@@ -20,6 +20,7 @@ from fourfold.cluster import Cluster, Level
 from fourfold.collectives import Pending
 from fourfold.config import Config
 from fourfold.plan import Plan
+from fourfold.record import RECORD
 from fourfold.runtime.stage import Stage
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.ranks import run_ranks
@@ -216,11 +217,13 @@ def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_units_that_fell_out_of_the_compiler_are_named_first(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     ranks: int,
     opaque: tuple[int, ...],
     failing: tuple[int, ...],
     named: list[str],
 ) -> None:
+    monkeypatch.setattr(RECORD, "uncompiled", {"blocks.0": "an earlier run of this process"})
     run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing)
     found = explain_run(tmp_path / "run")
     said = "\n".join(found.lines())

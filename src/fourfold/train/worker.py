@@ -36,6 +36,7 @@ from fourfold.model.to_hf import check_written
 from fourfold.offload.streamer import LAST_STEPS, TOO_MANY
 from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import PipelineLayout
+from fourfold.record import RECORD
 from fourfold.runtime.compiled import set_compile_cache
 from fourfold.runtime.executor import Executor
 from fourfold.tensor.own_layers import OwnRule
@@ -327,6 +328,7 @@ def assemble(
     user: UserParts = UserParts(),
 ) -> tuple[Loop, int]:
     """The loop of one rank, and the number of steps done before."""
+    RECORD.uncompiled = {}  # an earlier run of this process may have had some
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=LONGEST_WAIT))
     world = dist.group.WORLD if place.ranks > 1 else None
     batch_group = mesh.group("data", "depth", "row", use="gradients")
