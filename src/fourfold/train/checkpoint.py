@@ -188,7 +188,7 @@ def load(
     """Fill the holdings from a complete checkpoint and return its state; ranks of `group` call it together.
 
     Raises CheckpointError, with the holdings partly filled, unless every file has the checksum that it was saved with. Without
-    `checksums` only what the holdings need is read: of weights, a fifth of the bytes.
+    `checksums` only what the holdings need is read: of weights, a third of the bytes.
     """
     state, problems = _load(directory, holdings, group, checksums)
     if problems:
