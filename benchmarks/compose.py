@@ -39,13 +39,13 @@ from rich.markup import escape
 from rich.progress import track
 
 from benchmarks.common import Row, finish, parser_of
+from fourfold.checkpoint.export import write_final  # noqa: F401 (else every rank would import it after the fork)
 from fourfold.config import Config
+from fourfold.data.samples import open_samples
 from fourfold.errors import FourfoldError, RankFailure
 from fourfold.plan import AXES, Plan
 from fourfold.testing.ranks import run_ranks
 from fourfold.train import metrics
-from fourfold.train.data import open_samples
-from fourfold.train.export import write_final  # noqa: F401 (else every rank would import it after the fork)
 from fourfold.train.worker import fit
 
 TOLERANCE = 1e-9

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, finish, parser_of, show
-from fourfold.train.encode import Encoding, encode_to_file, source_files
+from fourfold.data.encode import Encoding, encode_to_file, source_files
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -38,11 +38,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fourfold.checkpoint import save_load
+from fourfold.checkpoint.index import read_index
 from fourfold.cli import main as fourfold
 from fourfold.errors import CheckpointError
-from fourfold.train import checkpoint
-from fourfold.train.checkpoint_index import read_index
-from fourfold.train.flight import read_history
+from fourfold.supervision.flight import read_history
 from fourfold.train.loop import Loop
 from fourfold.train.rundir import RunDir, read_metrics
 
@@ -227,8 +227,8 @@ def damaged(count: int, chance: random.Random, folder: Path) -> Promise:
     outside.mkdir()
     (outside / "precious").write_text("mine")
     for step in (1, 2):
-        saver = checkpoint.Checkpointer(whole)
-        saver.save(step, [checkpoint.holding_of("x", torch.full((500,), float(step)))], {"step": step}, last=True)
+        saver = save_load.Checkpointer(whole)
+        saver.save(step, [save_load.holding_of("x", torch.full((500,), float(step)))], {"step": step}, last=True)
     for i in range(count):
         copy = folder / "copy"
         shutil.rmtree(copy, ignore_errors=True)
@@ -236,8 +236,8 @@ def damaged(count: int, chance: random.Random, folder: Path) -> Promise:
         what = _damage(copy, outside, chance)
         x, good, said = torch.zeros(500), False, ""
         try:
-            held = [checkpoint.holding_of("x", x)]
-            found, state, _ = checkpoint.load_newest(copy, lambda held=held: held)
+            held = [save_load.holding_of("x", x)]
+            found, state, _ = save_load.load_newest(copy, lambda held=held: held)
             if found is not None:
                 good = bool((x == state["step"]).all())  # of one step alone
             else:
@@ -380,7 +380,7 @@ def _saved_again(folder: Path) -> Iterator[None]:
     honest = Loop.run
 
     def run(loop: Loop, done: int) -> int:
-        usual, loop.checkpointer = loop.checkpointer, checkpoint.Checkpointer(folder, group=loop.checkpointer.group)
+        usual, loop.checkpointer = loop.checkpointer, save_load.Checkpointer(folder, group=loop.checkpointer.group)
         loop.saved_step = -1
         loop.save(done, last=True)
         loop.checkpointer = usual
@@ -401,7 +401,7 @@ def _different(one: Path, other: Path) -> list[str]:
     found = []
     for name, tensor in indexes[0].items():
         box = tuple((0, n) for n in tensor.shape)
-        a, b = (checkpoint.read_box(path, index, name, box) for path, index in zip((one, other), indexes, strict=True))
+        a, b = (save_load.read_box(path, index, name, box) for path, index in zip((one, other), indexes, strict=True))
         if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             found.append(name)
     return found
@@ -442,7 +442,7 @@ def replan(count: int, chance: random.Random, folder: Path) -> Promise:
                     own = common | {name: str(value) for name, value in place.items()}
                     net.popen(rank // 2, command, own, stdout=log, stderr=log)
             _until(lambda run=run: len(_started(run)) and len(steps(run)) >= 25, 180)  # type: ignore[misc]
-            saved = checkpoint.newest(run / "checkpoints")
+            saved = save_load.newest(run / "checkpoints")
             net.cut(1)
             cut = time.time()
             _until(lambda run=run: len(_started(run)) > 1 and _fresh(run), 150)  # type: ignore[misc]

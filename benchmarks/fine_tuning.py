@@ -229,8 +229,8 @@ def peer_model(kind: str, shape: dict[str, Any], device: str) -> Any:
 
 def encoded(args: argparse.Namespace) -> list[dict[str, list[int]]]:
     """The chats as ours encodes them: the same tokens, and the same of them trained."""
-    from fourfold.train.data import IGNORE, open_corpus
-    from fourfold.train.encode import Encoding
+    from fourfold.data.encode import Encoding
+    from fourfold.data.samples import IGNORE, open_corpus
 
     tokenizer = str(args.folder / "tokenizer.json")
     corpus = open_corpus(str(args.work / "chats.jsonl"), tokenizer, Encoding(tokenizer))

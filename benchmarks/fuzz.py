@@ -418,14 +418,14 @@ def _schedules(folder: Path) -> dict[str, Callable[[], Reader]]:
 
 def _data(folder: Path) -> dict[str, Callable[[], Reader]]:
     def use(path: Path) -> None:
-        from fourfold.train.data import Samples, open_corpus
+        from fourfold.data.samples import Samples, open_corpus
 
         corpus = open_corpus(str(path))
         samples = Samples(corpus, seq_len=24, vocab=256, seed=0)
         samples.batch([0, 1])
 
     def tokens() -> Reader:
-        from fourfold.train.data import write_tokens
+        from fourfold.data.samples import write_tokens
 
         seeds = []
         for name, text in (
@@ -448,7 +448,7 @@ def _data(folder: Path) -> dict[str, Callable[[], Reader]]:
         words.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
 
         def encode(path: Path) -> None:
-            from fourfold.train.data import load_tokenizer
+            from fourfold.data.samples import load_tokenizer
 
             found = load_tokenizer(str(path))
             found.decode(found.encode("a b ab ä"))
@@ -570,7 +570,7 @@ def _runs(folder: Path) -> dict[str, Callable[[], Reader]]:
         (run / "flight" / "rank0.jsonl").write_bytes(lines["rank0.jsonl"])
 
         def use(path: Path) -> None:
-            from fourfold.train.diagnose import diagnose
+            from fourfold.supervision.diagnose import diagnose
             from fourfold.train.rundir import RunDir
 
             json.dumps(diagnose(RunDir.find(run), replan=False).to_dict())
@@ -595,7 +595,7 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
 
             import torch
 
-            from fourfold.train import checkpoint
+            from fourfold.checkpoint import save_load
 
             where = folder / f"checkpoint-{name}-{old}"
             tensors = {"a.weight": torch.arange(12.0).view(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
@@ -606,8 +606,8 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
                 "skipped": 0,
                 "data": {"epoch": 0, "next": 8, "fingerprint": "ab"},
             }
-            saver = checkpoint.Checkpointer(where)
-            saver.save(1, [checkpoint.holding_of(n, t) for n, t in tensors.items()], state)
+            saver = save_load.Checkpointer(where)
+            saver.save(1, [save_load.holding_of(n, t) for n, t in tensors.items()], state)
             directory = where / "step-000001"
             marker = directory / "complete.json"
             listed = json.loads(marker.read_text())
@@ -623,9 +623,9 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
                     listed["files"][name] = {"bytes": len(data), "sha256": digest}
                     marker.write_text(json.dumps(listed))
                 empty = {n: torch.empty_like(t) for n, t in tensors.items()}
-                checkpoint.tensor_types(directory)
-                found = checkpoint.load(directory, [checkpoint.holding_of(n, t) for n, t in empty.items()])
-                checkpoint.check_state(found, directory)
+                save_load.tensor_types(directory)
+                found = save_load.load(directory, [save_load.holding_of(n, t) for n, t in empty.items()])
+                save_load.check_state(found, directory)
 
             return Reader([(directory / name).read_bytes()], _file(directory, name, use))
 
@@ -651,7 +651,7 @@ def _checkpoints(folder: Path) -> dict[str, Callable[[], Reader]]:
             (where / name).write_bytes(save(tensors))
 
         def use(path: Path) -> None:
-            from fourfold.train.weights import open_source
+            from fourfold.checkpoint.weights import open_source
 
             source = open_source(str(where))
             for found, (shape, _) in source.tensors.items():
@@ -706,7 +706,7 @@ def _environments(folder: Path) -> dict[str, Callable[[], Reader]]:
         return Reader(["".join(f"{k}={v}\n" for k, v in variables.items()).encode()], use)
 
     def faults(data: bytes) -> None:
-        from fourfold.train.faults import parse
+        from fourfold.supervision.faults import parse
 
         parse(data.decode("utf-8", "surrogateescape"))
 

@@ -481,7 +481,7 @@ def in_cache(files: Sequence[Path]) -> float | None:
 
 def read_plainly(files: Sequence[Path]) -> float:
     """Seconds of reading files with as many readers as `fourfold train` has, in pieces of the same size."""
-    from fourfold.train.weights import CHUNK, THREADS
+    from fourfold.checkpoint.weights import CHUNK, THREADS
 
     handles = [os.open(file, os.O_RDONLY) for file in files]
     pieces = [(h, at) for h, file in zip(handles, files, strict=True) for at in range(0, file.stat().st_size, CHUNK)]
@@ -572,10 +572,10 @@ def opened(folder: Path, dtype: Any, device: str) -> Any:
     """Our serial model of a folder."""
     import torch
 
+    from fourfold.checkpoint.save_load import holding_of
+    from fourfold.checkpoint.weights import check_weights, fill
     from fourfold.config import ModelConfig
     from fourfold.model.build import build_model, materialize_buffers
-    from fourfold.train.checkpoint import holding_of
-    from fourfold.train.weights import check_weights, fill
 
     m = ModelConfig(hf=str(folder), seq_len=128, dropout=0.0).resolve()
     model = build_model(m).to(dtype).to_empty(device=device)
@@ -611,14 +611,14 @@ def same_part(args: argparse.Namespace) -> None:
     """What a run of no step would write: a checkpoint of the weights as they are, and final/ of it."""
     import torch
 
+    from fourfold.checkpoint.export import write_final
+    from fourfold.checkpoint.hf_files import keep_files
+    from fourfold.checkpoint.save_load import Checkpointer, holding_of
+    from fourfold.checkpoint.weights import check_weights, stored_types
     from fourfold.commands.finetune import folder_config
     from fourfold.config import ModelConfig
     from fourfold.plan import Plan
-    from fourfold.train.checkpoint import Checkpointer, holding_of
-    from fourfold.train.export import write_final
-    from fourfold.train.hf_files import keep_files
     from fourfold.train.rundir import RunDir
-    from fourfold.train.weights import check_weights, stored_types
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)

@@ -28,8 +28,8 @@ from fourfold.config import Config
 from fourfold.launch.place import Place
 from fourfold.model.spec import flops_per_token
 from fourfold.plan import Plan
+from fourfold.supervision.watch import Limits
 from fourfold.train.rundir import RunDir
-from fourfold.train.watch import Limits
 from fourfold.train.worker import assemble
 
 RATE = 800e12

@@ -29,15 +29,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
+from fourfold.checkpoint.folder import describe
+from fourfold.checkpoint.save_load import Checkpointer, holding_of, load, verify
+from fourfold.checkpoint.tensor_files import FileWriter
 from fourfold.config import ModelConfig
 from fourfold.launch.place import agree
 from fourfold.plan import Mesh, Plan
 from fourfold.program.groups import groups_of
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.testing.stores import CountingStore, CrowdedStore
-from fourfold.train.checkpoint import Checkpointer, holding_of, load, verify
-from fourfold.train.checkpoint_files import FileWriter
-from fourfold.train.checkpoint_folder import describe
 
 GROUP_OPERATIONS = 2
 """Of a rank, for each process group (gloo): it writes its address, and reads those of the members."""

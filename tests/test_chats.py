@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fourfold.data.chats import Chat, ChatTemplate, PlainExample, parse_example, time_limit
+from fourfold.data.encode import Encoder, Encoding
+from fourfold.data.samples import IGNORE, ByteTokenizer, Corpus, Samples, load_tokenizer, open_corpus, write_tokens
 from fourfold.errors import DataError
-from fourfold.train.chats import Chat, ChatTemplate, PlainExample, parse_example, time_limit
-from fourfold.train.data import IGNORE, ByteTokenizer, Corpus, Samples, load_tokenizer, open_corpus, write_tokens
-from fourfold.train.encode import Encoder, Encoding
 from tests.helpers import make_config, run_training, series
 
 # Small templates, each with what makes one family's hard.

@@ -23,16 +23,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from fourfold.checkpoint import folder as checkpoint_folder
+from fourfold.checkpoint import save_load, tensor_files
+from fourfold.checkpoint.export import load_model
+from fourfold.checkpoint.index import read_index
+from fourfold.checkpoint.save_load import Checkpointer, Holding, holding_of, verify
 from fourfold.cli import main
 from fourfold.errors import CheckpointError, RankFailure
 from fourfold.model.build import serial_model
 from fourfold.piece import Piece
 from fourfold.shard.layout import lay_out
 from fourfold.testing.ranks import run_ranks
-from fourfold.train import checkpoint, checkpoint_files, checkpoint_folder
-from fourfold.train.checkpoint import Checkpointer, Holding, holding_of, verify
-from fourfold.train.checkpoint_index import read_index
-from fourfold.train.export import load_model
 from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import MODELS, make_config, run_training, series
 
@@ -40,8 +41,8 @@ from tests.helpers import MODELS, make_config, run_training, series
 def state_digest(run: Path, step: int) -> str:
     """Hash of every tensor (weights and moments) of a checkpoint, opened whole."""
     directory = run / "checkpoints" / f"step-{step:06d}"
-    tensors = {n: torch.empty(s, dtype=d) for n, (s, d) in checkpoint.tensor_types(directory).items()}
-    checkpoint.load(directory, [holding_of(n, t) for n, t in tensors.items()])
+    tensors = {n: torch.empty(s, dtype=d) for n, (s, d) in save_load.tensor_types(directory).items()}
+    save_load.load(directory, [holding_of(n, t) for n, t in tensors.items()])
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].numpy().tobytes())
@@ -89,7 +90,7 @@ def test_saved_on_n_opened_on_m(tmp_path: Path) -> None:
 def _reopen_and_save(rank: int, ranks: int, path: Path) -> None:
     from fourfold.launch.place import current_place
     from fourfold.plan import Plan
-    from fourfold.train.watch import Limits
+    from fourfold.supervision.watch import Limits
     from fourfold.train.worker import assemble
 
     config, _ = RunDir(path).read()
@@ -143,7 +144,7 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(tmp_path: Path) -
     saver.wait()
     assert [p.name for p in saver.finished()] == ["step-000001", "step-000002", "step-000003"]
     for step in range(1, 4):
-        checkpoint.load(tmp_path / f"step-{step:06d}", [holding_of("x", x)])
+        save_load.load(tmp_path / f"step-{step:06d}", [holding_of("x", x)])
         assert (x == step).all()
 
 
@@ -153,7 +154,7 @@ def test_a_save_without_room_for_a_copy_is_synchronous(
     x = torch.zeros(1 << 18)  # 1 MiB on each of four ranks
     saver = Checkpointer(tmp_path, keep=3, background=True, local_ranks=4)
     for step, available in enumerate((4 << 20, 4 << 20, 8 << 20), start=1):
-        monkeypatch.setattr(checkpoint_files, "available_bytes", lambda value=available: value)
+        monkeypatch.setattr(tensor_files, "available_bytes", lambda value=available: value)
         saver.save(step, [holding_of("x", x)], {"step": step})
         assert (saver._thread is None) == (step < 3)
     saver.wait()
@@ -185,9 +186,9 @@ def _shards(rank: int, ranks: int, path: Path) -> bool:
     saver = Checkpointer(path, group=dist.group.WORLD)
     saver.save(1, [holding], {"step": 1})
     back = torch.zeros_like(serial)
-    checkpoint.load(path / "step-000001", [holding_of("w", back)], group=dist.group.WORLD)
+    save_load.load(path / "step-000001", [holding_of("w", back)], group=dist.group.WORLD)
     mine = Holding("", torch.full_like(holding.flat, -3), low, layout, holding.pieces)
-    checkpoint.load(path / "step-000001", [mine], group=dist.group.WORLD)
+    save_load.load(path / "step-000001", [mine], group=dist.group.WORLD)
     covered = mine.flat != -3
     return torch.equal(back, serial) and torch.equal(mine.flat[covered], holding.flat[covered])
 
@@ -203,8 +204,8 @@ def test_fused_padded_and_sharded_parameters(tmp_path: Path, ranks: int) -> None
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are written in pieces by several threads, as large ones are."""
-    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 100_000)
-    for module in (checkpoint_files, checkpoint_folder):
+    monkeypatch.setattr(tensor_files, "FILE_BYTES", 100_000)
+    for module in (tensor_files, checkpoint_folder):
         monkeypatch.setattr(module, "PIECE", 30_000)
 
 
@@ -232,7 +233,7 @@ def test_files_are_written_and_read_by_several_threads(tmp_path: Path, monkeypat
     theirs = {n: torch.zeros_like(t) for n, t in tensors.items()}
     dcp.load(theirs, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     ours = {n: torch.zeros_like(t) for n, t in tensors.items()}
-    checkpoint.load(folder, [holding_of(n, t) for n, t in ours.items()])
+    save_load.load(folder, [holding_of(n, t) for n, t in ours.items()])
     for name, tensor in tensors.items():
         assert torch.equal(theirs[name], tensor)
         assert torch.equal(ours[name], tensor)
@@ -266,15 +267,15 @@ def test_killed_at_any_moment_the_newest_complete_checkpoint_is_whole(tmp_path: 
             finally:
                 os._exit(1)
         deadline = time.monotonic() + 30
-        while checkpoint.newest(path) is None and time.monotonic() < deadline:
+        while save_load.newest(path) is None and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.06))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        last = checkpoint.newest(path)
+        last = save_load.newest(path)
         assert last is not None
         x = torch.zeros(4, 50_000)
-        state = checkpoint.load(last, [holding_of(f"x{i}", row) for i, row in enumerate(x)])
+        state = save_load.load(last, [holding_of(f"x{i}", row) for i, row in enumerate(x)])
         assert (x == state["step"]).all()
         complete = len(list(path.glob("step-*/complete.json")))
         found.append((complete, len(list(path.glob("step-*")))))
@@ -292,9 +293,9 @@ def test_old_ones_are_pruned_and_leftovers_removed(tmp_path: Path) -> None:
         saver.save(step, [holding_of("x", x)], {"step": step})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006"]
     (tmp_path / "step-000008").mkdir()
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-000006"
+    assert save_load.newest(tmp_path) == tmp_path / "step-000006"
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        checkpoint.read_state(tmp_path / "step-000008")
+        save_load.read_state(tmp_path / "step-000008")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "state.json"])
@@ -306,18 +307,18 @@ def test_a_flipped_byte_is_named(tmp_path: Path, name: str) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=f"{name} is damaged"):
-        checkpoint.load(tmp_path / "step-000001", [holding_of("x", x)])
+        save_load.load(tmp_path / "step-000001", [holding_of("x", x)])
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        checkpoint.load(tmp_path / "step-000001", [holding_of("x", x)])
+        save_load.load(tmp_path / "step-000001", [holding_of("x", x)])
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     Checkpointer(tmp_path).save(1, [holding_of("head.weight", torch.zeros(3))], {"step": 1})
     with pytest.raises(CheckpointError, match="no tensor 'head.weigth'; did you mean 'head.weight'"):
-        checkpoint.load(tmp_path / "step-000001", [holding_of("head.weigth", torch.zeros(3))])
+        save_load.load(tmp_path / "step-000001", [holding_of("head.weigth", torch.zeros(3))])
     with pytest.raises(CheckpointError, match=r"'head.weight' is \[3\] in the checkpoint and \[4\] in the model"):
-        checkpoint.load(tmp_path / "step-000001", [holding_of("head.weight", torch.zeros(4))])
+        save_load.load(tmp_path / "step-000001", [holding_of("head.weight", torch.zeros(4))])
 
 
 # ---- never code ----
@@ -398,7 +399,7 @@ def test_an_index_cannot_point_outside_its_directory(tmp_path: Path, old: bool, 
         path.write_text(json.dumps(index))
     mend_checksum(path)
     with pytest.raises(CheckpointError, match="the index names the file .*; refused"):
-        checkpoint.load(directory, [holding_of("x", x)])
+        save_load.load(directory, [holding_of("x", x)])
 
 
 def test_old_checkpoints_open(tmp_path: Path) -> None:
@@ -411,7 +412,7 @@ def test_old_checkpoints_open(tmp_path: Path) -> None:
             path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol))
             mend_checksum(path)
         back = {n: torch.zeros_like(t) for n, t in tensors.items()}
-        checkpoint.load(tmp_path / "step-000001", [holding_of(n, t) for n, t in back.items()])
+        save_load.load(tmp_path / "step-000001", [holding_of(n, t) for n, t in back.items()])
         assert all(torch.equal(back[n], tensors[n]) for n in tensors)
 
 
@@ -430,7 +431,7 @@ def test_a_pickle_cannot_change_which_folder_is_deleted(tmp_path: Path) -> None:
     (directory / ".metadata").write_bytes(build + (directory / ".metadata").read_bytes())
     mend_checksum(directory / ".metadata")
     with pytest.raises(CheckpointError, match="metadata: damaged"):
-        checkpoint.load(directory, [holding_of("x", x)])
+        save_load.load(directory, [holding_of("x", x)])
     assert Path.parent is parent
     for step in (2, 3, 4):
         saver.save(step, [holding_of("x", x)], {"step": step})
@@ -458,7 +459,7 @@ def test_a_small_index_takes_little_memory_and_time(tmp_path: Path, data: bytes)
     mend_checksum(directory / ".metadata")
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CheckpointError, match="metadata: damaged"):
-        checkpoint.load(directory, [holding_of("x", x)])
+        save_load.load(directory, [holding_of("x", x)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
     assert time.process_time() - began < 5
 
@@ -494,7 +495,7 @@ def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
         (directory / "complete.json").write_bytes(marker)
         mend_checksum(path)
         with pytest.raises(CheckpointError, match=message):
-            checkpoint.load(directory, [holding_of("x", torch.zeros(6, 4))])
+            save_load.load(directory, [holding_of("x", torch.zeros(6, 4))])
 
 
 def test_links_are_neither_followed_nor_emptied(tmp_path: Path) -> None:
@@ -506,7 +507,7 @@ def test_links_are_neither_followed_nor_emptied(tmp_path: Path) -> None:
     saver.save(1, [holding_of("x", x)], {"step": 1})
     for name in ("step-000002", "step-000009"):
         (checkpoints / name).symlink_to(outside / "step-000005")
-    assert checkpoint.newest(checkpoints) == checkpoints / "step-000001"
+    assert save_load.newest(checkpoints) == checkpoints / "step-000001"
     for step in (2, 3, 4):
         saver.save(step, [holding_of("x", x)], {"step": step})
     assert len(list((outside / "step-000005").iterdir())) == 5
@@ -515,7 +516,7 @@ def test_links_are_neither_followed_nor_emptied(tmp_path: Path) -> None:
     data.unlink()
     data.symlink_to(outside / "step-000005" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: is a link"):
-        checkpoint.load(checkpoints / "step-000004", [holding_of("x", x)])
+        save_load.load(checkpoints / "step-000004", [holding_of("x", x)])
     (tmp_path / "linked").symlink_to(outside)
     with pytest.raises(CheckpointError, match="linked: is a link"):
         Checkpointer(tmp_path / "linked").save(6, [holding_of("x", x)], {"step": 6})
@@ -529,7 +530,7 @@ def test_the_newest_is_the_one_of_the_last_step_not_of_the_last_name(tmp_path: P
     x, saver = torch.zeros(3), Checkpointer(tmp_path, keep=2)
     for step in (999_998, 999_999, 1_000_000, 1_000_001, 10_000_000):
         saver.save(step, [holding_of("x", x)], {"step": step})
-        assert checkpoint.newest(tmp_path) == tmp_path / f"step-{step:06d}"
+        assert save_load.newest(tmp_path) == tmp_path / f"step-{step:06d}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10000000", "step-1000001"]
 
 
@@ -537,14 +538,14 @@ def test_every_nth_checkpoint_is_kept(tmp_path: Path) -> None:
     x, saver = torch.zeros(3), Checkpointer(tmp_path, keep=2, keep_every=4)
     for step in range(1, 12):
         saver.save(step, [holding_of("x", x)], {"step": step})
-    assert [step for step, _ in checkpoint.complete(tmp_path)] == [4, 8, 10, 11]
+    assert [step for step, _ in save_load.complete(tmp_path)] == [4, 8, 10, 11]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Path) -> None:
     """Also where a byte of a tensor has changed: it has been read into place before its file is found to be damaged."""
     x, saver = torch.zeros(3), Checkpointer(tmp_path, keep=5)
     held = [holding_of("x", x)]
-    assert checkpoint.load_newest(tmp_path, lambda: held) == (None, {}, [])
+    assert save_load.load_newest(tmp_path, lambda: held) == (None, {}, [])
     for step in (1, 2, 3):
         saver.save(step, [holding_of("x", torch.full((3,), float(step)))], {"step": step})
     data = tmp_path / "step-000002" / "__0_0.distcp"
@@ -553,7 +554,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     stored = torch.full((3,), 3.0).numpy().tobytes()
     assert data.read_bytes().count(stored) == 1
     data.write_bytes(data.read_bytes().replace(stored, torch.full((3,), 7.0).numpy().tobytes()))
-    path, state, lines = checkpoint.load_newest(tmp_path, lambda: held)
+    path, state, lines = save_load.load_newest(tmp_path, lambda: held)
     assert path == tmp_path / "step-000001"
     assert state["step"] == 1
     assert (x == 1).all()
@@ -564,7 +565,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged-step-000002", "damaged-step-000003", "step-000001"]
     (tmp_path / "step-000001" / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="no checkpoint verifies"):
-        checkpoint.load_newest(tmp_path, lambda: held)
+        save_load.load_newest(tmp_path, lambda: held)
     assert (tmp_path / "step-000001").is_dir()
 
 
@@ -583,7 +584,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) 
         assert series(reference, key) == series(resumed, key)
     assert state_digest(tmp_path / "whole", 6) == state_digest(tmp_path / "cut", 6)
     assert (tmp_path / "cut" / "checkpoints" / "damaged-step-000004").is_dir()
-    assert [step for step, _ in checkpoint.complete(tmp_path / "cut" / "checkpoints")] == [2, 4, 6]
+    assert [step for step, _ in save_load.complete(tmp_path / "cut" / "checkpoints")] == [2, 4, 6]
 
 
 def test_a_damaged_state_does_not_stop_the_command_that_resumes(
@@ -625,7 +626,7 @@ def test_the_checkpoint_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert main(["checkpoint", "prune", str(run.path), "--keep", "1", "--keep-every", "3", "--json", *flags]) == 0
         gone = json.loads(capsys.readouterr().out.splitlines()[-1])["deleted"]
         assert sorted(Path(p).name for p in gone) == [f"step-00000{s}" for s in (1, 2, 4, 5)]
-        left = [step for step, _ in checkpoint.complete(run.checkpoints)]
+        left = [step for step, _ in save_load.complete(run.checkpoints)]
         assert left == ([1, 3, 4, 5, 6] if flags else [3, 6])
     data = run.checkpoints / "step-000003" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
@@ -668,10 +669,10 @@ def test_full_disk_gives_one_error_and_loses_nothing(small_disk: Path, backgroun
         saver.save(2, [holding_of("x", large)], {"step": 2})
         saver.wait()
     assert "no space left on the disk" in str(e.value)
-    assert checkpoint.newest(small_disk / "c") == small_disk / "c" / "step-000001"
+    assert save_load.newest(small_disk / "c") == small_disk / "c" / "step-000001"
     assert not (small_disk / "c" / "step-000002").exists()
     small.zero_()
-    checkpoint.load(small_disk / "c" / "step-000001", [holding_of("x", small)])
+    save_load.load(small_disk / "c" / "step-000001", [holding_of("x", small)])
     assert (small == 1).all()
     saver.save(3, [holding_of("x", small)], {"step": 3})  # and goes on when there is room
     saver.wait()
@@ -708,14 +709,14 @@ def test_one_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
 
 
 def _broken_on_rank_1(rank: int, ranks: int, path: Path) -> None:
-    from fourfold.train import checkpoint_files
+    from fourfold.checkpoint import tensor_files
 
     if rank == 1:
 
         def fail(self: object, *args: object) -> None:
             raise OSError("no paper")
 
-        checkpoint_files.FileWriter.write_data = fail  # type: ignore[method-assign,assignment]
+        tensor_files.FileWriter.write_data = fail  # type: ignore[method-assign,assignment]
     layout = lay_out({"x": (64 * ranks,)}, ranks)
     pieces = {"x": (Piece("x", (64 * ranks,), ((0, 64 * ranks),), ((0, 64 * ranks),)),)}
     holding = Holding("", torch.ones(64), 64 * rank, layout, pieces)
@@ -742,11 +743,11 @@ def test_any_box_of_a_tensor_is_read_alone(tmp_path: Path, dtype: torch.dtype) -
     stored = read_index(path)
     for rows in ((0, 6), (2, 5), (5, 6)):
         whole = (rows, (0, 4), (0, 3))
-        assert torch.equal(checkpoint.read_box(path, stored, "x", whole), x[slice(*rows)])
+        assert torch.equal(save_load.read_box(path, stored, "x", whole), x[slice(*rows)])
         part = (rows, (1, 3), (2, 3))
-        assert torch.equal(checkpoint.read_box(path, stored, "x", part), x[slice(*rows), 1:3, 2:3])
-        assert torch.equal(checkpoint.read_box(path, stored, "odd", (rows, (1, 4))), odd[slice(*rows), 1:4])
-    assert torch.equal(checkpoint.read_box(path, stored, "s", ()), scalar)
+        assert torch.equal(save_load.read_box(path, stored, "x", part), x[slice(*rows), 1:3, 2:3])
+        assert torch.equal(save_load.read_box(path, stored, "odd", (rows, (1, 4))), odd[slice(*rows), 1:4])
+    assert torch.equal(save_load.read_box(path, stored, "s", ()), scalar)
 
 
 def test_the_last_checkpoint_can_be_weights_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -768,4 +769,4 @@ def test_the_last_checkpoint_can_be_weights_only(tmp_path: Path, capsys: pytest.
     assert "has weights only (checkpoint.last = 'weights'), so training cannot continue" in said
     shutil.rmtree(folder / "step-000004")
     assert main([*again, "--nproc", "2"]) == 0
-    assert checkpoint.newest(folder) == folder / "step-000006"
+    assert save_load.newest(folder) == folder / "step-000006"

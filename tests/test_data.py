@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.errors import DataError
-from fourfold.train.data import (
+from fourfold.data.samples import (
     IGNORE,
     ByteTokenizer,
     Samples,
@@ -21,6 +20,7 @@ from fourfold.train.data import (
     permute,
     write_tokens,
 )
+from fourfold.errors import DataError
 
 
 @settings(deadline=None)

@@ -18,12 +18,12 @@ from fourfold.errors import RankFailure
 from fourfold.launch.place import Place
 from fourfold.plan import Plan
 from fourfold.record import EVENTS
+from fourfold.supervision.diagnose import Diagnosis, cause_of, diagnose
+from fourfold.supervision.failures import FailureRecorder
+from fourfold.supervision.flight import note, read_flights, read_history, write_flight
+from fourfold.supervision.watch import StoreBoard
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.diagnose import Diagnosis, cause_of, diagnose
-from fourfold.train.failures import FailureRecorder
-from fourfold.train.flight import note, read_flights, read_history, write_flight
 from fourfold.train.rundir import RunDir
-from fourfold.train.watch import StoreBoard
 from fourfold.train.worker import fit
 from tests.helpers import make_config
 
@@ -92,7 +92,7 @@ def _fit(rank: int, ranks: int, config: Config) -> None:
 def test_a_killed_rank_without_our_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under torchrun and srun, the other ranks have to tell; the first of them does."""
     monkeypatch.setenv("FOURFOLD_FAULTS", "delay rank=1 step=3 seconds=1.5; kill rank=1 step=3 op=0B0")
-    monkeypatch.setattr("fourfold.train.failures.PATIENCE", 0.3)
+    monkeypatch.setattr("fourfold.supervision.failures.PATIENCE", 0.3)
     config = make_config(tmp_path / "run", train={"steps": 4, "timeout": 20})
     with pytest.raises(RankFailure):
         run_ranks(_fit, 3, config)
@@ -122,8 +122,8 @@ def test_a_hang_is_recorded_without_waiting_for_the_store_or_the_device(
     def locked(device: torch.device) -> int:
         raise AssertionError("asked the allocator")
 
-    monkeypatch.setattr("fourfold.train.failures.LONGEST", 0.2)
-    monkeypatch.setattr("fourfold.train.failures.peak_bytes", locked)
+    monkeypatch.setattr("fourfold.supervision.failures.LONGEST", 0.2)
+    monkeypatch.setattr("fourfold.supervision.failures.peak_bytes", locked)
     run, board = RunDir(tmp_path), Silent()
     place = Place(rank=1, ranks=2, local_rank=1, local_ranks=2)
     recorder = FailureRecorder(place, run, torch.device("cuda"), board, launched=False)

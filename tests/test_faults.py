@@ -24,12 +24,12 @@ from fourfold.launch.restarts import Restarts, next_delay
 from fourfold.launch.supervise import Supervisor
 from fourfold.plan import Plan
 from fourfold.shard.unit import Unit
+from fourfold.supervision.faults import Fault, parse
+from fourfold.supervision.flight import read_history
+from fourfold.supervision.guard import Guard
+from fourfold.supervision.watch import Limits
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.faults import Fault, parse
-from fourfold.train.flight import read_history
-from fourfold.train.guard import Guard
 from fourfold.train.rundir import RunDir, read_metrics
-from fourfold.train.watch import Limits
 from tests.helpers import make_config
 
 

@@ -17,6 +17,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from fourfold.checkpoint.export import write_final
+from fourfold.checkpoint.hf_files import keep_files
+from fourfold.checkpoint.save_load import Checkpointer, holding_of
+from fourfold.checkpoint.weights import check_weights, fill, stored_types
 from fourfold.cli import main
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import ConfigError
@@ -29,12 +33,8 @@ from fourfold.model.to_hf import check_written, hf_config
 from fourfold.model.transformer import Transformer
 from fourfold.plan import Plan
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.checkpoint import Checkpointer, holding_of
-from fourfold.train.export import write_final
-from fourfold.train.hf_files import keep_files
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.sample import Sampler, next_tokens
-from fourfold.train.weights import check_weights, fill, stored_types
 from fourfold.train.worker import fit
 from tests.families import EVERY, theirs
 from tests.families import VOCAB as FAMILY_VOCAB
@@ -258,7 +258,7 @@ def test_what_transformers_could_not_open_is_said_or_refused(folders: dict[str, 
 
 
 def test_large_models_are_written_in_several_files(folders: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("fourfold.train.export.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("fourfold.checkpoint.export.SHARD_BYTES", 100_000)
     config = make_config(
         tmp_path / "run",
         {"hf": str(folders["qwen2"]), "seq_len": 16},

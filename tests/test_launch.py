@@ -269,7 +269,7 @@ def test_two_interrupts_end_a_run_that_may_restart(
 def test_a_stop_while_the_final_weights_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from fourfold.train import export
+    from fourfold.checkpoint import export
 
     write, marker = export.write_final, tmp_path / "writing"
 

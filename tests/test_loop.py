@@ -15,11 +15,11 @@ from fourfold.config import Config
 from fourfold.plan import Plan
 from fourfold.record import StepTrace
 from fourfold.runtime.executor import Span
+from fourfold.supervision.stragglers import Stragglers
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.clock import HostClock
 from fourfold.train.rundir import RunDir, read_metrics, read_trace
-from fourfold.train.stragglers import Stragglers
 from fourfold.train.trace import TraceFile
 from fourfold.train.worker import fit
 from tests.helpers import make_config

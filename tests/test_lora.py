@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fourfold.checkpoint.export import export, find_checkpoint, load_model
+from fourfold.checkpoint.index import read_index
 from fourfold.config import Config, LoraConfig, ModelConfig
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.model import adapter as adapter_module
@@ -25,8 +27,6 @@ from fourfold.model.spec import parameter_count, parameter_shapes, trained_count
 from fourfold.plan import Plan
 from fourfold.testing.ledger import Ledger
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.checkpoint_index import read_index
-from fourfold.train.export import export, find_checkpoint, load_model
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.worker import fit
 from tests.families import CASES, EVERY, TOKENS, VOCAB, config_of, ours, tensors_of, theirs, wide
@@ -389,10 +389,10 @@ def test_adapters_open_in_peft_and_merge(name: str, folders: dict[str, Path], tm
     written = json.loads((run.final / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"]) == (3, 8)
     assert (adapted.peft_config["default"].target_modules) == set(written["target_modules"])
-    from fourfold.train.adapters import fill_from_adapter, open_adapter
-    from fourfold.train.checkpoint import holding_of
+    from fourfold.checkpoint.adapters import fill_from_adapter, open_adapter
+    from fourfold.checkpoint.save_load import holding_of
+    from fourfold.checkpoint.weights import check_weights, fill
     from fourfold.train.sample import _empty
-    from fourfold.train.weights import check_weights, fill
 
     m, _ = open_adapter(run.final)
     m = dataclasses.replace(m, seq_len=12)
@@ -472,7 +472,7 @@ def test_random_weights_are_not_adapted(tmp_path: Path) -> None:
 
 
 def test_adapter_folders_that_cannot_be_opened(folders: dict[str, Path], tmp_path: Path) -> None:
-    from fourfold.train.adapters import open_adapter
+    from fourfold.checkpoint.adapters import open_adapter
 
     good = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     good |= {"base_model_name_or_path": str(folders["llama"])}

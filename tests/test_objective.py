@@ -518,7 +518,7 @@ def test_dpo_refuses_what_is_no_pair(pairs: Path, tmp_path: Path) -> None:
 
 
 def test_the_turns_of_a_pair_that_differ_are_trained() -> None:
-    from fourfold.train.chats import Chat, parse_examples
+    from fourfold.data.chats import Chat, parse_examples
 
     asked, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
     first, second = ({"role": "assistant", "content": text} for text in ("good", "bad"))

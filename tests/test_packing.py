@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 import fourfold as ff
 from fourfold.cli import main
 from fourfold.config import Config, ModelConfig
+from fourfold.data.packing import best_fit, segments_of
+from fourfold.data.samples import IGNORE, Corpus, Samples, corpus_of, open_samples
 from fourfold.errors import ConfigError, DataError
 from fourfold.model import attention
 from fourfold.model.attention import Documents, blocked_attention
 from fourfold.model.build import serial_model
 from fourfold.model.operators import ModelSpec
 from fourfold.model.spec import flops_per_token, keys_per_query
-from fourfold.train.data import IGNORE, Corpus, Samples, corpus_of, open_samples
-from fourfold.train.packing import best_fit, segments_of
 from tests.helpers import make_config, run_training, series
 from tests.test_attention import made, plain
 

@@ -16,24 +16,24 @@ from typing import Any
 import pytest
 import torch
 
+from fourfold.checkpoint import save_load
+from fourfold.checkpoint.remote import RemoteFolder, check_url, fetch_newest, local_run
 from fourfold.cli import main
 from fourfold.errors import CheckpointError, ConfigError
-from fourfold.train import checkpoint
-from fourfold.train.remote import RemoteFolder, check_url, fetch_newest, local_run
 from tests.helpers import make_config
 
 fsspec = pytest.importorskip("fsspec")
 
 
 def save(local: Path, remote: RemoteFolder, step: int, **options: Any) -> None:
-    saver = checkpoint.Checkpointer(local, remote=remote, **options)
+    saver = save_load.Checkpointer(local, remote=remote, **options)
     state = {"step": step}
-    saver.save(step, [checkpoint.holding_of("x", torch.full((300,), float(step)))], state, last=True)
+    saver.save(step, [save_load.holding_of("x", torch.full((300,), float(step)))], state, last=True)
 
 
 def loaded(local: Path) -> float:
     x = torch.zeros(300)
-    directory, _, _ = checkpoint.load_newest(local, lambda: [checkpoint.holding_of("x", x)])
+    directory, _, _ = save_load.load_newest(local, lambda: [save_load.holding_of("x", x)])
     assert directory is not None
     assert (x == x[0]).all()
     return x[0].item()
@@ -51,7 +51,7 @@ def test_saved_there_and_opened_on_another_machine(tmp_path: Path, remote: Remot
         save(tmp_path / "here", remote, step, keep=2, keep_every=2 if step == 2 else 0)
     assert [step for step, _ in remote.complete()] == [6, 8]
     assert [p.name for p in (tmp_path / "here").iterdir()] == ["step-000008"]  # the newest alone stays here
-    assert checkpoint.download_newest(remote, tmp_path / "there", None) == []
+    assert save_load.download_newest(remote, tmp_path / "there", None) == []
     assert loaded(tmp_path / "there") == 8
     assert [remote.verify(name) for _, name in remote.complete()] == [[], []]
     assert remote.doomed(1, 3) == []  # step 6 is kept as a third
@@ -97,7 +97,7 @@ def test_a_damaged_one_is_set_aside(tmp_path: Path, remote: RemoteFolder) -> Non
     data[-30] ^= 1
     fs.pipe_file(path, bytes(data))
     assert "its checksum is not the one" in remote.verify("step-000004")[0]
-    said = checkpoint.download_newest(remote, tmp_path / "there", None)
+    said = save_load.download_newest(remote, tmp_path / "there", None)
     assert len(said) == 1
     assert "step-000004/__0_0.distcp is damaged" in said[0]
     assert loaded(tmp_path / "there") == 2
@@ -109,7 +109,7 @@ def test_a_damaged_one_is_set_aside(tmp_path: Path, remote: RemoteFolder) -> Non
             f"{remote._root}/{name}/complete.json", b'{"version": 2, "files": {"../x": {"bytes": 1, "sha256": "0"}}}'
         )
     with pytest.raises(CheckpointError, match="no checkpoint verifies|refused"):
-        checkpoint.download_newest(remote, tmp_path / "nowhere", None)
+        save_load.download_newest(remote, tmp_path / "nowhere", None)
 
 
 def test_urls() -> None:

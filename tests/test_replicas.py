@@ -16,8 +16,8 @@ from fourfold.errors import ConfigError, RankFailure
 from fourfold.piece import whole
 from fourfold.plan import Plan
 from fourfold.shard.tied import TiedCopy
+from fourfold.supervision.compare_replicas import Hashed, _class_of, differing, explain, hash_box
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.compare_replicas import Hashed, _class_of, differing, explain, hash_box
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.worker import fit
 from tests.helpers import MODELS, make_config
@@ -124,7 +124,7 @@ def test_hashes_of_parts_add_up_and_every_bit_counts(monkeypatch: pytest.MonkeyP
         swapped = x.clone()
         swapped[0, 0, 0], swapped[4, 0, 0] = x[4, 0, 0], x[0, 0, 0]
         assert hash_box(swapped, ((0, 5), (0, 6), (0, 7)), x.shape)[1] != complete[1]
-        monkeypatch.setattr("fourfold.train.compare_replicas.CHUNK", 90)  # two rows, then two, then one
+        monkeypatch.setattr("fourfold.supervision.compare_replicas.CHUNK", 90)  # two rows, then two, then one
         assert torch.equal(complete, hash_box(x, ((0, 5), (0, 6), (0, 7)), x.shape))
         monkeypatch.undo()
         assert hash_box(x[:0], ((2, 2), (0, 6), (0, 7)), x.shape).tolist() == [0, 0]

@@ -217,7 +217,7 @@ def test_checkpoints_open_in_every_other_mode(tmp_path: Path) -> None:
     """Saved in each way and gone on with in the next; then every tensor of the checkpoint is what it was."""
     from safetensors.torch import load_file
 
-    from fourfold.train.export import write_final
+    from fourfold.checkpoint.export import write_final
     from fourfold.train.rundir import RunDir
 
     fp64: dict[str, Any] = {"precision": {"compute": "fp64"}}

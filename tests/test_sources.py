@@ -14,10 +14,10 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.config import Config, DataConfig
+from fourfold.data import encode
+from fourfold.data.encode import Encoding, EncodingWorkers, SourceChunk, encode_to_file
+from fourfold.data.samples import Samples, open_corpus, open_samples
 from fourfold.errors import ConfigError, DataError
-from fourfold.train import encode
-from fourfold.train.data import Samples, open_corpus, open_samples
-from fourfold.train.encode import Encoding, EncodingWorkers, SourceChunk, encode_to_file
 from tests.helpers import make_config
 
 

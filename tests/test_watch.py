@@ -21,8 +21,8 @@ from fourfold.errors import RankFailure
 from fourfold.launch import local
 from fourfold.launch.place import Place
 from fourfold.record import RECORD, Record, Ticket
+from fourfold.supervision.watch import Beat, FileBoard, Limits, StoreBoard, Watch, make_board, verdict
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.watch import Beat, FileBoard, Limits, StoreBoard, Watch, make_board, verdict
 from tests.helpers import make_config
 
 # ---- the verdict ----

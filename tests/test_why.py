@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 import fourfold
+from fourfold.checkpoint.save_load import Checkpointer
 from fourfold.cli import main
 from fourfold.cluster import Cluster, Level
 from fourfold.collectives import Pending
 from fourfold.config import Config
+from fourfold.data.samples import Samples
 from fourfold.plan import Plan
 from fourfold.record import RECORD
 from fourfold.runtime.stage import Stage
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.ranks import run_ranks
-from fourfold.train.checkpoint import Checkpointer
-from fourfold.train.data import Samples
 from fourfold.train.rundir import RunDir
 from fourfold.train.worker import fit
 from fourfold.view.why import Explanation, _Case, explain_run

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fourfold import schema
+from fourfold.checkpoint.folder import complete, doomed, is_file, remove, steps_in, verify
+from fourfold.checkpoint.index import MARKER
+from fourfold.checkpoint.remote import RemoteFolder, is_url
 from fourfold.errors import CheckpointError, ConfigError
-from fourfold.train.checkpoint_folder import complete, doomed, is_file, remove, steps_in, verify
-from fourfold.train.checkpoint_index import MARKER
-from fourfold.train.remote import RemoteFolder, is_url
 from fourfold.train.rundir import RunDir
 from fourfold.view.text import markup
 

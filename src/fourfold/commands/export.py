@@ -39,7 +39,7 @@ class ExportArgs:
 
 
 def export_command(args: ExportArgs) -> int:
-    from fourfold.train.export import check_out, export, find_checkpoint
+    from fourfold.checkpoint.export import check_out, export, find_checkpoint
 
     out = Path(args.out)
     run, directory = find_checkpoint(args.source)

@@ -80,8 +80,8 @@ def _seq_len(config: Config, most: int) -> int:
     """Tokens of the longest example, at most `most`; for plain text, of the whole text."""
     import numpy as np
 
-    from fourfold.train.data import open_corpus
-    from fourfold.train.encode import Encoding
+    from fourfold.data.encode import Encoding
+    from fourfold.data.samples import open_corpus
 
     data = _with(config, train={"steps": 1}, optim={"warmup": 0}, model={"seq_len": 1}).resolve().data
     corpus = open_corpus(

@@ -408,8 +408,8 @@ def compare(args: CompareArgs) -> int:
 
 
 def tokenize(args: TokenizeArgs) -> int:
-    from fourfold.train.data import write_tokens
-    from fourfold.train.encode import Encoding, EncodingBar
+    from fourfold.data.encode import Encoding, EncodingBar
+    from fourfold.data.samples import write_tokens
 
     out = Path(args.out)
     if out.exists():
@@ -455,7 +455,7 @@ def doctor(args: DoctorArgs) -> int:
 def _doctor_of_run(args: DoctorArgs) -> int:
     """0 for a run that is running, finished or stopped, 1 for one that failed."""
     from fourfold.schema import check_writable, format_bytes
-    from fourfold.train.diagnose import diagnose
+    from fourfold.supervision.diagnose import diagnose
     from fourfold.train.rundir import RunDir
 
     assert args.run is not None

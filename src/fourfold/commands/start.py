@@ -37,9 +37,9 @@ def start_ranks(
     `planned(config, n, plan)` makes a plan for n ranks with the settings of `plan`. With `restarts.replan`, a run that fails
     after all restarts continues on the largest smaller number of ranks for which there is a plan.
     """
+    from fourfold.checkpoint.save_load import newest
     from fourfold.launch.local import launch_local
-    from fourfold.train.checkpoint import newest
-    from fourfold.train.flight import begin_attempt, note, write_flight
+    from fourfold.supervision.flight import begin_attempt, note, write_flight
     from fourfold.train.worker import work
 
     count, delay = 0, 0.0

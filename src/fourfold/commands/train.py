@@ -91,7 +91,7 @@ def train(args: TrainArgs) -> int:
         return 0
     if _launched():
         return _be_a_rank(args, config, plan, layout, data)
-    from fourfold.train.flight import note
+    from fourfold.supervision.flight import note
     from fourfold.train.rundir import RunDir
 
     ranks = plan.mesh.ranks
@@ -183,7 +183,7 @@ def _how_to_continue(path: Path, config: Config) -> str:
 
 def _saved_step(path: Path) -> int:
     """Steps done in the newest complete checkpoint of a run; 0 when there is none. It is verified when the ranks open it."""
-    from fourfold.train.checkpoint_folder import complete
+    from fourfold.checkpoint.folder import complete
 
     return max((step for step, _ in complete(path / "checkpoints")), default=0)
 
@@ -224,7 +224,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
     ranks = args.nproc
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--nproc {ranks}: at least one rank is needed")
-    from fourfold.train.checkpoint_folder import check_whole
+    from fourfold.checkpoint.folder import check_whole
     from fourfold.train.objective import open_run
 
     if args.resume:
@@ -242,14 +242,14 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
         plan = _planned(config, ranks, samples.context)
     plan = _continued(args, config, plan, samples.context)
     layout = plan.check(config, ranks or _ranks_started() or None)
-    from fourfold.train.adapters import check_lora
+    from fourfold.checkpoint.adapters import check_lora
 
     check_lora(config)
     if config.train.device == "cuda" and not _gpus(config):
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     _backend(config, plan)
     if config.checkpoint.dir:
-        from fourfold.train.remote import check_url
+        from fourfold.checkpoint.remote import check_url
 
         check_url(config.checkpoint.dir, plan.mesh.ranks)
     from fourfold.train.callbacks import extra_callbacks
@@ -260,7 +260,7 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
 
         check_written(config.model)
     if config.model.init != "random" and not args.resume:
-        from fourfold.train.weights import check_weights
+        from fourfold.checkpoint.weights import check_weights
 
         check_weights(config.model)
     data = samples.describe(config.train.global_batch, config.train.steps)
@@ -307,7 +307,7 @@ def _continued(args: TrainArgs, config: Config, plan: Plan, context: float) -> P
 
 def _planned_like(config: Config, ranks: int, plan: Plan) -> Plan:
     """The planner's plan for `ranks` ranks, with the precision of another plan."""
-    from fourfold.train.data import open_samples
+    from fourfold.data.samples import open_samples
 
     return _planned(config, ranks, open_samples(config)[0].context, plan.precision)
 
@@ -507,7 +507,7 @@ def loaded_defaults(args: list[str]) -> TrainArgs:
 
 def with_local_run(args: list[str]) -> list[str]:
     """The arguments with the URL of `--resume` replaced by the local run directory, which is created if missing."""
-    from fourfold.train.remote import is_url, local_run
+    from fourfold.checkpoint.remote import is_url, local_run
 
     _, resume = _named(args)
     if resume is None or not is_url(resume):

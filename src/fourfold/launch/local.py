@@ -10,8 +10,8 @@ kills the ranks.
 When a rank fails, the others have a few seconds to end by themselves. One that does not hangs or is stopped, and is what the
 others were waiting for. Before ending it, the launcher requests its stack (SIGUSR2), which is written to the rank's log.
 
-Ranks detect hangs themselves (train/watch.py). If none of them sends heartbeats any more, the launcher ends the job: a rank whose
-driver or library blocks while it holds Python's lock cannot report anything.
+Ranks detect hangs themselves (supervision/watch.py). If none of them sends heartbeats any more, the launcher ends the job: a
+rank whose driver or library blocks while it holds Python's lock cannot report anything.
 """
 
 from __future__ import annotations

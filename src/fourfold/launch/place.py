@@ -359,7 +359,7 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",  # it sleeps four times as long before it ends a rank
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",  # may itself hang
 }
-"""torch's NCCL watchdog reacts later than ours (train/watch.py), whose report names ranks and ops."""
+"""torch's NCCL watchdog reacts later than ours (supervision/watch.py), whose report names ranks and ops."""
 
 
 def join_group(

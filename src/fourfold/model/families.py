@@ -8,8 +8,8 @@ A `Family` is a row of data. Three parts:
 
 `links` applies the tensor rules to one model: for every tensor of the files, its shape and the runs of its rows that equal
 runs of rows of a serial parameter. Reading, writing and checking files are functions of these links alone
-(train/weights.py, train/export.py). A rule whose serial parameter the model does not have (a bias, a head that is tied, a norm
-that only some layers have) yields no link, so rules need no conditions.
+(checkpoint/weights.py, checkpoint/export.py). A rule whose serial parameter the model does not have (a bias, a head that is
+tied, a norm that only some layers have) yields no link, so rules need no conditions.
 
 To add a family, add an entry to FAMILIES; docs/models.md shows how.
 """

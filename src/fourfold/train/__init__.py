@@ -1,1 +1,1 @@
-"""Training: data, loop, optimizer, checkpoints, metrics, and the worker that assembles a rank."""
+"""Training: the worker that assembles a rank, the loop, the optimizer, metrics and traces."""

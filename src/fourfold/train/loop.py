@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.checkpoint.save_load import Checkpointer, Holding
 from fourfold.collectives import all_gather, all_reduce
+from fourfold.data.own_data import OwnSamples
+from fourfold.data.samples import IGNORE, Lengths, Samples
 from fourfold.errors import CheckpointError, CommunicationError, ReplicaError
 from fourfold.model.attention import Documents
 from fourfold.model.spec import flops_per_token
@@ -30,18 +33,15 @@ from fourfold.runtime.executor import Span
 from fourfold.runtime.runner import Runner
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Unit
+from fourfold.supervision.compare_replicas import compare_replicas, flip_bit
+from fourfold.supervision.guard import Guard
+from fourfold.supervision.stragglers import KINDS, Stragglers, op_seconds
 from fourfold.train.callbacks import Callback, RunInfo
-from fourfold.train.checkpoint import Checkpointer, Holding
 from fourfold.train.clock import Clock
-from fourfold.train.compare_replicas import compare_replicas, flip_bit
-from fourfold.train.data import IGNORE, Lengths, Samples
-from fourfold.train.guard import Guard
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import peak_bytes
 from fourfold.train.objective import Objective, Wanted
 from fourfold.train.optim import AdamW
-from fourfold.train.own_data import OwnSamples
-from fourfold.train.stragglers import KINDS, Stragglers, op_seconds
 from fourfold.train.streamed import StreamedUnits
 from fourfold.train.trace import TraceFile, Waits
 

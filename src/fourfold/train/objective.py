@@ -41,10 +41,10 @@ from torch import Tensor
 from fourfold import files
 from fourfold.collectives import all_reduce
 from fourfold.config import Config
+from fourfold.data.own_data import LENGTH, OwnSamples, PairRows, TokenRows
+from fourfold.data.samples import Samples, open_run_corpus, open_samples
 from fourfold.errors import CheckpointError, ConfigError, DataError
 from fourfold.runtime.stage import Finish
-from fourfold.train.data import Samples, open_run_corpus, open_samples
-from fourfold.train.own_data import LENGTH, OwnSamples, PairRows, TokenRows
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop

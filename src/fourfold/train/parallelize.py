@@ -38,6 +38,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fourfold import schema
+from fourfold.checkpoint.dcp import open_dcp
+from fourfold.checkpoint.holdings import Chunks, Holding, chunks_of, held_boxes, holding_of
+from fourfold.checkpoint.save_load import ChunkPlanner
 from fourfold.collectives import Pending, all_reduce, broadcast
 from fourfold.errors import CheckpointError, ConfigError, PlanError
 from fourfold.launch.place import current_place, join_group, leave
@@ -50,9 +53,6 @@ from fourfold.shard.sharing import Reductions, Sharing
 from fourfold.shard.split import LinearSlice, slices_of
 from fourfold.shard.split_linear import SplitLinear
 from fourfold.shard.unit import Unit
-from fourfold.train.checkpoint import ChunkPlanner
-from fourfold.train.dcp import open_dcp
-from fourfold.train.holdings import Chunks, Holding, chunks_of, held_boxes, holding_of
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import make_sharing
 

@@ -66,12 +66,12 @@ class RunDir:
 
     @property
     def flight(self) -> Path:
-        """The last events of every rank, after a failure (flight.py)."""
+        """The last events of every rank, after a failure (supervision/flight.py)."""
         return self.path / "flight"
 
     @property
     def history_file(self) -> Path:
-        """One line per start, end, failure and restart (flight.py)."""
+        """One line per start, end, failure and restart (supervision/flight.py)."""
         return self.path / "history.jsonl"
 
     def in_use(self) -> bool:

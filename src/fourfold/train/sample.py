@@ -19,21 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.checkpoint import save_load
+from fourfold.checkpoint.adapters import check_base, fill_from_adapter, fill_model, is_adapter_folder, open_adapter
+from fourfold.checkpoint.hf_files import tokenizer_in
+from fourfold.checkpoint.remote import fetch_newest, is_url, local_run
+from fourfold.checkpoint.weights import check_weights, fill
 from fourfold.config import ModelConfig
+from fourfold.data.chats import ChatTemplate
+from fourfold.data.samples import Tokenizer, load_tokenizer, open_corpus
 from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.hf import LONGEST, hf_file
 from fourfold.model.layers import Attention, Positions, Rotary
 from fourfold.model.lora import is_adapter
 from fourfold.model.transformer import Transformer
-from fourfold.train import checkpoint
-from fourfold.train.adapters import check_base, fill_from_adapter, fill_model, is_adapter_folder, open_adapter
-from fourfold.train.chats import ChatTemplate
-from fourfold.train.data import Tokenizer, load_tokenizer, open_corpus
-from fourfold.train.hf_files import tokenizer_in
-from fourfold.train.remote import fetch_newest, is_url, local_run
 from fourfold.train.rundir import RunDir
-from fourfold.train.weights import check_weights, fill
 
 __all__ = ["Cache", "Sampler", "chat_prompt", "continue_text", "fill_blanks", "next_tokens", "open_model"]
 
@@ -85,14 +85,14 @@ def open_model(path: str | Path, tokens: int = 0) -> Opened:
         m, folder = open_adapter(path)
         source = check_weights(m)
         model = _empty(_longer(m, tokens), device, dtype)
-        fill(source, m, [checkpoint.holding_of(n, p) for n, p in model.named_parameters() if not is_adapter(n)])
+        fill(source, m, [save_load.holding_of(n, p) for n, p in model.named_parameters() if not is_adapter(n)])
         fill_from_adapter(model, path, m, source.family)
         folder, step = (path if tokenizer_in(path) else folder), 0
         tokenizer = load_tokenizer(tokenizer_in(folder))
     elif path.is_dir() and (path / "config.json").is_file() and hf_file(path):
         m = ModelConfig(hf=str(path), seq_len=1).resolve()
         model = _empty(_longer(m, tokens), device, dtype)
-        holdings = [checkpoint.holding_of(n, p) for n, p in model.named_parameters()]
+        holdings = [save_load.holding_of(n, p) for n, p in model.named_parameters()]
         fill(check_weights(m), m, holdings)
         found = tokenizer_in(path)
         if not found:
@@ -102,7 +102,7 @@ def open_model(path: str | Path, tokens: int = 0) -> Opened:
         run = RunDir.find(path)
         config, _ = run.read()
         url = config.checkpoint.dir
-        directory = checkpoint.newest(run.checkpoints) or (fetch_newest(url, run.checkpoints) if url else None)
+        directory = save_load.newest(run.checkpoints) or (fetch_newest(url, run.checkpoints) if url else None)
         if directory is None:
             raise ConfigError(f"{run.path}: has no complete checkpoint yet")
         model = _empty(_longer(config.model, tokens), device, dtype)

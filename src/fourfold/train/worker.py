@@ -25,7 +25,14 @@ import torch.distributed as dist
 
 import fourfold
 from fourfold import schema
+from fourfold.checkpoint import save_load
+from fourfold.checkpoint.adapters import check_base, check_lora
+from fourfold.checkpoint.hf_files import keep_files
+from fourfold.checkpoint.remote import RemoteFolder, check_own, check_url
+from fourfold.checkpoint.weights import check_weights, read_weights
 from fourfold.config import LONGEST_WAIT, Config
+from fourfold.data.own_data import OwnSamples
+from fourfold.data.samples import Samples
 from fourfold.errors import ConfigError, FourfoldError, RunDirError
 from fourfold.launch.gpu_errors import translated
 from fourfold.launch.local import end_rank
@@ -39,24 +46,21 @@ from fourfold.program.stages import PipelineLayout
 from fourfold.record import RECORD
 from fourfold.runtime.compiled import set_compile_cache
 from fourfold.runtime.executor import Executor
+from fourfold.supervision.failures import FailureRecorder
+from fourfold.supervision.faults import Faults
+from fourfold.supervision.flight import begin_attempt, note
+from fourfold.supervision.guard import Guard
+from fourfold.supervision.stragglers import WINDOW, WINDOWS
+from fourfold.supervision.watch import Board, Limits, Watch, make_board
 from fourfold.tensor.own_layers import OwnRule
-from fourfold.train import checkpoint
 from fourfold.train._torch import default_store
-from fourfold.train.adapters import check_base, check_lora
 from fourfold.train.attention_kernel import KERNELS, AttentionChoice, attention_seconds, choose_kernel, use_kernel
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.clock import make_clock
-from fourfold.train.data import Samples
-from fourfold.train.failures import FailureRecorder
-from fourfold.train.faults import Faults
-from fourfold.train.flight import begin_attempt, note
-from fourfold.train.guard import Guard
-from fourfold.train.hf_files import keep_files
 from fourfold.train.loop import Engine, Loop, RankContext, RunServices
 from fourfold.train.mesh import RankMesh
 from fourfold.train.metrics import MetricsFile, peak_flops, used_bytes
 from fourfold.train.objective import Loss, Objective, add_reference, open_run, samples_together
-from fourfold.train.own_data import OwnSamples
 from fourfold.train.own_model import OwnModel, check_frozen, make_own_units
 from fourfold.train.parts import (
     compute_in_fp8,
@@ -70,13 +74,9 @@ from fourfold.train.parts import (
     put_on_grid,
     set_loss_chunks,
 )
-from fourfold.train.remote import RemoteFolder, check_own, check_url
 from fourfold.train.rundir import RunDir
-from fourfold.train.stragglers import WINDOW, WINDOWS
 from fourfold.train.streamed import make_keeper, make_optimizer
 from fourfold.train.trace import TraceFile
-from fourfold.train.watch import Board, Limits, Watch, make_board
-from fourfold.train.weights import check_weights, read_weights
 from fourfold.view.console import Progress, short_duration
 from fourfold.view.text import markup
 
@@ -123,8 +123,8 @@ def fit(
     Args:
         model: your own model instead of `config.model`: ordered layers, or a function that makes them (own_model.py). Needs
             `data` and `loss`.
-        data: your own dataset instead of `config.data`: an object with a length and samples by index (own_data.py;
-            without `model` and `loss`: examples of tokens or text, data.py).
+        data: your own dataset instead of `config.data`: an object with a length and samples by index (data/own_data.py;
+            without `model` and `loss`: examples of tokens or text, data/samples.py).
         loss: your own loss instead of the cross entropy: a function of (output, batch) (objective.py).
         grid_rules: of your own model, how modules of a class lie on a tensor grid (tensor/own_layers.py).
     """
@@ -274,7 +274,7 @@ def work(
         with loop.guard.on_watch():
             steps = loop.run(done)
             if place.rank == 0 and steps == config.train.steps:
-                from fourfold.train.export import write_final, write_own_final
+                from fourfold.checkpoint.export import write_final, write_own_final
 
                 del loop  # free this rank's tensors before whole weights are read
                 gc.collect()
@@ -406,7 +406,7 @@ def assemble(
         wide = torch.float64 if compute == torch.float64 else torch.float32
         objective = Objective(loss, wide, log_probs=user.model is None)
     remote = RemoteFolder(config.checkpoint.dir) if config.checkpoint.dir else None
-    checkpointer = checkpoint.Checkpointer(
+    checkpointer = save_load.Checkpointer(
         run.checkpoints,
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
@@ -424,9 +424,9 @@ def assemble(
     said: list[str] = []
     if remote is not None:
         check_own(run, remote)
-        said = checkpoint.download_newest(remote, run.checkpoints, saving, place.local_rank, place.local_ranks)
-    done = checkpoint.resume(loop, run.checkpoints, saving, console, said)
-    begins = checkpoint.newest(run.checkpoints) is None
+        said = save_load.download_newest(remote, run.checkpoints, saving, place.local_rank, place.local_ranks)
+    done = save_load.resume(loop, run.checkpoints, saving, console, said)
+    begins = save_load.newest(run.checkpoints) is None
     read: list[tuple[int, float]] = []  # by rank, bytes and seconds of reading initial or frozen weights
     if config.model.lora is not None:
         _checked_by_rank_0(place, lambda: check_base(run.path / "hf", config.model, first=begins))

@@ -10,7 +10,7 @@ so nothing is gathered, and a model is never in memory twice:
 [Note: files are not trusted]
 Names in an index must be plain file names in the folder; a header may not be longer than 100 MB, give a name twice, or promise
 bytes that the file does not have; only floating-point types are read. Pickled weights (.bin, .pt) are never opened. The index of
-a DCP is a pickle: it is not unpickled but interpreted into inert values (train/dcp.py).
+a DCP is a pickle: it is not unpickled but interpreted into inert values (checkpoint/dcp.py).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from fourfold import files
+from fourfold.checkpoint.dcp import DTYPES, Source, open_dcp
+from fourfold.checkpoint.holdings import Holding, held_boxes
 from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, TORCHTITAN, Family, Link, Rule, canonical_name, links, tied_names
 from fourfold.piece import Box
-from fourfold.train.dcp import DTYPES, Source, open_dcp
-from fourfold.train.holdings import Holding, held_boxes
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop

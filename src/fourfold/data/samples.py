@@ -41,9 +41,8 @@ import numpy.typing as npt
 
 from fourfold import files, schema
 from fourfold.config import Config
-from fourfold.errors import ConfigError, DataError
-from fourfold.train.chats import Chat, ChatTemplate, PlainExample, parse_examples
-from fourfold.train.encode import (
+from fourfold.data.chats import Chat, ChatTemplate, PlainExample, parse_examples
+from fourfold.data.encode import (
     Encoder,
     Encoding,
     cached_tokens,
@@ -53,7 +52,8 @@ from fourfold.train.encode import (
     nothing_in,
     source_chunks,
 )
-from fourfold.train.packing import best_fit, segments_of
+from fourfold.data.packing import best_fit, segments_of
+from fourfold.errors import ConfigError, DataError
 
 __all__ = [
     "ByteTokenizer",

@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fourfold.checkpoint.dcp import FileReader
+from fourfold.checkpoint.folder import FILES, PIECE, in_threads
 from fourfold.errors import HostMemoryError
 from fourfold.offload.host import available_bytes, host_memory
 from fourfold.schema import format_bytes
 from fourfold.train._torch import stored_at
-from fourfold.train.checkpoint_folder import FILES, PIECE, in_threads
-from fourfold.train.dcp import FileReader
 
 __all__ = ["FILE_BYTES", "FileWriter", "HashedReader", "HostCopies"]
 

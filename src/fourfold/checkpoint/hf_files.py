@@ -61,7 +61,7 @@ def _tokenizer_file(config: Config) -> Path | None:
     with contextlib.suppress(OSError, ValueError):
         if source.is_file() and source.open("rb").read(8) == b"4FOLDTOK":
             copied = source.with_name(f"{source.name}.tokenizer.json")
-            from fourfold.train.data import open_corpus
+            from fourfold.data.samples import open_corpus
 
             name = str(copied) if copied.is_file() else open_corpus(str(source)).tokenizer
     return Path(name) if name not in ("", "bytes") and Path(name).is_file() else None

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from fourfold import files
+from fourfold.checkpoint.folder import STEP
+from fourfold.checkpoint.index import MARKER, FileInfo, parse_marker
 from fourfold.errors import CheckpointError, ConfigError, FourfoldError
-from fourfold.train.checkpoint_folder import STEP
-from fourfold.train.checkpoint_index import MARKER, FileInfo, parse_marker
-from fourfold.train.flight import note, read_history
+from fourfold.supervision.flight import note, read_history
 from fourfold.train.rundir import RunDir
 
 __all__ = ["RemoteFolder", "check_own", "check_url", "fetch", "fetch_newest", "is_url", "local_run", "publish"]

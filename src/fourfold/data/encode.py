@@ -46,8 +46,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fourfold import files
+from fourfold.data.chats import PLAIN, Chat, ChatTemplate, PlainExample, clock, parse_examples, time_limit
 from fourfold.errors import DataError
-from fourfold.train.chats import PLAIN, Chat, ChatTemplate, PlainExample, clock, parse_examples, time_limit
 
 __all__ = [
     "Encoder",
@@ -535,7 +535,7 @@ def encode_chunk(encoder: Encoder, chunk: SourceChunk) -> Encoded:
     return Encoded(ids, mask, [len(i) for i, _ in found], chunk.size, encoder.empty, encoder.prompted, encoder.paired)
 
 
-_PROCESS = "import sys; from fourfold.train import encode; sys.exit(getattr(encode, sys.argv[1])(sys.argv[2]))"
+_PROCESS = "import sys; from fourfold.data import encode; sys.exit(getattr(encode, sys.argv[1])(sys.argv[2]))"
 """Runs a function of this module; run with -m, the module's classes would belong to `__main__`."""
 
 
@@ -605,7 +605,7 @@ class EncodingWorkers:
 
 def work(asked: str) -> int:
     """Run as a worker: read chunks from standard input, write results (or an error text) to standard output."""
-    from fourfold.train.data import load_tokenizer
+    from fourfold.data.samples import load_tokenizer
 
     source, out = sys.stdin.buffer, sys.stdout.buffer
     encoding = Encoding(**json.loads(asked))
@@ -640,11 +640,11 @@ def encode_to_file(
     progress: Callable[[int, int], None] | None = None,
     workers: int | None = None,
 ) -> None:
-    """Encode sources into a token file (format: data.py), which is written atomically.
+    """Encode sources into a token file (format: samples.py), which is written atomically.
 
     `progress` is called with the number of bytes read and the total.
     """
-    from fourfold.train.data import MAGIC, load_tokenizer
+    from fourfold.data.samples import MAGIC, load_tokenizer
 
     whole = sum(p.stat().st_size for s in sources for p in source_files(s))
     workers = worker_count(whole) if workers is None else workers

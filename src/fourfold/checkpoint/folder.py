@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fourfold import files, schema
+from fourfold.checkpoint.index import MARKER, FileInfo, read_index, read_marker
 from fourfold.errors import CheckpointError
-from fourfold.train.checkpoint_index import MARKER, FileInfo, read_index, read_marker
 
 __all__ = [
     "FILES",

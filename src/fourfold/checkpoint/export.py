@@ -6,7 +6,7 @@ that memory holds one parameter.
     OUT/model.safetensors, or model-00001-of-00004.safetensors … and model.safetensors.index.json
     OUT/config.json (written last), generation_config.json, the original tokenizer and chat template
 
-A LoRA run is written as a PEFT adapter, or merged with its frozen weights (train/adapters.py).
+A LoRA run is written as a PEFT adapter, or merged with its frozen weights (checkpoint/adapters.py).
 
 A model that no family of the table describes (model/families.py) is written under our own names, with our config.json.
 """
@@ -30,7 +30,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from fourfold import files
+from fourfold.checkpoint import save_load
+from fourfold.checkpoint.adapters import ADAPTER, WEIGHTS, adapter_config, check_base, fill_model, merged
+from fourfold.checkpoint.dcp import DTYPES
+from fourfold.checkpoint.folder import in_threads
+from fourfold.checkpoint.hf_files import TOKENIZER, copy, read_types
+from fourfold.checkpoint.index import Index, read_index
+from fourfold.checkpoint.remote import fetch_newest, is_url, local_run
+from fourfold.checkpoint.weights import check_weights, family_of_source, fill
 from fourfold.config import Config, ModelConfig
+from fourfold.data.samples import load_tokenizer
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.families import Link, Run, links
@@ -38,16 +47,7 @@ from fourfold.model.lora import adapter_links
 from fourfold.model.spec import parameter_shapes
 from fourfold.model.to_hf import as_written, family_of, hf_config
 from fourfold.model.transformer import Transformer
-from fourfold.train import checkpoint
-from fourfold.train.adapters import ADAPTER, WEIGHTS, adapter_config, check_base, fill_model, merged
-from fourfold.train.checkpoint_folder import in_threads
-from fourfold.train.checkpoint_index import Index, read_index
-from fourfold.train.data import load_tokenizer
-from fourfold.train.dcp import DTYPES
-from fourfold.train.hf_files import TOKENIZER, copy, read_types
-from fourfold.train.remote import fetch_newest, is_url, local_run
 from fourfold.train.rundir import RunDir
-from fourfold.train.weights import check_weights, family_of_source, fill
 
 __all__ = ["Exported", "check_out", "export", "find_checkpoint", "load_model", "write_final", "write_own_final"]
 
@@ -69,7 +69,7 @@ class Exported:
 
 def write_final(run: RunDir, config: Config) -> None:
     """final/: the newest checkpoint as a Hugging Face folder."""
-    directory = checkpoint.newest(run.checkpoints)
+    directory = save_load.newest(run.checkpoints)
     assert directory is not None
     export(run, config, directory, run.final, merge=config.lora.merge)
 
@@ -81,7 +81,7 @@ def write_own_final(
 
     `aliases`: further names of shared parameters.
     """
-    directory = checkpoint.newest(checkpoints)
+    directory = save_load.newest(checkpoints)
     assert directory is not None
     stored = read_index(directory)
     shapes = {name: at.shape for name, at in stored.items() if not name.startswith("optim.")}
@@ -128,13 +128,13 @@ def export(
     else:
         _write_safetensors(tensors, source, out)
         _write_other_files(dataclasses.replace(config, model=m), family, base, kept, out, NAMES[common])
-    step = checkpoint.read_state(directory)["step"]
+    step = save_load.read_state(directory)["step"]
     size = sum(t.bytes for t in tensors)
     return Exported(step, family.model_type if family else "", len(tensors), size, NAMES[common])
 
 
 def _export_adapter(config: Config, directory: Path, kept: Path, out: Path, dtype: str) -> Exported:
-    """A PEFT adapter (train/adapters.py)."""
+    """A PEFT adapter (checkpoint/adapters.py)."""
     m, stored = config.model, read_index(directory)
     family = family_of_source(m)
     kind = dtype or _trained_type(stored)
@@ -143,7 +143,7 @@ def _export_adapter(config: Config, directory: Path, kept: Path, out: Path, dtyp
     _write_file(out / WEIGHTS, tensors, _Parameters(directory, stored, parameter_shapes(m)))
     copy(kept, out, TOKENIZER)
     files.write_json(out / ADAPTER, adapter_config(m, family), CheckpointError)
-    step = checkpoint.read_state(directory)["step"]
+    step = save_load.read_state(directory)["step"]
     return Exported(step, family.model_type, len(tensors), sum(t.bytes for t in tensors), NAMES[kind])
 
 
@@ -220,7 +220,7 @@ class _Parameters:
         if name == "embed.types.weight" and name not in self.index:
             return torch.zeros(self.shapes[name])
         box = tuple((0, n) for n in self.index[name].shape)
-        return checkpoint.read_box(self.directory, self.index, name, box)
+        return save_load.read_box(self.directory, self.index, name, box)
 
     def stored(self, tensor: _Tensor) -> Tensor:
         """A tensor as it is written; casts round to nearest even."""
@@ -249,7 +249,7 @@ class _Merged(_Parameters):
 
     def _read(self, name: str) -> Tensor:
         weight = torch.zeros(self.shapes[name], dtype=self.dtype)
-        fill(self.weights, self.m, [checkpoint.holding_of(name, weight)])
+        fill(self.weights, self.m, [save_load.holding_of(name, weight)])
         return merged(weight, name, self.m, super()._read)
 
 
@@ -325,7 +325,7 @@ def load_model(
 ) -> tuple[Transformer, int]:
     """The whole model of a run's newest checkpoint, on one device, and its step."""
     config, _ = run.read()
-    directory = checkpoint.newest(run.checkpoints)
+    directory = save_load.newest(run.checkpoints)
     if directory is None:
         raise CheckpointError(f"{run.path}: has no complete checkpoint yet")
     model = build_model(config.model)
@@ -346,11 +346,11 @@ def find_checkpoint(path: str | Path) -> tuple[RunDir, Path]:
     else:
         run = RunDir.find(path)
         url = run.read()[0].checkpoint.dir
-        newest = checkpoint.newest(run.checkpoints) or (fetch_newest(url, run.checkpoints) if url else None)
+        newest = save_load.newest(run.checkpoints) or (fetch_newest(url, run.checkpoints) if url else None)
         if newest is None:
             raise CheckpointError(f"{run.path}: has no complete checkpoint yet")
         directory = newest
-    checkpoint.read_state(directory)  # raises if it is incomplete
+    save_load.read_state(directory)  # raises if it is incomplete
     return run, directory
 
 

@@ -21,8 +21,8 @@ from types import FrameType
 
 from fourfold.errors import TrainingError
 from fourfold.record import RECORD
-from fourfold.train.faults import Faults
-from fourfold.train.watch import Limits
+from fourfold.supervision.faults import Faults
+from fourfold.supervision.watch import Limits
 
 __all__ = ["Guard"]
 

@@ -1,13 +1,13 @@
 """Checkpoints: a set of pieces, so that one saved under any plan opens under any other.
 
 A rank's state maps each serial tensor that it holds a part of to a list of (box in the tensor, view of local memory). torch's
-distributed checkpoint (DCP) writes these, up to four files per rank (checkpoint_files.py), and refuses gaps and overlaps, so
+distributed checkpoint (DCP) writes these, up to four files per rank (tensor_files.py), and refuses gaps and overlaps, so
 every save is complete. One of a piece's copies is written; replicas share the work. A rank reads the boxes that its own layout
 needs.
 
     checkpoints/step-000040/
         __0_0.distcp …      tensors: <name>, optim.exp_avg.<name>, optim.exp_avg_sq.<name>
-        index.json          where each part of each tensor lies (checkpoint_index.py)
+        index.json          where each part of each tensor lies (index.py)
         .metadata           DCP's index, for other tools; never read here
         state.json          step, updates, data state
         complete.json       written last: every file with its size and SHA-256
@@ -50,10 +50,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from fourfold import files, schema
-from fourfold.errors import CheckpointError, ConfigError, FileError
-from fourfold.piece import Box, intersect, offset_box, shape_of
-from fourfold.train.checkpoint_files import FileWriter, HashedReader, HostCopies
-from fourfold.train.checkpoint_folder import (
+from fourfold.checkpoint.dcp import DamagedError, FileReader, read_rows
+from fourfold.checkpoint.folder import (
     STATE,
     STEP,
     check_state,
@@ -73,7 +71,8 @@ from fourfold.train.checkpoint_folder import (
     wrong_size,
     wrong_sum,
 )
-from fourfold.train.checkpoint_index import (
+from fourfold.checkpoint.holdings import Chunks, Holding, chunks_of, holding_of, narrow
+from fourfold.checkpoint.index import (
     INDEX,
     MARKER,
     OLD_INDEX,
@@ -85,9 +84,10 @@ from fourfold.train.checkpoint_index import (
     read_index,
     read_marker,
 )
-from fourfold.train.dcp import DamagedError, FileReader, read_rows
-from fourfold.train.holdings import Chunks, Holding, chunks_of, holding_of, narrow
-from fourfold.train.remote import RemoteFolder, fetch, publish
+from fourfold.checkpoint.remote import RemoteFolder, fetch, publish
+from fourfold.checkpoint.tensor_files import FileWriter, HashedReader, HostCopies
+from fourfold.errors import CheckpointError, ConfigError, FileError
+from fourfold.piece import Box, intersect, offset_box, shape_of
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop

@@ -1,7 +1,7 @@
 """Reads tensors from torch distributed checkpoints (DCP) written by other tools: shapes and types by name, boxes on demand.
 
 A DCP folder has files of tensors, `__<rank>_<n>.distcp`, and an index, `.metadata`, which is a pickle. It is not unpickled but
-interpreted into inert values (checkpoint_index.py, [Note: old checkpoints]), and file names in it have one component. Tensors
+interpreted into inert values (index.py, [Note: old checkpoints]), and file names in it have one component. Tensors
 lie in the archives of `torch.save`, uncompressed: the rows that are wanted are read from where they lie, and only an unusual
 archive goes through `torch.load`, with `weights_only=True`. No process group is needed; a rank reads rows that overlap its boxes.
 """
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fourfold import files
+from fourfold.checkpoint.index import FileInfo, Index, StoredChunk, check_index, parse_dcp_index, saved_tensor
 from fourfold.errors import ConfigError
 from fourfold.piece import Box, intersect, shape_of
-from fourfold.train.checkpoint_index import FileInfo, Index, StoredChunk, check_index, parse_dcp_index, saved_tensor
 
 __all__ = ["DTYPES", "DamagedError", "FileReader", "Source", "bytes_of", "open_dcp", "read_rows"]
 

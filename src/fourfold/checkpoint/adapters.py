@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from fourfold import files
+from fourfold.checkpoint import save_load
+from fourfold.checkpoint.folder import describe
+from fourfold.checkpoint.holdings import Holding, holding_of
+from fourfold.checkpoint.weights import check_weights, fill, fill_by, open_file, weight_files
 from fourfold.config import Config, LoraConfig, ModelConfig
 from fourfold.errors import ConfigError, RunDirError
 from fourfold.model.families import Family
 from fourfold.model.lora import adapter_links, adapters, is_adapter, layer_names, target_names
 from fourfold.model.transformer import Transformer
-from fourfold.train import checkpoint
-from fourfold.train.checkpoint_folder import describe
-from fourfold.train.holdings import Holding, holding_of
-from fourfold.train.weights import check_weights, fill, fill_by, open_file, weight_files
 
 __all__ = [
     "adapter_config",
@@ -101,7 +101,7 @@ def fill_model(model: Transformer, directory: Path, m: ModelConfig, *, checksums
         frozen = [h for h in holdings if not _of_adapter(h)]
         holdings = [h for h in holdings if _of_adapter(h)]
         fill(check_weights(m, again=True), m, frozen)
-    step: int = checkpoint.load(directory, holdings, checksums=checksums)["step"]
+    step: int = save_load.load(directory, holdings, checksums=checksums)["step"]
     return step
 
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold import schema
+from fourfold.checkpoint.folder import complete
 from fourfold.cluster import Cluster, preset_names
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, PlanError
 from fourfold.plan import Batch, Plan
 from fourfold.program.groups import coordinates_of
-from fourfold.train.checkpoint_folder import complete
-from fourfold.train.flight import Flight, read_flights, read_history
+from fourfold.supervision.flight import Flight, read_flights, read_history
 from fourfold.train.rundir import RunDir, read_metrics
 
 __all__ = ["Diagnosis", "RankState", "cause_of", "diagnose"]

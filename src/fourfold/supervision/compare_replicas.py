@@ -37,12 +37,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.checkpoint.holdings import Holding, held_boxes
 from fourfold.collectives import all_gather, summed
 from fourfold.errors import ReplicaError
 from fourfold.piece import Box, Piece
 from fourfold.shard.tied import TiedCopy, TiedOwner
 from fourfold.shard.unit import Unit
-from fourfold.train.holdings import Holding, held_boxes
 from fourfold.train.mesh import RankMesh
 
 __all__ = ["Hashed", "compare_replicas", "differing", "flip_bit", "hash_box"]

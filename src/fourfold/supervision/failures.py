@@ -25,10 +25,10 @@ from fourfold.background import start_thread
 from fourfold.errors import HangError
 from fourfold.launch.place import Place
 from fourfold.record import RECORD
-from fourfold.train.flight import note, stacks, write_flight
+from fourfold.supervision.flight import note, stacks, write_flight
+from fourfold.supervision.watch import Board, resident_bytes
 from fourfold.train.metrics import peak_bytes
 from fourfold.train.rundir import RunDir
-from fourfold.train.watch import Board, resident_bytes
 
 __all__ = ["FailureRecorder"]
 

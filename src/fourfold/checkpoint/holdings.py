@@ -1,6 +1,6 @@
 """The parts of serial tensors that a rank holds: flat buffers as lists of (box of a serial tensor, view of local memory).
 
-Checkpoints are written from these views and read into them (checkpoint.py); so are weights of Hugging Face folders (weights.py).
+Checkpoints are written from these views and read into them (save_load.py); so are weights of Hugging Face folders (weights.py).
 """
 
 from __future__ import annotations

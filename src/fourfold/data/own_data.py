@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fourfold.data.samples import IGNORE, Corpus, Lengths, Samples, own_document, permute
 from fourfold.errors import ConfigError, DataError
-from fourfold.train.data import IGNORE, Corpus, Lengths, Samples, own_document, permute
 
 __all__ = ["LENGTH", "OwnSamples", "PairRows", "SampleRows", "TokenRows"]
 
