@@ -1,7 +1,8 @@
 """What this rank is doing: its phase and op, the collectives it has started and finished, and what it waits for.
 
 Collectives, the executor and the loop write it; the watchdog (supervision/watch.py) reads it from its own thread, to
-distinguish a rank that waits from one that is waited for. There is one record per process: like a log, it is written from everywhere.
+distinguish a rank that waits from one that is waited for. There is one record per process: like a log, it is written from
+everywhere.
 
 Collectives of a group are numbered in the order in which they are started, which is the same on all ranks of the group. On CPUs
 one is finished when the wait for it returns. On CUDA a wait only orders streams: an event is recorded behind it, and the
