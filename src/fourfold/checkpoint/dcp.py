@@ -45,8 +45,8 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor; it may be a view of a mapped file: copy it."""
+    def read(self, name: str, box: Box, scratch: Tensor | None = None) -> Tensor:
+        """A box of a tensor; it may be a view of a mapped file, or of `scratch` (bytes of CPU memory): copy it."""
         ...
 
 
@@ -56,7 +56,7 @@ class _Dcp:
         self._index = {n: t for n, t in index.items() if getattr(torch, t.dtype) in DTYPES.values()}
         self.tensors = {n: (t.shape, getattr(torch, t.dtype)) for n, t in self._index.items()}
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: Box, scratch: Tensor | None = None) -> Tensor:
         out, filled = torch.empty(shape_of(box), dtype=self.tensors[name][1]), 0
         for chunk in self._index[name].chunks:
             held, common = chunk.box, intersect(chunk.box, box)

@@ -41,6 +41,7 @@ __all__ = [
     "remove",
     "set_aside",
     "steps_in",
+    "use_torch_in_threads",
     "verify",
     "verify_files",
     "wrong_size",
@@ -217,12 +218,19 @@ def in_threads(work: Callable[[A], T], jobs: Iterable[A], most: int = FILES) -> 
     todo = list(jobs)
     if len(todo) <= 1:
         return [work(job) for job in todo]
-    if (torch := sys.modules.get("torch")) is not None:
-        # A forked process makes torch's thread pool anew at its first use. Threads that come first at the same time find none
-        # ("Invalid thread pool!"), so it is made here.
-        torch.set_num_threads(torch.get_num_threads())
+    use_torch_in_threads()
     with ThreadPoolExecutor(min(most, len(todo)), thread_name_prefix="checkpoint") as pool:
         return [future.result() for future in [pool.submit(work, job) for job in todo]]
+
+
+def use_torch_in_threads() -> None:
+    """Call this before threads that use torch.
+
+    A forked process makes torch's thread pool anew at its first use. Threads that come first at the same time find none
+    ("Invalid thread pool!"), so it is made here.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def describe(path: Path) -> dict[str, Any]:

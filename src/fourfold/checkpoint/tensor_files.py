@@ -30,8 +30,7 @@ from torch.futures import Future
 
 from fourfold.checkpoint.dcp import FileReader
 from fourfold.checkpoint.folder import FILES, PIECE, in_threads
-from fourfold.errors import HostMemoryError
-from fourfold.offload.host import available_bytes, host_memory
+from fourfold.offload.host import available_bytes, page_locked
 from fourfold.schema import format_bytes
 from fourfold.train._torch import stored_at
 
@@ -255,7 +254,7 @@ class HostCopies:
             return tensor.to("cpu", copy=True)
         into = self._fitting(key, tensor)
         if into is None:
-            into = self._kept[key] = _registered(tensor)
+            into = self._kept[key] = page_locked(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
         return into.copy_(tensor.detach(), non_blocking=True)
 
     def finish(self) -> None:
@@ -265,11 +264,3 @@ class HostCopies:
     def _fitting(self, key: Any, tensor: Tensor) -> Tensor | None:
         into = self._kept.get(key)
         return into if into is not None and (into.shape, into.dtype) == (tensor.shape, tensor.dtype) else None
-
-
-def _registered(like: Tensor) -> Tensor:
-    """Host memory for a GPU's tensor that is kept: page-locked if the system gives it, and no larger than the tensor."""
-    try:
-        return host_memory(like.nbytes, like.device).view(like.dtype).view(like.shape)
-    except (HostMemoryError, OSError):
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")

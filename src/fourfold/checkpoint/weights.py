@@ -3,7 +3,10 @@
 Every rank reads only the boxes of the serial parameters that it holds, directly into its optimizer's master copy,
 so nothing is gathered, and a model is never in memory twice:
 
-    held box of a serial parameter  →  rows of stored tensors (model/families.py: Link)  →  view of the mapped file  →  copy
+    held box of a serial parameter  →  rows of stored tensors (model/families.py: Link)  →  pieces of at most CHUNK bytes
+
+Pieces of all units are read by THREADS threads, whole rows by positioned reads (page-locked memory if they go to a GPU), other
+parts from the mapped file. A unit's weights are published when its last piece has arrived, AHEAD bytes behind the reading.
 
 `check_weights` compares names, shapes and types with what the model needs from headers alone, before any rank starts.
 
@@ -17,10 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +33,17 @@ import torch
 from torch import Tensor
 
 from fourfold import files
-from fourfold.checkpoint.dcp import DTYPES, Source, open_dcp
+from fourfold.checkpoint.dcp import DTYPES, FileReader, Source, bytes_of, open_dcp
+from fourfold.checkpoint.folder import use_torch_in_threads
 from fourfold.checkpoint.holdings import Holding, held_boxes
 from fourfold.config import ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, TORCHTITAN, Family, Link, Rule, canonical_name, links, tied_names
-from fourfold.piece import Box
+from fourfold.offload.host import page_locked
+from fourfold.piece import Box, shape_of
 
 if TYPE_CHECKING:
+    from fourfold.shard.unit import Unit
     from fourfold.train.loop import Loop
 
 __all__ = [
@@ -55,10 +62,14 @@ __all__ = [
 LONGEST_HEADER = 100_000_000
 """Maximum bytes of a header; the safetensors library has the same limit."""
 LARGEST_DIM = 2**31
-CHUNK = 64 << 20
-"""Bytes that are copied at a time."""
+CHUNK = 32 << 20
+"""Bytes that are read at a time."""
+SMALL = 1 << 20
+"""Fewer bytes than this come from the mapped file."""
 THREADS = 8
-"""Number of concurrent copies: while some wait for page faults or copy to the device, others keep the disk busy."""
+"""Number of concurrent reads: while some copy to the device, others keep the disk busy."""
+AHEAD = 2 << 30
+"""Bytes of masters that are being filled before the first of them is published."""
 PREFIXES = ("", "model.", "state.model.", "app.model.", "module.", "model.module.", "_orig_mod.", "model._orig_mod.")
 """Prefixes of model parameters in distributed checkpoints."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -112,10 +123,16 @@ class _Safetensors:
                 self._file_of[name], self._start[name] = file, start + begin
         self._mapped: dict[Path, Any] = {}
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: Box, scratch: Tensor | None = None) -> Tensor:
         shape, dtype = self.tensors[name]
         at, size = self._start[name], math.prod(shape) * dtype.itemsize
         file = self._file_of[name]
+        rows = shape_of(box)
+        wanted = math.prod(rows) * dtype.itemsize
+        if scratch is not None and SMALL <= wanted <= scratch.numel() and rows[1:] == shape[1:]:
+            into = scratch[:wanted]
+            _read_at(file, at + box[0][0] * (wanted // rows[0]), into)
+            return into.view(dtype).view(rows)
         if file not in self._mapped:
             self._mapped[file] = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
         raw = torch.empty(0, dtype=torch.uint8).set_(self._mapped[file], at, (size,))  # type: ignore[call-overload]
@@ -123,6 +140,16 @@ class _Safetensors:
             raw = raw.clone()
         tensor = raw.view(dtype).view(shape)
         return tensor[tuple(slice(a, b) for a, b in box)]
+
+
+def _read_at(file: Path, at: int, into: Tensor) -> None:
+    with files.open_for_reading(file, ConfigError) as f:
+        try:
+            FileReader(f.fileno(), file).read(at, bytes_of(into))
+        except OSError as e:
+            raise ConfigError(f"{file}: cannot be read: {files.why(e)}") from None
+        except ValueError as e:  # it was whole when its header was read
+            raise ConfigError(f"{file}: {e}: it was changed while it was being read") from None
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
@@ -310,8 +337,8 @@ class _Renamed:
         self.source, self.names, self.path, self.family = source, dict(names), source.path, family
         self.tensors = {name: source.tensors[theirs] for name, theirs in self.names.items()}
 
-    def read(self, name: str, box: Box) -> Tensor:
-        return self.source.read(self.names[name], box)
+    def read(self, name: str, box: Box, scratch: Tensor | None = None) -> Tensor:
+        return self.source.read(self.names[name], box, scratch)
 
 
 def _some(names: list[str]) -> str:
@@ -349,17 +376,41 @@ def read_weights(loop: Loop) -> ReadWeights:
     """Fill the weights of a loop from the folder in its config, unit by unit; every rank reads its own pieces."""
     begun, size, m = time.perf_counter(), 0, loop.config.model
     source = check_weights(m, again=True)
-    for base in loop.bases:  # with LoRA, the only units whose weights are in files
-        size += fill(source, m, [Holding("", base.shard.detach(), base.shard_range[0], base.layout, base.pieces)])
-    for unit in loop.units if not loop.bases else ():
-        master = loop.optimizer.flats(unit)[""]
-        size += fill(source, m, [Holding("", master, unit.shard_range[0], unit.layout, unit.pieces)])
-        loop.optimizer.publish(unit)
+    if loop.bases:  # with LoRA, the only units whose weights are in files
+        bases = [Holding("", b.shard.detach(), b.shard_range[0], b.layout, b.pieces) for b in loop.bases]
+        size += fill(source, m, bases)
+    else:
+        size += _fill_units(source, m, loop)
     for tie in loop.ties:
         tie.publish()
     if loop.device.type == "cuda":
         torch.cuda.synchronize(loop.device)
     return ReadWeights(stored_types(source), size, time.perf_counter() - begun)
+
+
+def _fill_units(source: _Renamed, m: ModelConfig, loop: Loop) -> int:
+    """Fill the masters of all units, and publish each when its last piece has arrived."""
+    size, ahead, of = 0, 0, _links_by_name(links(source.family, m))
+    filling: deque[tuple[Unit, int, list[Future[int]]]] = deque()
+    with _Readers() as readers:
+
+        def publish() -> int:
+            unit, _, pieces = filling.popleft()
+            read = sum(piece.result() for piece in pieces)
+            loop.optimizer.publish(unit)
+            return read
+
+        for unit in loop.units:
+            master = loop.optimizer.flats(unit)[""]
+            pieces = readers.start(source, of, [Holding("", master, unit.shard_range[0], unit.layout, unit.pieces)])
+            filling.append((unit, master.nbytes, pieces))
+            ahead += master.nbytes
+            while ahead > AHEAD:
+                ahead -= filling[0][1]
+                size += publish()
+        while filling:
+            size += publish()
+    return size
 
 
 def stored_types(source: Source) -> dict[str, str]:
@@ -376,25 +427,54 @@ def fill(source: _Renamed, m: ModelConfig, holdings: Iterable[Holding]) -> int:
 
 def fill_by(source: Source, stored: Iterable[Link], holdings: Iterable[Holding]) -> int:
     """The same, with an explicit list of stored tensors."""
+    with _Readers() as readers:
+        return sum(piece.result() for piece in readers.start(source, _links_by_name(stored), holdings))
+
+
+def _links_by_name(stored: Iterable[Link]) -> dict[str, list[Link]]:
     of: dict[str, list[Link]] = defaultdict(list)
     for link in stored:
         of[link.ours].append(link)
-    work = [
-        (link, box, view) for holding in holdings for piece, box, view in held_boxes(holding) for link in of[piece.name]
-    ]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return sum(done.result() for done in [pool.submit(_fill, source, *item) for item in work])
+    return of
 
 
-@torch.no_grad()
-def _fill(source: Source, link: Link, box: Box, view: Tensor) -> int:
-    size = 0
-    for at, theirs, step in _runs(link, box, view.element_size()):
-        part = _stored(source, link, theirs)[::step]
+class _Readers:
+    """Threads that copy pieces of stored tensors to where they belong, each through memory of its own."""
+
+    def __init__(self) -> None:
+        use_torch_in_threads()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="weights")
+        self._own = threading.local()
+
+    def __enter__(self) -> _Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, source: Source, of: Mapping[str, Sequence[Link]], holdings: Iterable[Holding]) -> list[Future[int]]:
+        """Start to fill holdings; every future has the bytes of a piece."""
+        return [
+            self._pool.submit(self._copy, source, link, theirs, step, view, at)
+            for holding in holdings
+            for piece, box, view in held_boxes(holding)
+            for link in of[piece.name]
+            for at, theirs, step in _runs(link, box, source.tensors[link.theirs][1].itemsize)
+        ]
+
+    @torch.no_grad()
+    def _copy(self, source: Source, link: Link, theirs: Box, step: int, view: Tensor, at: int) -> int:
+        stored = _stored(source, link, theirs, self._scratch(view.device))
+        part = stored[::step]
         target = view.narrow(0, at, part.shape[0])
         target.copy_(part.to(target.device) if target.is_cuda else part)
-        size += part.nbytes
-    return size
+        return part.nbytes
+
+    def _scratch(self, device: torch.device) -> Tensor:
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = page_locked(CHUNK, device)
+        scratch: Tensor = self._own.scratch
+        return scratch
 
 
 def _runs(link: Link, box: Box, width: int) -> Iterator[tuple[int, Box, int]]:
@@ -409,12 +489,12 @@ def _runs(link: Link, box: Box, width: int) -> Iterator[tuple[int, Box, int]]:
             yield a - start, ((first, first + (b - a - 1) * run.step + 1), *rest), run.step
 
 
-def _stored(source: Source, link: Link, box: Box) -> Tensor:
-    """A box of a stored tensor, after its view and transpose."""
+def _stored(source: Source, link: Link, box: Box, scratch: Tensor) -> Tensor:
+    """A box of a stored tensor, after its view and transpose; it may be in `scratch`, or a view of a mapped file."""
     if link.shape != link.view:
         whole = source.read(link.theirs, tuple((0, n) for n in link.shape)).reshape(link.view)
         tensor = whole.mT if link.transposed else whole
         return tensor[tuple(slice(a, b) for a, b in box)]
     if link.transposed:
-        return source.read(link.theirs, box[::-1]).mT
-    return source.read(link.theirs, box)
+        return source.read(link.theirs, box[::-1], scratch).mT
+    return source.read(link.theirs, box, scratch)

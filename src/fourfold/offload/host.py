@@ -19,7 +19,7 @@ from torch import Tensor
 from fourfold.errors import HostMemoryError
 from fourfold.schema import format_bytes
 
-__all__ = ["available_bytes", "check_available", "host_memory"]
+__all__ = ["available_bytes", "check_available", "host_memory", "page_locked"]
 
 
 def available_bytes() -> int:
@@ -61,6 +61,14 @@ def host_memory(size: int, device: torch.device) -> Tensor:
         memory.zero_()  # all threads touch it
         weakref.finalize(region, _unregister, *_register(memory, device))
     return memory
+
+
+def page_locked(size: int, device: torch.device) -> Tensor:
+    """A uint8 tensor [size] on the host: `host_memory` if the system gives it, else ordinary memory (copies are slower)."""
+    try:
+        return host_memory(size, device)
+    except (HostMemoryError, OSError):
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _register(memory: Tensor, device: torch.device) -> tuple[Any, int]:
