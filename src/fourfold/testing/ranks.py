@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -50,6 +50,8 @@ from fourfold.testing._torch import set_default_timeout
 
 __all__ = ["run_ranks"]
 
+DUMPED_BEFORE = 0.5
+"""Seconds before the end of its time at which a rank writes its stacks."""
 START = {"gloo": "fork", "nccl": "forkserver"}
 
 
@@ -80,7 +82,8 @@ def run_ranks(
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                job = (fn, rank, ranks, args, kwargs, f"{folder}/store", group_timeout, prepare, backend, theirs)
+                limits = (timeout, group_timeout)
+                job = (fn, rank, ranks, args, kwargs, f"{folder}/store", limits, prepare, backend, theirs)
                 process = context.Process(target=_rank, args=job, daemon=True)
                 process.start()
                 theirs.close()
@@ -106,14 +109,16 @@ def _rank(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     store: str,
-    group_timeout: float,
+    limits: tuple[float, float],
     prepare: Callable[[int], None] | None,
     backend: str,
     pipe: Connection,
 ) -> None:
+    timeout, group_timeout = limits
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stack = open(_stack_of(os.path.dirname(store), rank), "w")  # noqa: SIM115 (open as long as the process lives)
-    faulthandler.register(signal.SIGUSR1, stack)
+    # by time, not by a signal: a run installs its own handlers
+    faulthandler.dump_traceback_later(max(0.1, timeout - DUMPED_BEFORE), file=stack)
     if sys.platform == "linux":
         # gloo's thread spins while another holds a connection's lock: on few cores it must not take that one's core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -153,7 +158,7 @@ def _collect(processes: list[Any], pipes: list[Connection], deadline: float, tim
         ready = wait(list(open_pipes.values()), timeout=max(0.0, left))
         if not ready:
             waiting = ", ".join(map(str, open_pipes))
-            where = _where({rank: processes[rank].pid for rank in open_pipes}, folder)
+            where = _where(open_pipes, folder)
             raise RankFailure(f"ranks {waiting} did not finish within {timeout:.0f} s{_first(failures)}\n{where}")
         for rank in [r for r, p in open_pipes.items() if p in ready]:
             pipe = open_pipes.pop(rank)
@@ -180,14 +185,10 @@ def _stack_of(folder: str, rank: int) -> str:
     return f"{folder}/stack.{rank}"
 
 
-def _where(pids: dict[int, int], folder: str) -> str:
+def _where(ranks: Iterable[int], folder: str) -> str:
     """The stacks of ranks, thread by thread."""
-    for rank, pid in pids.items():
-        if os.path.exists(_stack_of(folder, rank)):  # it listens
-            os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.5)
     texts = []
-    for rank in pids:
+    for rank in ranks:
         try:
             texts.append(f"rank {rank} is at:\n{Path(_stack_of(folder, rank)).read_text()}")
         except OSError:
