@@ -36,7 +36,8 @@ class Event(NamedTuple):
     """Something that a rank did or waited for in a traced step. Times are marks of the rank's clock (train/clock.py)."""
 
     kind: str
-    """A collective (all_gather, reduce_scatter, …), `message` (received), `send`, or a part of the step: `data`, `unit`, …"""
+    """A collective (all_gather, reduce_scatter, …), `message` (received), `send`, `bucket` (streamed optimizer), or a part of the
+    step: `data`, `unit`, …"""
     what: str
     issued: Any
     """When it was started."""
