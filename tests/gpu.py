@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -27,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +236,9 @@ def run_tests(session: Session) -> int:
 # ---- make gpu-check ----
 
 
-def run_check(session: Session, what: str) -> int:
+def run_check(session: Session, args: argparse.Namespace) -> int:
     """Figures, as text to be copied."""
+    what = args.what
     os.chdir(ROOT)
     found: dict[str, Any] = {}
     for name, more, faults in (
@@ -250,7 +253,7 @@ def run_check(session: Session, what: str) -> int:
         problem = "" if same else "losses or weights differ"
         session.done.append(Done("life of a run: the same bits after a kill", problem, 0.0))
     if what in ("check", "faults"):
-        _faults(session)
+        run_faults(session, args.device, args.backend, args.together, args.only)
     return session.summary()
 
 
@@ -338,6 +341,8 @@ def _sample(session: Session, run: Path) -> None:
     session.done.append(Done("sample", "" if code == 0 else _tail(text.decode(errors="replace")), whole))
 
 
+# ---- faults ----
+
 TINY = """
 [model]
 family = "gpt"
@@ -346,105 +351,240 @@ hidden = 64
 heads = 8
 seq_len = 16
 [data]
-source = "stdlib"
+source = "corpus.txt"
+[optim]
+warmup = 2
 [train]
-steps = 2000
+steps = {steps}
 global_batch = 16
-device = "cuda"
-backend = "nccl"
-timeout = 10.0
-start_timeout = 60.0
+eval_every = 2
+eval_batches = 1
+device = "{device}"
+backend = "{backend}"
+timeout = {timeout}
+start_timeout = 120.0
+[checkpoint]
+every = 2
 [log]
 trace = 0
 """
+TIMEOUT = 10.0
+"""train.timeout of the runs, in seconds."""
+DEAD, STOPPED = 2.0, TIMEOUT + 5.0
+"""Seconds after which a killed and a stopped rank must be named."""
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "data": lambda n: {"mesh": {"data": n}},
     "zero3": lambda n: {"mesh": {"data": n}, "unit": [{"match": "*", "mode": "zero3"}]},
     "col": lambda n: {"mesh": {"col": n}},
-    "pipe": lambda n: {"mesh": {"pipe": n}},
+    "pipe": lambda n: {"mesh": {"pipe": n}, "batch": {"micro_batches": n}},
 }
+PHASES = {
+    "start": ("step=0 op=start", "start"),
+    "connect": ("step=0 op=connect", "the connections between ranks"),
+    "step": ("step=3", "step 3"),
+    "evaluation": ("step=2 op=evaluation", "the evaluation after step 2"),
+    "save": ("step=2 op=save", "the save of step 2"),
+    "final": ("step=4 op=final", "the writing of final/"),
+}
+"""What FOURFOLD_FAULTS says of each phase, and what a report says."""
+CASES = """
+none pipe 4 -; stop pipe 4 step 2; stop col 4 step 3; stop zero3 4 step 0; stop pipe 4 evaluation 1; stop data 4 save 1;
+stop data 4 final 0; stop col 4 connect 2; skip data 4 step 3; slow data 4 step 2; kill pipe 4 step 1; kill zero3 4 save 3;
+kill col 4 evaluation 0; kill pipe 4 connect 2; kill data 4 final 0; stop pipe 2 save 0; stop zero3 4 evaluation 2;
+stop data 2 step 1; kill col 4 step 3; kill data 8 step 7; stop col 4 save 1; stop pipe 8 step 5; stop zero3 2 connect 1;
+kill zero3 8 step 0; stop data 8 step 6; kill pipe 4 save 3; stop pipe 4 connect 3; kill data 4 start 2; stop pipe 4 final 3;
+slow pipe 4 step 1; stop col 8 step 0; kill zero3 4 evaluation 1; skip zero3 4 step 0; kill pipe 8 step 3; kill col 2 step 1;
+stop data 4 start 0; stop col 2 evaluation 0; kill data 2 connect 0; kill pipe 2 evaluation 1; stop zero3 4 final 0
+"""
+"""The fault, the plan, the ranks, the phase, the rank that it happens to; the most valuable come first."""
 
 
-def _faults(session: Session) -> None:
-    """Killed and stopped ranks over NCCL, until the time is over."""
-    print("\n## A killed and a stopped rank over NCCL, ranks that share one GPU, train.timeout 10 s", flush=True)
-    print("| ranks | plan | fault | noticed after | report names it | processes left |\n|---|---|---|---|---|---|")
+@dataclass
+class Case:
+    """A fault in a run, and what came of it; times in seconds."""
 
-    def attempt(case: tuple[int, str, str]) -> None:
-        n, kind, fault = case
-        name = f"{fault} over NCCL, {n} ranks, {kind}"
-        if session.left < 60:
-            session.left_out.append(name)
-        else:
-            _fault(session, name, n, kind, fault)
+    fault: str
+    plan: str
+    ranks: int
+    phase: str
+    victim: int
+    started: float = math.nan
+    """From the start of the command until the fault."""
+    named: float = math.nan
+    """From the fault until the launcher had its report."""
+    ended: float = math.nan
+    """From the fault until the command had ended."""
+    right: bool = False
+    """Whether the report names the rank and the phase, and nobody else."""
+    said: str = ""
+    code: int = -1
+    left: int = 0
+    """Processes left."""
+    good: bool = False
 
-    cases = [(n, kind, fault) for n in (4, 2, 8) for kind in KINDS for fault in ("stop", "kill")]
-    with ThreadPoolExecutor(2) as pool:  # processes on a GPU take turns: more at a time would be slower
-        list(pool.map(attempt, cases))
+    @property
+    def name(self) -> str:
+        return f"{self.fault} {self.plan} {self.ranks} {self.phase} {self.victim}"
 
 
-def _fault(session: Session, name: str, ranks: int, kind: str, fault: str) -> None:
+def cases() -> list[Case]:
+    found = []
+    for text in CASES.replace("\n", " ").split(";"):
+        fault, plan, ranks, phase, *victim = text.split()
+        found.append(Case(fault, plan, int(ranks), phase, int(victim[0]) if victim else 0))
+    return found
+
+
+def run_faults(session: Session, device: str, backend: str, together: int, only: str) -> None:
+    """Killed, stopped and slow ranks, and ranks that skip a collective, in every phase of a run, until the time is over.
+
+    Ranks share one GPU. Commands are forked from this process, which has imported torch and does not touch CUDA.
+    """
+    os.environ.update(environment(PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1"))
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    import torch
+
+    torch.set_num_threads(1)
+    import fourfold.checkpoint.export
+    import fourfold.cli
+    import fourfold.train.worker  # noqa: F401 (once, for all that are forked)
+
+    print(
+        f"\n## Faults, {backend} on {device}, train.timeout {TIMEOUT:g} s; limits {DEAD:g} s and {STOPPED:g} s",
+        flush=True,
+    )
+    print("| fault | plan | ranks | phase, rank | after a start of | named after | ended after | report | left |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    tried: list[Case] = []
+
+    def attempt(case: Case) -> None:
+        if session.left < (25 if case.fault == "kill" else 45):
+            session.left_out.append(case.name)
+            return
+        begin = time.monotonic()
+        problem = _fault(session, case, device, backend)
+        tried.append(case)
+        named, ended = (f"{t:.1f} s" if t == t else "" for t in (case.named, case.ended))
+        mark = "right" if case.right else "WRONG"
+        row = f"| {case.fault} | {case.plan} | {case.ranks} | {case.phase}, {case.victim} | {case.started:.1f} s | {named} | {ended} |"
+        print(f"{row} {mark}: {case.said[:150]} | {case.left} |{'' if case.good else ' NOT HELD'}", flush=True)
+        session.done.append(Done(case.name, problem, time.monotonic() - begin))
+        summary = session.logs / "summary.json"
+        summary.write_text(json.dumps([asdict(c) for c in tried], indent=1))
+
+    with ThreadPoolExecutor(together) as pool:  # processes on a GPU take turns
+        list(pool.map(attempt, [case for case in cases() if all(word in case.name.split() for word in only.split())]))
+    for fault, limit in (("kill", DEAD), ("stop", STOPPED)):
+        some = [case for case in tried if case.fault == fault]
+        worst = max((case.named for case in some if case.named == case.named), default=math.nan)
+        held = sum(case.good for case in some)
+        print(f"{fault}: {held} of {len(some)} held; named after {worst:.1f} s at most (limit {limit:g} s)", flush=True)
+
+
+def _fault(session: Session, case: Case, device: str, backend: str) -> str:
+    """Run a case and fill it in; returns what was wrong."""
     import psutil
 
-    run, victim, begin = session.logs / name.replace(" ", "-").replace(",", ""), ranks - 1, time.monotonic()
-    plan, config = run.with_suffix(".plan.json"), run.with_suffix(".toml")
-    config.write_text(TINY.format(layers=ranks if kind == "pipe" else 2))
-    plan.write_text(json.dumps(KINDS[kind](ranks) | {"precision": {"compile": False}}))  # to reach the fault soon
-    command = [
-        sys.executable,
-        "-m",
-        "fourfold",
-        "train",
-        str(config),
-        "--plan",
-        str(plan),
-        "--nproc",
-        str(ranks),
-    ]
-    log = run.with_suffix(".log")
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, "--train.run-dir", str(run)],
-            cwd=ROOT,
-            env=environment(FOURFOLD_FAULTS=f"{fault} rank={victim} step=3"),
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    family: set[Any] = set()
-    while process.poll() is None and time.monotonic() - begin < 90:
-        if len(family) <= ranks:
-            family.update(psutil.Process(process.pid).children(recursive=True))
-        time.sleep(0.1)
+    run = session.logs / case.name.replace(" ", "-")
+    plan, config, log = run.with_suffix(".plan.json"), run.with_suffix(".toml"), run.with_suffix(".log")
+    layers = case.ranks if case.plan == "pipe" else 2
+    timeout, late = (3.0, 0.6 if case.plan == "pipe" else 1.6) if case.fault == "slow" else (TIMEOUT, 0.0)
+    config.write_text(TINY.format(layers=layers, steps=4, device=device, backend=backend, timeout=timeout))
+    plan.write_text(json.dumps(KINDS[case.plan](case.ranks) | {"precision": {"compute": "fp64", "compile": False}}))
+    when, at = PHASES.get(case.phase, ("", ""))
+    fault = f"{case.fault} rank={case.victim} {when} seconds={late}" if case.fault != "none" else ""
+    args = ["train", str(config), "--plan", str(plan), "--nproc", str(case.ranks), "--train.run-dir", str(run)]
+    begin = time.time()
+    pid = _forked_command(args, log, fault)
+    code = None
+    while code is None and time.time() - begin < min(150.0, session.left):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if found else None
+        time.sleep(0.05)
     ended = time.time()
-    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    _end_session(process.pid)
-    process.wait()
-    fired = run / "faults" / "0"
-    noticed = ended - fired.stat().st_mtime if fired.exists() else float("nan")
+    left = [p for p in psutil.process_iter() if _session_of(p.pid) == pid and p.status() != psutil.STATUS_ZOMBIE]
+    case.left = len(left) if code is not None else 0
+    _end_session(pid)
+    if code is None:
+        os.waitpid(pid, 0)
+    case.code = -1 if code is None else code
+    noted = run / "faults" / "0"
+    at_fault = noted.stat().st_mtime if noted.exists() else ended
+    case.started, case.ended = at_fault - begin, ended - at_fault
     text = log.read_text(errors="replace")
-    named = f"rank {victim} {'was killed' if fault == 'kill' else 'is stopped'}" in text
-    limit = 5.0 if fault == "kill" else 20.0
-    good = process.returncode == 1 and named and noticed < limit and not left
-    print(f"| {ranks} | {kind} | {fault} | {noticed:.1f} s | {'yes' if named else 'NO'} | {len(left)} |", flush=True)
-    session.done.append(
-        Done(name, "" if good else f"exit code {process.returncode}\n{_tail(text)}", time.monotonic() - begin)
-    )
-    for p in left:
-        p.kill()
+    lines = (run / "history.jsonl").read_text().splitlines() if (run / "history.jsonl").exists() else []
+    failures = [event for event in map(json.loads, lines) if event["event"] == "failure"]
+    if failures:
+        case.named = failures[0]["time"] - at_fault
+    _judge_case(case, text, failures, at)
+    return "" if case.good else f"exit code {case.code}, {case.said}\n{_tail(text, 40)}"
+
+
+def _judge_case(case: Case, text: str, failures: Sequence[dict[str, Any]], at: str) -> None:
+    """Whether the report is right, and the promise held."""
+    report = failures[0]["message"] if failures else ""
+    blamed = [line for line in report.splitlines() if re.match(r"ranks? [\d, ]+ (was|is|has|hangs|are)", line)]
+    if case.fault in ("none", "slow"):
+        case.right = case.good = case.code == 0 and not failures and not case.left
+        case.said = "ran to its end" if case.right else report[:300]
+        return
+    if case.fault == "skip":
+        case.said = next((line for line in report.splitlines() if "skipped" in line), report[:300])
+        case.right = f"rank {case.victim} is at step 4" in case.said or f"rank {case.victim} is at step 5" in case.said
+        case.good = case.right and case.code == 1 and case.named < STOPPED and not case.left
+        return
+    words = "was killed by SIGKILL" if case.fault == "kill" else "is stopped (SIGSTOP)"
+    case.said = "; ".join(blamed) or report[:300]
+    others = [line for line in blamed if not re.match(rf"rank {case.victim} ", line)]
+    case.right = f"rank {case.victim} {words} at {at}" in report and not others
+    limit = DEAD if case.fault == "kill" else STOPPED
+    case.good = case.right and case.code == 1 and case.named < limit and not case.left
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def _forked_command(args: list[str], log: Path, faults: str) -> int:
+    """`fourfold ARGS` in a forked process; returns its id. It leads a session."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(ROOT)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ["FOURFOLD_FAULTS"] = faults
+        from fourfold.cli import main as fourfold
+
+        code = fourfold(args)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tests", "check", "whole", "killed", "faults"))
     parser.add_argument("--limit", type=float, default=570.0, help="seconds")
+    parser.add_argument("--device", default="cuda", help="of the faults: cuda, or cpu to rehearse")
+    parser.add_argument("--backend", default="nccl", help="of the faults: nccl, or gloo to rehearse")
+    parser.add_argument("--together", type=int, default=3, help="faults tried at a time")
+    parser.add_argument("--only", default="", help="faults: words of the cases to try, as in 'stop pipe 4'")
     args = parser.parse_args()
     if shutil.which("nvidia-smi"):
         subprocess.run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     version = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__, torch.cuda.device_count(), 'GPU')"
     subprocess.run([sys.executable, "-c", version])
     session = Session(args.limit, args.what)
-    return run_tests(session) if args.what == "tests" else run_check(session, args.what)
+    return run_tests(session) if args.what == "tests" else run_check(session, args)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,12 @@ def both(folder: Path, name: str, plan: dict[str, Any], **sections: Any) -> None
         assert there == here, f"{there}\n{here}"
 
 
+def events(run: Path, kind: str) -> list[list[str]]:
+    """By traced step: what rank 0's events of a kind are called."""
+    lines = (run / "trace" / "rank0.jsonl").read_text().splitlines()
+    return [[e[1] for e in json.loads(line)["events"] if e[0] == kind] for line in lines]
+
+
 def pairs(folder: Path) -> str:
     path = folder / "preferences.jsonl"
     rows = [{"prompt": f"{i}? ", "chosen": "yes" * (1 + i % 2), "rejected": f"no {i}"} for i in range(24)]
@@ -142,6 +148,7 @@ def models(folder: Path) -> None:
 def recomputation(folder: Path) -> None:
     for how in ("full", "selective"):
         both(folder, how, {"unit": [{"match": "*", "recompute": how}]} | BF16)
+        assert all(events(folder / f"{how} cuda", "recompute"))
     both(folder, "split", {"unit": [{"match": "*.mlp", "split": 2}]})
 
 
@@ -153,6 +160,10 @@ def host_state(folder: Path) -> None:
     }.items():
         both(folder, name, {"memory": memory, "batch": {"micro_batches": 2}} | BF16, checkpoint={"every": 2})
     both(folder, "early", {"memory": {"optimizer": "host"}} | BF16, optim={"clip": 0.0}, train={"guard": False})
+    for name in ("clipped", "early"):  # updates run after the step, and in it
+        found = events(folder / f"{name} cuda", "bucket")
+        assert len(found) == 3
+        assert all(found)
 
 
 def host_activations(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold import Cluster, ModelSpec, predict
 from fourfold.config import ModelConfig
@@ -16,7 +18,9 @@ from fourfold.errors import PlanError
 from fourfold.model import head_loss
 from fourfold.model.fused import soft_cap
 from fourfold.model.head_loss import IGNORE, ChunkedLoss, chunked_loss
-from fourfold.plan import AUTO_LOGITS, Memory, Plan
+from fourfold.plan import AUTO_LOGITS, Memory, Plan, Precision
+from fourfold.planner.compute_cost import logit_rows, operator_seconds
+from fourfold.planner.problem import PlanProblem
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.testing.budget import Budget
 from fourfold.train.worker import fit
@@ -207,3 +211,45 @@ def test_logits_never_exist_at_once(tmp_path: Path, compute: str) -> None:
         assert predict(plan, spec, here, global_batch=16).peak.peak == pytest.approx(peaks[wanted], rel=0.05)
     assert peaks["all"] > 2 * logits
     assert peaks["1MiB"] < logits / 2
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts the bytes that operators between the matmuls read and write."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in ("mm", "addmm_", "zeros_like", "empty_like", "new_empty", "gather", "index_put_"):
+            return out
+        read = [a for a in (args[1:2] if name == "copy_" else args) if isinstance(a, Tensor)]
+        self.moved += sum(t.nbytes for t in [*read, *([out] if isinstance(out, Tensor) else [])])
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_planner_charges_what_the_chunks_read_and_write(dtype: str) -> None:
+    """Loss and gradients of 1,024 tokens in four chunks, by the bytes of every operator that runs."""
+    tokens, hidden, words, rows = 1024, 64, 4000, 256
+    compute = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype])
+    h, w = torch.randn(tokens, hidden, dtype=compute), torch.randn(words, hidden, dtype=compute)
+    how, wanted = ChunkedLoss(rows), (True, True, False)
+    with _Traffic() as counted:
+        head_loss.losses_in_chunks(h, w, None, torch.zeros(tokens).long(), how, head_loss.VocabPart(words), wanted)
+    base = Cluster.preset("h200")
+    device = replace(base.device, memory_rate=1e6, operator=0.0)
+    model = ModelConfig(family="llama", layers=2, hidden=hidden, heads=4, vocab=words, seq_len=tokens)
+    problem = PlanProblem(
+        ModelSpec.from_config(model),
+        replace(base, device=device),
+        1,
+        Precision(compute=dtype),  # type: ignore[arg-type]
+        logits=str(rows * words * (2 if dtype == "bf16" else 4)),
+    )
+    assert logit_rows(problem, tokens, 1) == rows
+    loss = next(o for o in problem.spec.units[-1].operators if o.name == "loss")
+    predicted = 1e6 * sum(operator_seconds(problem, loss, tokens, 1, 1, 1))
+    assert predicted == pytest.approx(counted.moved, rel=0.02)
+    whole = 1e6 * sum(operator_seconds(replace(problem, logits="all"), loss, tokens, 1, 1, 1))
+    assert predicted != pytest.approx(whole, rel=0.1)

@@ -198,6 +198,79 @@ def test_a_run_with_a_promise_shows_its_collectives(tmp_path: Path) -> None:
         assert _collectives(row) == _collectives(real)  # the same number of each, with the same bytes, as training made
 
 
+AGAIN = [
+    {"match": "*.mlp", "mode": "zero2", "recompute": "full"},
+    {"match": "*.attn", "recompute": "selective"},
+    {"match": "*", "mode": "keep"},
+]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_recomputation_and_buckets_of_a_plan(schedule: str, tmp_path: Path) -> None:
+    plan = Plan.from_dict(
+        {
+            "mesh": {"pipe": 2, "data": 2},
+            "batch": {"micro_batches": 4},
+            "pipeline": {"schedule": schedule},
+            "unit": AGAIN,
+            "memory": {"optimizer": "host"},
+        }
+    )
+    config = make_config(Path("run"), MODEL | {"layers": 8, "hidden": 2048, "ffn": 8192})
+    spec = ModelSpec.from_config(config.model)
+    plan = judge(plan, PlanProblem(spec, Cluster.preset("h100-sxm"), 16, plan.precision))
+    step, predicted = planned_step(plan), plan.predicted
+    assert predicted is not None
+    assert step.programs is not None
+    panel = planned_panel(plan, step, "planned")
+    write_page(tmp_path / "p.html", "p", "", [panel])
+    for pipe, row in enumerate(panel.rows[::2]):
+        seconds = {
+            name: predicted["unit_seconds"][k]["recompute_seconds"]
+            for stage, rank in enumerate(step.programs.placement)
+            for name, k in predicted["units"][stage]
+            if rank == pipe
+        }
+        again = {f"recompute {name}" for name, t in seconds.items() if t}
+        assert {s.name for s in row.spans if s.kind == "R"} == again
+        assert sum(name.endswith((".mlp", ".attn")) for name in again) == len(again) > 0
+        found = sum(s.end - s.start for s in row.spans if s.kind == "R")
+        assert found == pytest.approx(4 * sum(seconds.values()), rel=0.01)
+        assert row.lost["recompute"] == pytest.approx(found)
+        ops = sorted(s for s in row.spans if s.kind in "FBIWREU_")
+        assert all(a.end == pytest.approx(b.start, abs=1e-9) for a, b in pairwise(ops))  # no gap, no overlap
+        for r, following in pairwise(ops):
+            assert r.kind != "R" or following.kind in "BI", following  # a unit's backward follows its recomputation
+        update = [s for s in row.spans if s.kind == "U"]
+        assert len(update) > 3
+        assert all(s.name.startswith("update ") and s.name.endswith("on the host") for s in update)
+        assert sum(s.end - s.start for s in update) == pytest.approx(predicted["updates"][pipe])
+
+
+def test_recomputation_and_buckets_are_those_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same units are recomputed, as often, and the same buckets updated, in the same order, as planned."""
+    for name in ("fourfold.train.streamed.BUCKET", "fourfold.view.planned.STREAM_BUCKET"):
+        monkeypatch.setattr(name, 1 << 14)
+    memory = {"optimizer": "auto", "device_state": "300KiB"}
+    plan = Plan.from_dict({**planned().to_dict(), "unit": AGAIN, "memory": memory})
+    model = make_config(Path("run"), MODEL).model
+    plan = judge(plan, PlanProblem(ModelSpec.from_config(model), Cluster.preset("rtx-4090"), 16, plan.precision))
+    config = make_config(tmp_path / "run", MODEL, train={"steps": 2, "global_batch": 16}, log={"trace": 1})
+    run_training(config, plan.to_dict(), 4)
+    assert main(["view", str(tmp_path / "run"), "--html"]) == 0
+    promised, measured = data_of(tmp_path / "run" / "timeline.html")["panels"]
+    for row, real in zip(promised["rows"], measured["rows"], strict=True):
+        again, buckets = (
+            [Counter(s[3] for s in r["spans"] if s[2] == "R") for r in (row, real)],
+            [[s[3] for s in r["spans"] if s[2] == "U" and s[3] != "optimizer"] for r in (row, real)],
+        )
+        assert {name.split(".")[-1] for name in again[1]} == {"mlp", "attn"}
+        assert again[0] == again[1]
+        assert buckets[0] == buckets[1]
+        assert {name.endswith("on the host") for name in buckets[0]} == {False, True}
+        assert {"recompute", "update"} <= row["lost"].keys() & real["lost"].keys()
+
+
 def _collectives(row: dict[str, Any]) -> Counter[tuple[str, str, int]]:
     """Gathers and reductions of units, planned or measured; a tied weight's copy is not in plans."""
     unit = re.compile(r"(?:gather|reduce|the parameters of|the sum of) (\S+?)(?:'s gradients)? over data.*")
@@ -250,9 +323,15 @@ def test_a_plan_of_an_older_version_is_drawn_without_collectives(tmp_path: Path)
     old = {
         k: v
         for k, v in plan.predicted.items()
-        if k not in ("units", "unit_seconds", "updates", "messages", "message_bytes")
+        if k not in ("units", "unit_seconds", "updates", "updates_on_device", "messages", "message_bytes")
     }
     assert planned_step(replace(plan, predicted=old)).sizes == {}
+    before = [
+        {k: v for k, v in row.items() if k not in ("recompute_seconds", "updated")}
+        for row in plan.predicted["unit_seconds"]
+    ]
+    middle = {k: v for k, v in plan.predicted.items() if k != "updates_on_device"} | {"unit_seconds": before}
+    assert planned_step(replace(plan, predicted=middle)).sizes != {}  # without recomputation and buckets
     broken = replace(plan, predicted=plan.predicted | {"unit_seconds": []})
     with pytest.raises(PlanError, match="plan again"):
         planned_step(broken)

@@ -36,7 +36,8 @@ class Event(NamedTuple):
     """Something that a rank did or waited for in a traced step. Times are marks of the rank's clock (train/clock.py)."""
 
     kind: str
-    """A collective (all_gather, reduce_scatter, …), `message` (received), `send`, or a part of the step: `data`, `unit`, …"""
+    """A collective (all_gather, reduce_scatter, …), `message` (received), `send`, `bucket` (streamed optimizer), or a part of the
+    step: `data`, `unit`, …"""
     what: str
     issued: Any
     """When it was started."""
@@ -128,6 +129,7 @@ class Record:
         self.limit = float("inf")  # seconds that the phase may make no progress
         self.setting = ""  # the config's name of that limit
         self.progress = 0
+        self.moved = time.monotonic()  # of the last progress
         self.waiting: Ticket | None = None  # what the main thread is blocked on
         self.watched = False  # whether a watchdog polls
         self.trace: StepTrace | None = None  # of the current step, if it is traced
@@ -152,6 +154,7 @@ class Record:
 
     def _note(self, kind: str, what: str) -> None:
         self.events.append((time.time(), kind, what))
+        self.moved = time.monotonic()
         self.progress += 1
 
     def _reflect(self) -> None:
@@ -230,6 +233,7 @@ class Record:
             if not ticket.event.query():  # may block, see device_events.py: other threads read `_unreached` meanwhile
                 continue
             self._unreached.remove(ticket)
+            self.moved = time.monotonic()
             self.progress += 1
             if ticket.group is None and ticket.peer < 0:
                 self.device_op = ticket.what

@@ -47,6 +47,7 @@ from fourfold.model.lora import adapter_links
 from fourfold.model.spec import parameter_shapes
 from fourfold.model.to_hf import as_written, family_of, hf_config
 from fourfold.model.transformer import Transformer
+from fourfold.record import RECORD
 from fourfold.train.rundir import RunDir
 
 __all__ = ["Exported", "check_out", "export", "find_checkpoint", "load_model", "write_final", "write_own_final"]
@@ -224,6 +225,7 @@ class _Parameters:
 
     def stored(self, tensor: _Tensor) -> Tensor:
         """A tensor as it is written; casts round to nearest even."""
+        RECORD.begin_op(tensor.link.theirs)  # a sign of progress for the watchdog
         link, whole = tensor.link, self.read(tensor.link.ours)
         if not link.runs or link.runs == (Run(0, 0, whole.shape[0]),):
             rows = whole

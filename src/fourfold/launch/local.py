@@ -50,10 +50,12 @@ Job = Callable[[Place, dist.Store, IO[str] | None], object]
 
 GRACE = 3.0
 """Seconds that the other ranks have to end by themselves after the first failure."""
-SILENCE = 5.0
+SILENCE = 1.0
 """Seconds beyond a rank's own limit after which it counts as silent."""
-TICK = 1.0
+TICK = 0.5
 """Seconds between two looks at the heartbeats."""
+LOOKS = 5
+"""How many looks in a row must find all ranks silent: after a suspended machine wakes, ranks need a moment to report."""
 HANGS = "hangs"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop. SIGUSR1, which Slurm can send before a job's time is up, never kills the ranks."""
@@ -82,7 +84,9 @@ def launch_local(
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
             raise Interrupted("the ranks were killed at the second request to stop")
-        if (end.failed or end.silent) and not (asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}):
+        if (end.failed or end.told or end.silent) and not (
+            asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}
+        ):
             failure = _blame(end, Path(folder), logs)
             failure.after_stop = asked.stopped
             failure.reports = _reports(end, Path(folder), logs)
@@ -197,6 +201,8 @@ class _End:
     """How the ranks ended: exit codes of those that failed, and the state of those that had to be ended."""
 
     failed: dict[int, int] = field(default_factory=dict)
+    told: list[int] = field(default_factory=list)
+    """Ranks that have reported a hang; one that uses a GPU then takes a moment to end."""
     hung: dict[int, str] = field(default_factory=dict)
     silent: str = ""
     """Why the job was ended if no rank sent heartbeats any more."""
@@ -215,14 +221,16 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
             code = waiting.pop(rank).exitcode or 0
             if code and not end.hung:  # later deaths are caused by the launcher
                 end.failed[rank] = code
-        if end.failed and deadline == float("inf"):
-            hang = any((note := _read_error(folder, r)) and note["kind"] == HangError.__name__ for r in end.failed)
-            killed = min(end.failed.values()) < 0  # the first failure is certain
+        if deadline == float("inf"):
+            end.told = [r for r in range(len(processes)) if _read_error(folder, r).get("kind") == HangError.__name__]
+        if (end.failed or end.told) and deadline == float("inf"):
+            hang = bool(end.told)
+            killed = min(end.failed.values(), default=0) < 0  # the first failure is certain
             deadline = time.monotonic() + GRACE * (1 / 12 if killed else 1 / 3 if hang else 1)
         if deadline == float("inf"):
             silent = _all_silent(folder, sorted(waiting))
             looks = looks + 1 if silent else 0
-            if looks > 2:  # after a suspended machine wakes, ranks need a moment to report
+            if looks >= LOOKS:
                 end.silent, deadline = silent, time.monotonic()
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
@@ -278,7 +286,7 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         stopped = [r for r, state in end.hung.items() if state != HANGS]
         text = "\n".join([end.silent, *lines, f"stacks of all ranks are in {logs}"])
         return failure(text, next(iter(stopped), -1), HangError.__name__)
-    records = {rank: note for rank in end.failed if (note := _read_error(folder, rank))}
+    records = {rank: note for rank in {**end.failed, **dict.fromkeys(end.told)} if (note := _read_error(folder, rank))}
     killed = [rank for rank, code in end.failed.items() if code < 0 and rank not in records]
     if killed:
         rank = killed[0]
@@ -294,9 +302,11 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         return failure(text, rank, "exit")
     hangs = [rec["message"] for rec in records.values() if rec["kind"] == HangError.__name__]
     if hangs:  # the ranks' watchdogs agreed on it
-        lines = [f"rank {r} {state}{_doing(end, r)}" for r, state in end.hung.items() if state != HANGS]
+        stopped = [r for r, state in end.hung.items() if state != HANGS]
+        lines = [f"rank {r} {end.hung[r]}{_doing(end, r)}" for r in stopped]
         text = "\n".join([hangs[0], *lines, f"stacks of all ranks are in {logs}"])
-        return failure(text, next(iter(end.hung), -1), HangError.__name__)
+        silent = [r for r in end.hung if r not in end.told]
+        return failure(text, next(iter(stopped or silent), -1), HangError.__name__)
     waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
     if len(waited) == len(records) and end.hung:  # only ranks that waited for the remaining ones failed
         lines = [f"rank {r} {state}{_innermost(logs / f'rank{r}.log')}" for r, state in end.hung.items()]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fourfold.offload.host import host_memory
+from fourfold.offload_sizes import bucket_label
 
 __all__ = ["ALIGN", "Bucket", "Cut", "StateRegion", "WeightBlock", "allocate", "allocate_spares", "cut_region", "place"]
 
@@ -42,6 +43,8 @@ class WeightBlock:
     step: Tensor
     grad: Tensor | None = None
     """Flat gradient of the current step; None: this block is not updated."""
+    name: str = ""
+    """For timelines."""
     region: StateRegion = field(init=False)
     start: int = field(init=False)
     buckets: list[Bucket] = field(init=False, default_factory=list)
@@ -134,6 +137,11 @@ class Bucket:
     @property
     def streamed(self) -> bool:
         return self.region.home == "host"
+
+    @property
+    def label(self) -> str:
+        """What it holds, for timelines."""
+        return bucket_label([block.name for block in self.blocks], on_host=self.streamed)
 
     def at_home(self) -> dict[str, Tensor]:
         return {kind: flat[self.start : self.stop] for kind, flat in self.region.state.items()}

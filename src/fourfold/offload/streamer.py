@@ -57,6 +57,7 @@ from fourfold.offload.host import available_bytes, check_available
 from fourfold.offload.queues import DeviceQueue, DeviceQueues, make_queues
 from fourfold.offload.split import join, scale, split
 from fourfold.offload_sizes import STREAM_BUCKET, STREAM_SLOTS
+from fourfold.record import RECORD
 
 __all__ = ["LAST_STEPS", "TOO_MANY", "Streamer"]
 
@@ -407,7 +408,15 @@ class Streamer:
         elif bucket.undo:
             queues.update.submit(lambda: _copy_weights(bucket, grads, state["weight"], back=True))
             bucket.undo = False
-        queues.update.submit(lambda: self._compute(bucket, state, grads, first_cut, settings, factor, skip))
+        trace = RECORD.trace
+
+        def compute() -> None:
+            begun = trace.mark() if trace is not None else None
+            self._compute(bucket, state, grads, first_cut, settings, factor, skip)
+            if trace is not None:
+                trace.add("bucket", bucket.label, begun, size=bucket.elements * bucket.region.element_bytes)
+
+        queues.update.submit(compute)
         bucket.updated, bucket.pending = queues.update.record(), True
         bucket.held = [*grads.values(), *(t for t in (factor, skip) if t is not None)]
         if bucket.streamed:

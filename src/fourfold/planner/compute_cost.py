@@ -3,7 +3,8 @@
 A matmul of T tokens takes the device's time for [T, K] · [K, N/col]; attention is charged by FLOPs, everything else by bytes
 at memory bandwidth. The backward of a matmul is two matmuls: of the input gradient (I) and of the weight gradient (W), which is
 then added to the gradients of earlier micro-batches. With `precision.matmul = "fp8"`, the linears of blocks compute forward and
-I at the fp8 rate, after their operands were quantised, at memory bandwidth.
+I at the fp8 rate, after their operands were quantised, at memory bandwidth. A loss that is computed in chunks of tokens is not
+compiled, and is charged kernel by kernel.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from typing import NamedTuple
 
 from fourfold.cluster import NARROW_HEADS
 from fourfold.model.operators import Operator
+from fourfold.plan import Memory
 from fourfold.planner.problem import PlanProblem, per_problem
 
-__all__ = ["UnitSeconds", "fp8_workspace", "host_seconds", "matmul_seconds", "operator_seconds", "unit_seconds"]
+__all__ = [
+    "UnitSeconds",
+    "fp8_workspace",
+    "host_seconds",
+    "logit_rows",
+    "matmul_seconds",
+    "operator_seconds",
+    "unit_seconds",
+]
 
 
 class UnitSeconds(NamedTuple):
@@ -91,10 +101,38 @@ def operator_seconds(
     if o.kind == "attention":
         seconds = _attention_seconds(problem, o, o.flops * tokens / col)
         return seconds, seconds * cluster.device.attention_backward * o.backward / 2.5, 0.0
+    rows = logit_rows(problem, tokens, col) if o.name == "loss" and split == 1 else 0
+    if rows:
+        seconds = _chunked_loss_seconds(problem, tokens, col, rows) / (1 + o.backward)
+        return seconds, seconds * o.backward, 0.0
     size = (o.moved * width + o.wide * max(4, width)) * tokens / col
     size *= 1.0 if compiled else problem.engine.traffic.get(o.name, 1.0)
     seconds = cluster.memory_bound(size, fused=compiled)
     return seconds, seconds * o.backward, 0.0
+
+
+def logit_rows(problem: PlanProblem, tokens: int, col: int) -> int:
+    """Tokens whose logits exist at a time, where Fourfold's head computes its loss in chunks; 0: no chunks."""
+    config = problem.spec.config
+    if config is None or problem.engine.name != "fourfold":
+        return 0
+    return Memory(logits=problem.logits).logit_rows(tokens, -(-config.vocab // col), problem.compute_bytes)
+
+
+def _chunked_loss_seconds(problem: PlanProblem, tokens: int, col: int, rows: int) -> float:
+    """The loss and its gradient beside the head's matmuls, kernel by kernel (model/head_loss.py).
+
+    A logit is read and written in at least fp32: maximum (1), subtraction (2), exponential (2), sum (1), scaling (2). A narrower
+    one is copied before and after that, and its dW is added to a wide sum; otherwise dW's matmul does that.
+    """
+    assert problem.spec.config is not None
+    e, wide = problem.compute_bytes, max(4, problem.compute_bytes)
+    words, chunks = -(-problem.spec.config.vocab // col), -(-tokens // rows)
+    moved, operators = 8.0 * wide * tokens * words, 8 * chunks
+    if e < wide:
+        moved += 2 * (e + wide) * tokens * words
+        moved += 0.0 if problem.spec.units[-1].frozen else chunks * (e + 2.0 * wide) * words * problem.spec.hidden
+    return problem.cluster.memory_bound(moved, fused=True) + operators * problem.cluster.device.operator
 
 
 def _attention_seconds(problem: PlanProblem, o: Operator, flops: float) -> float:

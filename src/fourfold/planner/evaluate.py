@@ -108,6 +108,8 @@ class Prediction:
     """Per stage: its units, with the seconds and bytes of their gathers and reductions."""
     updates: tuple[float, ...] = ()
     """Per rank of a pipeline: seconds of the optimizer's step."""
+    updates_on_device: tuple[float, ...] = ()
+    """The same if all optimizer state were on the device."""
     message_bytes: float = 0.0
     """Bytes of a message between stages."""
     messages: tuple[tuple[float, ...], ...] = ()
@@ -151,6 +153,7 @@ class Prediction:
             "messages": [[float(f"{x:.6g}") for x in row] for row in self.messages],
             **units_to_dict(self.units),
             "updates": [float(f"{x:.6g}") for x in self.updates],
+            "updates_on_device": [float(f"{x:.6g}") for x in self.updates_on_device],
             "host_state": round(self.host_state, 4),
         }
 
@@ -298,6 +301,7 @@ class PlanEvaluation:
             engine=problem.engine.name,
             units=predict_units(problem, layout, self.stages) if problem.engine.name == "fourfold" else (),
             updates=tuple(self._update(updated, self.device_share) for updated in self.updated),
+            updates_on_device=tuple(self._update(updated, 1.0) for updated in self.updated),
             message_bytes=self._message_bytes if self.schedule.ranks > 1 else 0.0,
             messages=self._messages if self.schedule.ranks > 1 else (),
         )

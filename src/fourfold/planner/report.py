@@ -85,7 +85,12 @@ def binding(best: Candidate) -> str:
     p = best.prediction
     if best.price > 0:
         return "memory"
-    parts = {"computing": p.compute, "communication": p.exposed + p.grid, "the pipeline's bubble": p.bubble}
+    parts = {
+        "computing": p.compute + p.recompute,
+        "communication": p.exposed + p.grid,
+        "the pipeline's bubble": p.bubble,
+        "the optimizer's update" + (", whose state crosses the host's link" if p.host_state else ""): p.update,
+    }
     return max(parts, key=lambda name: parts[name])
 
 

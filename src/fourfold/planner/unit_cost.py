@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 from fourfold.model.operators import Held, ModelSpec, Moment, UnitSpec
 from fourfold.offload_sizes import HOST_PAGE_BYTES, LEAST_ACTIVATION_BYTES
-from fourfold.plan import Memory, Mesh, Plan, Tensor, UnitRule
-from fourfold.planner.compute_cost import fp8_workspace, host_seconds, unit_seconds
+from fourfold.plan import Mesh, Plan, Tensor, UnitRule
+from fourfold.planner.compute_cost import fp8_workspace, host_seconds, logit_rows, unit_seconds
 from fourfold.planner.grid_cost import NO_GRID, AxisTime, GridTime, grid_times, vector_sums
 from fourfold.planner.layouts import GridShape, ParallelLayout
 from fourfold.planner.memory_model import Workspace, accumulates_early
@@ -353,8 +353,7 @@ def unit_cost(problem: PlanProblem, layout: ParallelLayout, kind: str, choice: U
     unit, mesh, cluster = problem.spec.kinds[kind], layout.mesh, problem.cluster
     tokens, e = layout.micro_batch_size * problem.spec.seq_len, problem.compute_bytes
     if unit.cast and choice.split == 1:
-        width = -(-problem.spec.config.vocab // mesh.col) if problem.spec.config is not None else 0
-        rows = Memory(logits=problem.logits).logit_rows(tokens, width, e) if problem.engine.name == "fourfold" else 0
+        rows = logit_rows(problem, tokens, mesh.col)
         if rows and layout.tensor.flow != "summa":
             unit = _loss_in_chunks(problem, kind, tokens, rows)
         elif layout.on_grid:

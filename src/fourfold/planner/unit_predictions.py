@@ -23,12 +23,16 @@ class UnitPrediction(NamedTuple):
     input_grad: float
     """With recomputation."""
     weight_grad: float
+    recompute_seconds: float
+    """The part of `input_grad` that recomputes activations."""
     gather: float
     """One all-gather of its parameters, alone on its link; 0 if they are not sharded."""
     reduce: float
     """One reduction of its gradients, alone on its link; 0 if another unit's reduction carries them."""
     gather_bytes: float
     reduce_bytes: float
+    updated: float
+    """Parameters that a rank updates."""
     mode: str
     reduce_after: str
     """A step or a micro-batch."""
@@ -60,10 +64,12 @@ def predict_units(
                     t.forward,
                     t.input_grad + t.recompute,
                     t.weight_grad,
+                    t.recompute,
                     gather,
                     reduce,
                     alone.gathered_bytes if gather else 0.0,
                     size if reduce else 0.0,
+                    c.updated,
                     choice.mode if gather else "replicate",
                     choice.reduce if layout.replicas > 1 else "step",
                     c.slices,
@@ -89,4 +95,4 @@ def units_to_dict(stages: Sequence[Sequence[UnitPrediction]]) -> dict[str, Any]:
 
 
 def _rounded(u: UnitPrediction) -> tuple[Any, ...]:
-    return (*(float(f"{x:.6g}") for x in u[1:6]), *map(round, u[6:8]), *u[8:])
+    return (*(float(f"{x:.6g}") for x in u[1:7]), *map(round, u[7:10]), *u[10:])

@@ -10,6 +10,12 @@ nothing is sent over gloo, and only the computing thread starts transfers, since
 
 `blocking`: waiting for a transfer blocks the host (gloo); else it orders streams (NCCL).
 
+[Note: the first step of a pipeline]
+CUDA loads a kernel at its first launch, and that may wait until everything that runs in the process's context has ended. A
+receive that was posted ahead runs until its message comes; if the message depends on the op whose kernel is being loaded (the
+first gradient on the first forward), neither ends. So the first time that a program runs, a receive is posted only when its
+message is needed: its sender then depends on nothing that this rank has yet to launch.
+
 A sender whose tensor has another form raises `ValueError`: the plan's shape was wrong, and the receiver would misread the data.
 """
 
@@ -150,9 +156,13 @@ class DirectReceiver:
         self.source, self.group, self.peer, self.pool = source, group, peer, pool
         self._posted: deque[tuple[Name, Tensor, Any]] = deque()
         self._early: dict[Name, Tensor] = {}  # arrived before they were needed
+        self._later: deque[Name] = deque()  # posted when they are needed
 
-    def post(self, name: Name) -> None:
-        """Start receiving the next message."""
+    def post(self, name: Name, *, later: bool = False) -> None:
+        """Start receiving the next message; `later`: only when it is needed ([Note: the first step of a pipeline])."""
+        if later:
+            self._later.append(name)
+            return
         buffer = self.pool.take(self.size)
         try:
             self._posted.append((name, buffer, self.group.recv([buffer], self.peer, TAG)))
@@ -165,7 +175,9 @@ class DirectReceiver:
             return self._early.pop(name)
         start = time.monotonic()
         while True:
-            assert self._posted, f"no receive is posted for {name}"
+            if not self._posted:
+                assert self._later, f"no receive is posted for {name}"
+                self.post(self._later.popleft())
             found, buffer, work = self._posted.popleft()
             try:
                 if self._blocking:
@@ -183,7 +195,7 @@ class DirectReceiver:
     @property
     def left(self) -> list[Name]:
         """Messages that were posted or received but not used."""
-        return [*(name for name, _, _ in self._posted), *self._early]
+        return [*(name for name, _, _ in self._posted), *self._early, *self._later]
 
     def _gone(self, name: Name, error: Exception) -> CommunicationError:
         return CommunicationError(f"failed waiting for {name}: rank {self.source} no longer sends ({plain(error)})")

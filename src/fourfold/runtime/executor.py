@@ -119,7 +119,7 @@ class Executor:
     def begin(self, feed: Feed, *, evaluate: bool = False, ordered: bool = True) -> None:
         """Start a step; `ordered`: messages come in the order of the program."""
         if self.transport is not None:
-            self.transport.begin(ordered=ordered)
+            self.transport.begin(ordered=ordered, program="evaluation" if evaluate else "step")
         self.values, self.spans = Values(), []
         self._feed, self._evaluating, self._whole, self._full = feed, evaluate, set(), set()
 

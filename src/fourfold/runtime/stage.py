@@ -471,9 +471,8 @@ def _anchored(a: Tensor) -> Tensor:
 def _make_run(link: ChainLink, split: bool) -> Callable[..., Any]:
     run: Callable[..., Any] = link.module
     if link.recompute == "selective":
-        run = functools.partial(
-            checkpoint, run, use_reentrant=False, context_fn=keep_products, determinism_check="none"
-        )
+        context = keep_products if link.compile else functools.partial(_traced_products, link.name)
+        run = functools.partial(checkpoint, run, use_reentrant=False, context_fn=context, determinism_check="none")
     if link.compile:
         options = dict(COMPILE_OPTIONS) if split or link.sliced else {}
         if has_fp8(link.module):
@@ -534,3 +533,27 @@ def keep_products() -> Any:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class _Recomputing(AbstractContextManager[Any]):
+    """The context of a selective recomputation, which a traced step records."""
+
+    def __init__(self, name: str, inner: AbstractContextManager[Any]):
+        self.name, self.inner = name, inner
+
+    def __enter__(self) -> Any:
+        self.trace = RECORD.trace
+        self.begun = self.trace.mark() if self.trace is not None else None
+        return self.inner.__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        try:
+            return self.inner.__exit__(*exception)
+        finally:
+            if self.trace is not None:
+                self.trace.add("recompute", self.name, self.begun)
+
+
+def _traced_products(name: str) -> Any:
+    forward, again = keep_products()
+    return forward, _Recomputing(name, again)

@@ -110,6 +110,8 @@ class Transport:
         self._direct_out: dict[int, DirectSender] = {}
         self._direct_in: dict[int, DirectReceiver] = {}
         self.direct = False  # whether the messages of this step have no headers
+        self._later = False  # whether this step posts receives only when their messages are needed
+        self._known: set[str] = set()  # programs that have run
         if form is not None:
             self._values = Pool(_maker(form, self.port.device))
         for together in edge_rounds(edges):
@@ -133,9 +135,12 @@ class Transport:
                         form, source, group, peer, self._values, blocking=self.port.blocking
                     )
 
-    def begin(self, *, ordered: bool) -> None:
-        """Start a step. `ordered`: messages come in the order of a program, on all ranks; else as they are sent."""
+    def begin(self, *, ordered: bool, program: str = "") -> None:
+        """Start a step. `ordered`: messages come in the order of a program, on all ranks; else as they are sent. `program`
+        names it: see [Note: the first step of a pipeline] in direct.py."""
         self.direct = ordered and bool(self._direct_out or self._direct_in)
+        self._later = not self.port.blocking and program not in self._known
+        self._known.add(program)
 
     def send(self, target: int, name: Name, value: Any) -> None:
         """Send a tree of tensors; returns at once. The tensors must not be changed afterwards."""
@@ -152,7 +157,7 @@ class Transport:
         """Post the receive of the next message from a rank; an ordered program knows its name."""
         if self.direct:
             assert name is not None
-            self._direct_in[source].post(name)
+            self._direct_in[source].post(name, later=self._later)
         else:
             self._in[source].post()
 

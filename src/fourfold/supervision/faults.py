@@ -1,4 +1,4 @@
-"""Fault injection: kill, stop, raise in or delay a rank at a step or at an instruction, to test that a run survives it.
+"""Fault injection: kill, stop, raise in or delay a rank in any phase of a run, to test that the run survives it.
 
     FOURFOLD_FAULTS="kill rank=1 step=5; delay rank=0 step=3 seconds=0.5" fourfold train CONFIG --nproc 4 --max-restarts 1
 
@@ -8,12 +8,15 @@
 | `stop`  | SIGSTOP: the process is alive but does nothing, as in a hang |
 | `raise` | a RuntimeError |
 | `delay` | it sleeps for `seconds` |
+| `slow`  | from then on, every op begins `seconds` later |
+| `skip`  | it does not take part in the collective at the end of the step |
 | `memory` | a CUDA out-of-memory error |
 | `flip`  | a bit flip in one of its copies of the weights; `name=` is part of the weight's name |
 
-`step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step, `op=save` for its save,
-`op=evaluation` for its evaluation; `step=0 op=start` is the start of the rank. Each fault
-happens once in a run, even across restarts: run_dir/faults/ records those that have happened.
+`step` counts from 1, as in metrics.jsonl; `op=3F0` waits for that instruction of the step, `op=evaluation` for its evaluation,
+`op=save` for its save, `op=final` for the end of the run after it, in which rank 0 writes final/. With `step=0`, `op=start` is
+the start of the rank and `op=connect` the moment before it connects to the other ranks. Each fault happens once in a run, even
+across restarts: run_dir/faults/ records those that have happened.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from fourfold.schema import nearest
 
 __all__ = ["Fault", "Faults", "parse"]
 
-KINDS = ("kill", "stop", "raise", "delay", "memory", "flip")
+KINDS = ("kill", "stop", "raise", "delay", "slow", "skip", "memory", "flip")
 FIELDS = ("rank", "step", "op", "seconds", "name", "after")
 
 
@@ -84,6 +87,8 @@ class Faults:
         self._notes = notes
         self.flip: Callable[[str], None] | None = None
         """Changes a bit of a weight of this rank; set by the loop, which has them."""
+        self._late = 0.0  # seconds by which every op begins later
+        self._skip = False
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], rank: int, notes: Path) -> Faults | None:
@@ -97,7 +102,16 @@ class Faults:
             if fault.step == step and fault.op == op and self._first_time(number):
                 if fault.kind == "flip" and self.flip is not None:
                     self.flip(fault.name)
+                self._late += fault.seconds if fault.kind == "slow" else 0.0
+                self._skip |= fault.kind == "skip"
                 _happen(fault)
+        if op and self._late:
+            time.sleep(self._late)
+
+    def skips(self) -> bool:
+        """Whether the rank skips the collective that it comes to; once per fault."""
+        skip, self._skip = self._skip, False
+        return skip
 
     def _first_time(self, number: int) -> bool:
         self._notes.mkdir(parents=True, exist_ok=True)

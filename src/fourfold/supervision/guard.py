@@ -62,6 +62,15 @@ class Guard:
         if self.faults is not None:
             self.faults.at(0, "start")
 
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """The rank connects to the other ranks inside."""
+        RECORD.enter("the connections between ranks", self.limits.start, "train.start_timeout")
+        if self.faults is not None:
+            self.faults.at(0, "connect")
+        yield
+        RECORD.enter("start", self.limits.start, "train.start_timeout")
+
     def begin(self, step: int) -> None:
         """The rank begins step `step` (counted from 1)."""
         self._step = step
@@ -93,8 +102,18 @@ class Guard:
         """The rank begins to compare its weights with its replicas'."""
         self._enter(f"the comparison of replicas after step {step}", self.limits.save, "checkpoint.timeout")
 
-    def finish(self) -> None:
-        """End of the collective work: the rest is local to each rank."""
+    def skips_collective(self) -> bool:
+        """Whether a fault makes this rank skip the collective that it comes to."""
+        return self.faults is not None and self.faults.skips()
+
+    def finish(self, step: int, *, final: bool) -> None:
+        """The rank has trained and saved step `step`, its last one; `final`: rank 0 writes final/, the others wait for it."""
+        self._enter("the writing of final/" if final else "the end of the run", self.limits.save, "checkpoint.timeout")
+        if self.faults is not None:
+            self.faults.at(step, "final")
+
+    def leave(self) -> None:
+        """End of the collective work."""
         self._enter("the end of the run", float("inf"))
 
     def _enter(self, phase: str, limit: float, setting: str = "") -> None:

@@ -270,7 +270,7 @@ class Watch:
 
     def _poll(self) -> None:
         """Thread: see what the device has reached."""
-        while not self._closed.wait(self.interval / 2):
+        while not self._closed.wait(self.interval / 4):
             try:
                 self.record.poll()
             except RuntimeError:  # the device has failed: the main thread gets the same error
@@ -278,7 +278,7 @@ class Watch:
 
     def _judge(self) -> None:
         """Thread: track progress; if there is none, find out whether any rank makes progress."""
-        while not self._closed.wait(self.interval / 2):
+        while not self._closed.wait(self.interval / 4):
             try:
                 text = self._look()
             except Exception:  # the watchdog must report its own failure, and continue
@@ -292,7 +292,7 @@ class Watch:
         """Why this rank must end; empty if it need not."""
         now = time.monotonic()
         if self.record.progress != self._seen:
-            self._seen, self._moved, self._reading = self.record.progress, now, False
+            self._seen, self._moved, self._reading = self.record.progress, self.record.moved, False
             return ""
         limit = self.record.limit
         late = self.idle - self.patience
@@ -410,9 +410,19 @@ def _disagreement(beats: Mapping[int, Beat]) -> list[str]:
                 f"{_ranks(waiting)} have all started {wait['what']} and none has finished: the network or the communication "
                 "library hangs"
             )
-    return lines or [
-        "the ranks wait for each other: one of them skipped a collective or message, or did two in another order"
-    ]
+    found = "the ranks wait for each other: one of them skipped a collective or message, or did two in another order"
+    return lines or [f"{found}{_apart(beats)}"]
+
+
+def _apart(beats: Mapping[int, Beat]) -> str:
+    """Which ranks are in another phase than the others: one that skipped something is ahead."""
+    phases: dict[str, list[int]] = {}
+    for rank, beat in sorted(beats.items()):
+        phases.setdefault(beat["phase"], []).append(rank)
+    if len(phases) < 2:
+        return ""
+    few = sorted(phases.items(), key=lambda item: len(item[1]))
+    return "; " + ", ".join(f"{_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} at {phase}" for phase, ranks in few)
 
 
 def _ranks(ranks: list[int]) -> str:

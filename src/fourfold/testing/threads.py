@@ -55,7 +55,7 @@ class MailBox:
         """A rank of the pipeline is a rank of the job."""
         return rank
 
-    def begin(self, *, ordered: bool) -> None:
+    def begin(self, *, ordered: bool, program: str = "") -> None:
         """Nothing to prepare."""
 
     def post(self, source: int, name: Name | None = None) -> None:

@@ -18,7 +18,8 @@ group is made, or in its own threads, without a call of the peer: `connect` does
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from torch import Tensor
 from fourfold import collectives
 from fourfold.launch.gpu_errors import translated
 from fourfold.program.groups import GroupSpec
+from fourfold.record import RECORD, Ticket
 from fourfold.train._torch import make_communicator
 
 __all__ = ["connect", "warm_up"]
@@ -63,11 +65,22 @@ def connect(groups: Sequence[tuple[GroupSpec, dist.ProcessGroup]], rank: int, de
         return
     groups = [(spec, group) for spec, group in groups if not spec.gloo and not spec.placeholder]
     with translated():
-        for _, group in groups:
-            make_communicator(group, device)
+        for spec, group in groups:
+            with _waiting(f"the communicator of {spec.use}"):
+                make_communicator(group, device)
         warm_up(groups, rank, device)
-        torch.cuda.synchronize(device)
-    dist.all_reduce(torch.zeros(1))  # over gloo: no rank starts while another is still connecting
+        with _waiting("the first collectives and messages"):
+            torch.cuda.synchronize(device)
+    with _waiting("all ranks to be connected"):
+        dist.all_reduce(torch.zeros(1))  # over gloo: no rank starts while another is still connecting
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """For the watchdog: what this rank waits for inside."""
+    ticket = RECORD.wait(Ticket(what))
+    yield
+    RECORD.done(ticket)
 
 
 def warm_up(groups: Sequence[tuple[GroupSpec, dist.ProcessGroup]], rank: int, device: torch.device) -> None:
@@ -91,5 +104,6 @@ def _messages(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torc
     peer = dist.get_group_rank(group, spec.members[1 - mine])
     for sender in (0, 1) if spec.use == "tied" else (0,):
         x = torch.zeros(1, device=device)
-        work = group.send([x], peer, 0) if mine == sender else group.recv([x], peer, 0)
-        work.wait()
+        with _waiting(f"the first message of {spec.use}"):
+            work = group.send([x], peer, 0) if mine == sender else group.recv([x], peer, 0)
+            work.wait()

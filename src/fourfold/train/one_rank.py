@@ -70,7 +70,7 @@ class _Nowhere(Transport):
         self._make = lambda: torch.randn(shape, dtype=dtype, device=device)
         self.address = lambda rank: rank
 
-    def begin(self, *, ordered: bool) -> None:
+    def begin(self, *, ordered: bool, program: str = "") -> None:
         """Nothing to prepare."""
 
     def send(self, target: int, name: Name, value: Any) -> None:

@@ -99,7 +99,8 @@ class StreamedUnits:
             (start, stop, self._matrices if len(s.shape) > 1 else self._vectors) for s, start, stop in unit.slots()
         ]
         value = unit.shard.detach()
-        return WeightBlock(value, parts, torch.zeros((), dtype=torch.float32, device=value.device))
+        step = torch.zeros((), dtype=torch.float32, device=value.device)
+        return WeightBlock(value, parts, step, name=unit.name)
 
     @property
     def streamer(self) -> Streamer:

@@ -15,8 +15,9 @@ memory   `[time, bytes]` in use at the end of every op; `peak` has the time, the
 uncompiled    units that torch.compile has failed on so far, and why; absent without any
 lead     CUDA: how far the device was behind the host at the end of the step; near 0, the device waits for the host
 
-On CUDA the times are the device's, from events; a step's line is written when the device has finished the step. A mark that the
-device has not reached by then (another stream's) is omitted with its event.
+On CUDA the times are the device's, from events; a step's line is written when the device has finished the step. If buckets of the
+streamed optimizer are still being updated then, in another stream, it is written after the next step. A mark that the device has
+not reached by then is omitted with its event.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 from fourfold import files
 from fourfold.errors import RunDirError
-from fourfold.record import RECORD, GroupRecord, StepTrace
+from fourfold.record import RECORD, Event, GroupRecord, StepTrace
 from fourfold.runtime.executor import Span
 from fourfold.train.clock import Clock
 from fourfold.train.rundir import read_trace
@@ -81,6 +82,9 @@ class TraceFile:
         self.rank, self.pipe, self.every, self.clock = rank, pipe, every, clock
         self._memory, self._parts = memory, parts
         self._held: dict[int, _Held] = {}
+        self._late: tuple[dict[str, Any], Any, list[Event]] | None = (
+            None  # a line, its origin, and updates still running
+        )
         path = folder / f"rank{rank}.jsonl"
         folder.mkdir(exist_ok=True)
         files.check_not_link(folder, RunDirError)
@@ -110,19 +114,18 @@ class TraceFile:
 
     def write(self, step: int) -> Waits | None:
         """Write the line of a step whose work is complete; None if the step is not traced."""
+        self._write_late()
         held = self._held.pop(step, None)
         if held is None:
             return None
-        clock, first = self.clock, held.begun
-
-        def at(mark: Any) -> float:
-            return round(clock.seconds(first, mark), 7)
-
+        clock, first, at = self.clock, held.begun, self._since(held.begun)
         groups: dict[GroupRecord, int] = {}
         events = []
         waits = {"message": 0.0, "": 0.0}
+        late: list[Event] = []
         for e in held.trace.events:
             if not all(map(clock.reached, (e.issued, e.begun, e.end))):
+                late += [e] if e.kind == "bucket" else []
                 continue
             group = groups.setdefault(e.group, len(groups)) if e.group is not None else -1
             events.append([e.kind, e.what, at(e.issued), at(e.begun), at(e.end), e.size, group, e.number, e.peer])
@@ -147,8 +150,30 @@ class TraceFile:
             line["uncompiled"] = RECORD.uncompiled
         if (lead := clock.lead(held.end, held.issued)) is not None:
             line["lead"] = round(lead, 6)
-        files.append_line(self._file, self._path, json.dumps(line), RunDirError)
+        if late:
+            self._late = line, first, late
+        else:
+            self._append(line)
         return Waits(waits[""], waits["message"] / max(line["seconds"], 1e-9))
 
+    def _since(self, first: Any) -> Callable[[Any], float]:
+        """Seconds of marks after `first`."""
+        return lambda mark: round(self.clock.seconds(first, mark), 7)
+
+    def _write_late(self) -> None:
+        """Write a line that was kept for updates that were still running."""
+        if self._late is None:
+            return
+        line, first, late = self._late
+        self._late, at = None, self._since(first)
+        for e in late:
+            if self.clock.reached(e.begun) and self.clock.reached(e.end):
+                line["events"].append([e.kind, e.what, at(e.issued), at(e.begun), at(e.end), e.size, -1, 0, -1])
+        self._append(line)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        files.append_line(self._file, self._path, json.dumps(line), RunDirError)
+
     def close(self) -> None:
+        self._write_late()
         self._file.close()

@@ -30,6 +30,7 @@ from fourfold.checkpoint.adapters import check_base, check_lora
 from fourfold.checkpoint.hf_files import keep_files
 from fourfold.checkpoint.remote import RemoteFolder, check_own, check_url
 from fourfold.checkpoint.weights import check_weights, read_weights
+from fourfold.collectives import all_reduce
 from fourfold.config import LONGEST_WAIT, Config
 from fourfold.data.own_data import OwnSamples
 from fourfold.data.samples import Samples
@@ -273,6 +274,7 @@ def work(
         loop, done = assemble(place, device, limits, config, plan, layout, run, callbacks, console, user)
         with loop.guard.on_watch():
             steps = loop.run(done)
+            guard, group = loop.guard, loop.checkpointer.group
             if place.rank == 0 and steps == config.train.steps:
                 from fourfold.checkpoint.export import write_final, write_own_final
 
@@ -282,6 +284,9 @@ def work(
                     write_final(run, config)  # not interrupted by a request to stop
                 else:
                     write_own_final(run.checkpoints, run.final, user.model.frozen, user.model.aliases)
+            if group is not None:  # so that they notice if rank 0 is killed or stopped while it writes
+                all_reduce(torch.zeros(1), group, "the end of the run").wait()
+            guard.leave()
             if place.rank == 0:
                 outcome = "finished" if steps == config.train.steps else "stopped"
                 note(run, "end", outcome=outcome, step=steps)
@@ -398,7 +403,8 @@ def assemble(
         mark=clock.mark,
     )
     runner = make_runner(executor, plan, mesh, layout)
-    mesh.connect(device)
+    with guard.connecting():
+        mesh.connect(device)
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameters)
     mine = list(callbacks) + extra_callbacks(config)
     objective = None

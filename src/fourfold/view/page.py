@@ -26,9 +26,9 @@ from fourfold.program.timeline import Timeline
 
 __all__ = ["KINDS", "PageSpan", "Panel", "Row", "inline_json", "panel_of", "write_page", "write_perfetto"]
 
-KINDS = "FBIWRED_UHMGSX"
+KINDS = "FBIWRED_UHMGSXO"
 """F, B, I, W: ops. R: recomputation. E: exposed transfer. D: data. _: waiting for another rank. U: optimizer update. H: host.
-On the lanes, M: message, G: gather, S: reduction, X: other collective."""
+On the lanes, M: message, G: gather, S: reduction, X: other collective, O: a bucket of the optimizer that overlaps with ops."""
 TICKS = 10_000_000
 
 
@@ -52,8 +52,8 @@ class Row:
     lost: Mapping[str, float] = field(default_factory=dict)
 
     def busy(self, length: float) -> float:
-        """The share of `length` in which the rank computed."""
-        return sum(s.end - s.start for s in self.spans if s.kind in "FBIWR") / length if length else 0.0
+        """The share of `length` in which the rank computed, without recomputation."""
+        return sum(s.end - s.start for s in self.spans if s.kind in "FBIW") / length if length else 0.0
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,13 @@ def inline_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-LANES = {"M": (2, "messages"), "G": (3, "collectives"), "S": (3, "collectives"), "X": (3, "collectives")}
+LANES = {
+    "M": (2, "messages"),
+    "G": (3, "collectives"),
+    "S": (3, "collectives"),
+    "X": (3, "collectives"),
+    "O": (4, "optimizer"),
+}
 
 
 def write_perfetto(path: Path, panels: Sequence[Panel], *, scale: float = 1e6) -> None:

@@ -2,8 +2,11 @@
 
 A plan file has the planner's seconds of every unit: its ops, one gather, one reduction (`predicted.units`). The plan is lowered
 to the programs that training runs, and these are simulated with those seconds: a gather or reduction starts when the program
-issues it and the rank's previous one has ended, and an op waits for the gathers of its units. The update is one span, after the
-last reduction.
+issues it and the rank's previous one has ended, and an op waits for the gathers of its units. A backward begins with the
+recomputation of its unit. The update comes after the last reduction; streamed state is updated by the buckets of
+offload/buckets.py.
+
+Simulated are whole ops and updates; a span is divided when it is drawn, in proportion to the predicted seconds.
 
 What differs from the planner's own total: collectives queue instead of sharing a link, an op's time is divided among its units in
 the same proportions in F, B, I and W, and what the planner adds as a sum is left out (imperfect overlap, gathers and sums of the
@@ -16,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fourfold.errors import PlanError
-from fourfold.plan import Plan
+from fourfold.offload_sizes import STREAM_BUCKET, bucket_label
+from fourfold.plan import Memory, Plan
 from fourfold.program.choices import slice_names
 from fourfold.program.costs import Costs
 from fourfold.program.from_plan import costs_of_plan, schedule_of_plan
@@ -38,17 +42,28 @@ from fourfold.program.lowering import lower
 from fourfold.program.ops import Op, Schedule
 from fourfold.program.simulator import simulate
 from fourfold.program.timeline import Timeline, TimelineSpan
+from fourfold.schema import parse_bytes
 from fourfold.view.page import PageSpan, Panel, Row, panel_of
 
-__all__ = ["PlannedStep", "planned_panel", "planned_step", "rank_name", "with_update"]
+__all__ = ["PlannedStep", "UnitBackward", "planned_panel", "planned_step", "rank_name", "with_update"]
 
 MOST_UNIT_OPS = 40_000
 """Of a pipeline; a plan with more is drawn without its collectives."""
 
 
+class UnitBackward(NamedTuple):
+    """Seconds of a unit in the backward of one micro-batch."""
+
+    unit: str
+    recompute: float
+    input_grad: float
+    """With recomputation."""
+    weight_grad: float
+
+
 @dataclass(frozen=True)
 class PlannedStep:
-    """A simulated plan, and how many bytes its gathers, reductions and messages have."""
+    """A simulated plan, how many bytes its gathers, reductions and messages have, and what its spans consist of."""
 
     timeline: Timeline
     sizes: Mapping[Instruction, int] = field(default_factory=dict)
@@ -56,6 +71,10 @@ class PlannedStep:
     message_bytes: int = 0
     programs: Programs | None = None
     """What was simulated; None: the schedule alone."""
+    backward: tuple[tuple[UnitBackward, ...], ...] = ()
+    """By stage: its units in forward order; empty: recomputation is not divided from the backward."""
+    updates: tuple[tuple[tuple[str, float], ...], ...] = ()
+    """By rank of the pipeline: names of the buckets that it updates, and their seconds; empty: one span."""
 
 
 def planned_step(plan: Plan, micro_batches: int = 0) -> PlannedStep:
@@ -78,16 +97,22 @@ def _with_units(plan: Plan, schedule: Schedule, predicted: Mapping[str, Any]) ->
     gather: dict[str, float] = {}
     reduce: dict[str, float] = {}
     sizes: dict[Instruction, int] = {}
+    backward: list[list[UnitBackward]] = []
+    updated: dict[str, float] = {}
     for stage in predicted["units"]:
         described.append([])
+        backward.append([])
         stages.append([0.0, 0.0, 0.0])
         for name, place in stage:
             row = predicted["unit_seconds"][place]
             seconds = [float(row[key]) for key in ("forward", "input_grad", "weight_grad")]
             parts = slice_names(name, row["slices"], row["recompute"])
             stages[-1] = [a + b for a, b in zip(stages[-1], seconds, strict=True)]
+            again = float(row.get("recompute_seconds", 0.0))
             for part in parts:
                 weight = sum(seconds) / len(parts)
+                backward[-1].append(UnitBackward(part, *(t / len(parts) for t in (again, *seconds[1:]))))
+                updated[part] = row.get("updated", 0.0) / len(parts)
                 described[-1].append(ProgramUnit(part, row["mode"], row["reduce_after"], weight))
                 gather[part] = row["gather"] / len(parts)
                 reduce[part] = row["reduce"] / len(parts)
@@ -105,7 +130,71 @@ def _with_units(plan: Plan, schedule: Schedule, predicted: Mapping[str, Any]) ->
         gather=gather,
         reduce=reduce,
     )
-    return PlannedStep(simulate(programs, costs), sizes, round(predicted["message_bytes"]), programs)
+    whole, alone = predicted["updates"], predicted.get("updates_on_device", ())
+    updates = []
+    for rank, stages_here in enumerate(schedule.stages_of if alone else ()):
+        units = dict.fromkeys(u.name for s in stages_here for u in described[s])
+        held = [(name, round(updated[name])) for name in units]
+        updates.append(_buckets(plan, held, float(whole[rank]), float(alone[rank])))
+    return PlannedStep(
+        simulate(programs, costs),
+        sizes,
+        round(predicted["message_bytes"]),
+        programs,
+        tuple(map(tuple, backward)),
+        tuple(updates),
+    )
+
+
+def _buckets(
+    plan: Plan, units: Sequence[tuple[str, int]], seconds: float, on_device: float
+) -> tuple[tuple[str, float], ...]:
+    """The buckets of a rank's streamed optimizer, cut as in offload/buckets.py, and their seconds; empty without.
+
+    `units`: name and number of parameters. `seconds` of the update, and if all state were on the device: those parts of it are
+    in proportion to parameters, the rest of the time is that of state on the host.
+    """
+    memory = plan.memory
+    if memory.optimizer == "device" and memory.moments == "fp32":
+        return ()
+    room = {"host": 0.0, "device": float("inf")}.get(memory.optimizer)
+    if room is None:
+        whole_state = sum(count for _, count in units) * _state_bytes(plan, memory)
+        room = whole_state * (1 - float((plan.predicted or {}).get("host_state", 1.0)))
+        if memory.device_state:
+            room = float(parse_bytes(memory.device_state, "memory.device_state"))
+    homes: dict[bool, list[tuple[int, str, int]]] = {}  # by whether the state is on the host
+    for place, (name, count) in enumerate(units):
+        if not count:
+            continue
+        count = -(-count // 64) * 64
+        size = count * _state_bytes(plan, memory)
+        homes.setdefault(size > room, []).append((place, name, count))
+        room -= size if size <= room else 0
+    found: list[tuple[int, int, list[str], int, bool]] = []
+    for on_host, blocks in homes.items():
+        for group in [[b] for b in blocks] if memory.gradients == "consume" else [blocks]:
+            end = sum(count for *_, count in group)
+            for start in range(0, end, STREAM_BUCKET):
+                stop, at, inside = min(start + STREAM_BUCKET, end), 0, []
+                for place, name, count in group:
+                    if at < stop and at + count > start:
+                        inside.append((place, name))
+                    at += count
+                found.append((inside[0][0], start, [name for _, name in inside], stop - start, on_host))
+    elements = {host: sum(count for *_, count, h in found if h == host) for host in (False, True)}
+    quick = on_device * elements[False] / max(1, sum(elements.values())) if elements[True] else seconds
+    whole = {False: min(quick, seconds), True: max(0.0, seconds - quick)}
+    return tuple(
+        (bucket_label(names, on_host=host), whole[host] * count / elements[host])
+        for _, _, names, count, host in sorted(found, key=lambda b: b[:2])
+    )
+
+
+def _state_bytes(plan: Plan, memory: Memory) -> int:
+    """Bytes of optimizer state per parameter, as the streamed optimizer holds it."""
+    width = {"bf16": 2, "fp32": 4, "fp64": 8}[plan.precision.compute]
+    return 2 * (2 if memory.moments == "bf16" else max(4, width)) + (2 if width == 2 else 0)
 
 
 def with_update(schedule: Schedule, units: Sequence[Sequence[ProgramUnit]], prefetch: int) -> Programs:
@@ -132,7 +221,7 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
     spans: list[list[PageSpan]] = [[] for _ in range(timeline.rows)]
     for s in timeline.spans():
         if s.start != s.end or s.lane == "compute":  # a gather of what is not sharded takes no time
-            spans[s.row].append(_span(s, step, over))
+            spans[s.row] += _divided(s, _span(s, step, over), step)
     rows: list[Row] = []
     curve: list[tuple[tuple[float, float], ...]] = []
     marks: list[tuple[float, float, Mapping[str, float]]] = []
@@ -143,6 +232,7 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
         lost = {
             "waiting": sum(w.end - w.start for w in waits if w.kind == "_"),
             "exposed": sum(w.end - w.start for w in waits if w.kind == "E"),
+            "recompute": sum(s.end - s.start for s in shared if s.kind == "R"),
             "update": sum(s.end - s.start for s in shared if s.kind == "U"),
         }
         for rank in range(row * stride, (row + 1) * stride):
@@ -171,6 +261,44 @@ def _span(s: TimelineSpan, step: PlannedStep, over: str) -> PageSpan:
     return PageSpan(start, end, "U", "update")
 
 
+def _divided(s: TimelineSpan, span: PageSpan, step: PlannedStep) -> list[PageSpan]:
+    """A backward divided into recomputation and the rest, an update into its buckets; other spans as they are."""
+    what = s.what
+    if span.kind == "U":
+        return _in_proportion(span, [("U", *part) for part in step.updates[s.row]] if step.updates else [])
+    if not isinstance(what, Op | UnitOp) or what.kind not in "BI" or not step.backward:
+        return [span]
+    units = [u for u in step.backward[what.stage] if isinstance(what, Op) or u.unit == what.unit]
+    if not any(u.recompute for u in units):
+        return [span]
+    parts: list[tuple[str, str, float]] = []
+    for u in reversed(units):
+        rest = u.input_grad - u.recompute + (u.weight_grad if what.kind == "B" else 0.0)
+        if len(units) == 1:
+            rest = max(0.0, span.end - span.start - u.recompute)
+        if u.recompute:
+            parts.append(("R", f"recompute {u.unit}", u.recompute))
+        if parts and parts[-1][0] != "R":
+            rest += parts.pop()[2]
+        parts.append((span.kind, span.name, rest))
+    return _in_proportion(span, parts)
+
+
+def _in_proportion(span: PageSpan, parts: Sequence[tuple[str, str, float]]) -> list[PageSpan]:
+    """A span divided into parts of kind, name and seconds."""
+    total = sum(seconds for *_, seconds in parts)
+    if not total:
+        return [span]
+    out, done, start = [], 0.0, span.start
+    for kind, name, seconds in parts:
+        done += seconds
+        end = span.start + (span.end - span.start) * min(1.0, done / total)
+        out.append(PageSpan(start, end, kind, name))
+        start = end
+    out[-1] = out[-1]._replace(end=span.end)
+    return out
+
+
 def _in_bytes(points: Any, peak: Any, timeline: Timeline, row: int) -> tuple[tuple[float, float], ...]:
     """A curve of activations, scaled so that its highest point is the predicted peak."""
     _, most, parts = peak
@@ -182,7 +310,7 @@ def _waits(spans: Sequence[PageSpan], length: float) -> list[PageSpan]:
     """The gaps between a rank's ops and its update: waits for a collective that ends there, or for another rank."""
     ends = {s.end: s.name for s in spans if s.kind in "GS"}
     out, at = [], 0.0
-    for s in sorted((s for s in spans if s.kind in "FBIWU"), key=lambda s: s.start):
+    for s in sorted((s for s in spans if s.kind in "FBIWRU"), key=lambda s: s.start):
         if s.start > at:
             out.append(_wait(at, s.start, ends.get(s.start, "")))
         at = max(at, s.end)

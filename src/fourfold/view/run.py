@@ -23,7 +23,7 @@ from fourfold.program.instructions import Gather, Instruction, Reduce
 from fourfold.program.stages import PipelineLayout, lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_trace
 from fourfold.view.page import PageSpan, Panel, Row
-from fourfold.view.planned import PlannedStep, rank_name, with_update
+from fourfold.view.planned import PlannedStep, UnitBackward, rank_name, with_update
 from fourfold.view.steps import Part, TracedStep, axes_of, read_steps
 
 __all__ = [
@@ -103,6 +103,7 @@ _LETTERS = {
     "data": "D",
     "update": "U",
 }
+_LOST = ("bubble", "waiting", "exposed", "recompute", "data", "update", "norm", "host", "between")
 _COLLECTIVES = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "S", "reduce": "S"}
 
 
@@ -123,7 +124,9 @@ def measured_panel(run: RunDir, step: int, steps: Sequence[TracedStep] | None = 
             elif e.kind == "send":
                 end = max(e.end, taken.get((rank, e.peer, e.what), e.end))
                 spans.append(PageSpan(e.begun, end, "M", f"{e.what}, to rank {e.peer}", e.size))
-        lost = {c: r.spent(c) for c in ("bubble", "waiting", "exposed", "data", "update", "norm", "host", "between")}
+            elif e.kind == "bucket" and r.lead is not None:
+                spans.append(PageSpan(e.begun, e.end, "O", e.what, e.size))
+        lost = {c: r.spent(c) for c in _LOST}
         rows.append(Row(rank_name(plan, rank), tuple(spans), lost))
         memory.append(tuple(r.memory))
         if r.peak is not None:
@@ -201,9 +204,31 @@ def planned_with_measured_times(run: RunDir, steps: Sequence[TracedStep]) -> Pla
     def of(kind: str) -> tuple[float, ...]:
         return tuple(median(ops.get((s, kind), [0.0])) for s in range(layout.schedule.stages))
 
+    again: dict[str, list[float]] = {}
+    for s in later:
+        for r in s.ranks.values():
+            for e in r.events:
+                if e.kind == "recompute":
+                    again.setdefault(e.what, []).append(e.end - e.begun)
     both = set.intersection(*(set(s.ranks) for s in later)) if later else set()
     update = max((median(s.ranks[r].spent("update") for s in later) for r in both), default=0.0)
     programs = with_update(layout.schedule, layout.programs.units, prefetch)
+    backward = []
+    for stage, described in enumerate(programs.units):
+        recompute = {u.name: median(again.get(u.name, [0.0])) for u in described}
+        rest = max(0.0, (of("I")[stage] or of("B")[stage]) - sum(recompute.values()))
+        weight = sum(u.weight for u in described) or 1.0
+        backward.append(
+            tuple(
+                UnitBackward(u.name, recompute[u.name], recompute[u.name] + rest * u.weight / weight, 0.0)
+                for u in described
+            )
+        )
+    stride, updates = len(later[-1].ranks) // layout.schedule.ranks if later else 1, []
+    for row in range(layout.schedule.ranks):
+        first = later[-1].ranks.get(row * stride) if later else None
+        events = first.events if first is not None else []
+        updates.append(tuple((e.what, e.end - e.begun) for e in events if e.kind == "bucket"))
     costs = Costs(
         forward=of("F"),
         input_grad=of("I"),
@@ -214,7 +239,9 @@ def planned_with_measured_times(run: RunDir, steps: Sequence[TracedStep]) -> Pla
         gather=prices["gather"],
         reduce=prices["reduce"],
     )
-    return PlannedStep(simulate(programs, costs), sizes, message_bytes)
+    return PlannedStep(
+        simulate(programs, costs), sizes, message_bytes, programs, backward=tuple(backward), updates=tuple(updates)
+    )
 
 
 def _unit(what: str) -> str:

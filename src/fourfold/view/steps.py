@@ -263,6 +263,8 @@ def _divide(traced: TracedStep) -> None:
                 known.append(Part(e.begun, e.end, "bubble", e.what))
             elif e.kind == "recompute":
                 known.append(Part(e.begun, e.end, "recompute", e.what))
+            elif e.kind == "bucket" and r.lead is None:  # on a GPU, it overlaps with ops
+                known.append(Part(e.begun, e.end, "update", e.what))
             elif e.kind in _PARTS:
                 known.append(Part(e.begun, e.end, _PARTS[e.kind], e.what))
         r.parts = _innermost(known, r.start, r.end)
