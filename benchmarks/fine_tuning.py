@@ -30,6 +30,8 @@ import itertools
 import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, finish, lower_is_better, parser_of, show
-from benchmarks.hugging_face import GIB, SHAPE, SMALL, Budget, Run, log, part, result, sized, tell, write_chats
+from benchmarks.hugging_face import (
+    GIB,
+    SHAPE,
+    SMALL,
+    Budget,
+    Run,
+    environment,
+    log,
+    part,
+    result,
+    sized,
+    tell,
+    write_chats,
+)
 
 KINDS = ("full", "lora", "bf16")
 WAYS = ("flattened", "padded, grouped by length")
@@ -207,7 +222,16 @@ def ours(kind: str, args: argparse.Namespace, seconds: float, *more: str) -> dic
     finally:
         shutil.rmtree(run.run / "checkpoints", ignore_errors=True)
     log(f"ours, {kind}: {rate:,.0f} tokens/s ({len(taken)} steps), {peak / GIB:.2f} GiB at the peak")
+    for line in explained(run.run, args.quick):
+        log(f"  | {line}")
     return {"rate": rate, "peak": float(peak)}
+
+
+def explained(run: Path, quick: bool) -> list[str]:
+    """Where the time of a run's steps went, in the words of `fourfold why`."""
+    command = [sys.executable, "-m", "fourfold", "why", str(run)]
+    done = subprocess.run(command, env=environment(quick), capture_output=True, text=True, timeout=60)
+    return [line.rstrip() for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines()][:20]
 
 
 def plan_part(args: argparse.Namespace) -> None:
