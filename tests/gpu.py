@@ -2,7 +2,7 @@
 
     make test-gpu     python -m tests.gpu tests    kernels, offload, runs on one GPU, NCCL among ranks that share it, verify
     make gpu-check    python -m tests.gpu check    figures: the life of a run of 1.2 B parameters, then killed and stopped ranks
-                      (its parts: whole, killed, faults)
+                      (its parts: whole, killed, faults; --only 'stop pipe 4' of the faults, --device cpu --backend gloo to rehearse)
 
 Each takes less than ten minutes on an H200 with 16 cores. Whatever fails, the rest runs; the summary comes last, and logs are in
 `runs/gpu`. What there is no time for is said to be left out (`--limit` seconds, 570 by default).
