@@ -2,7 +2,8 @@
 
     python -m benchmarks.faults [--only dead stopped …] [--count N] [--quick] [--seed 0] [--json PATH]
 
-dead     SIGKILL of a rank in the start, a step, an op, an evaluation, a save: the launcher names rank and phase within 2 s
+dead     SIGKILL of a rank in the start, while ranks connect, in a step, an op, an evaluation, a save, the writing of final/: the
+         launcher names rank and phase within 2 s
 stopped  SIGSTOP in the same phases, train.timeout = 5 s: rank and phase are named within timeout + 5 s
 kills    SIGKILL of a rank at random instants, three fifths inside a save, sync and async, one restart: the bits of a whole run
 damaged  a file of a checkpoint changed, cut, exchanged or linked: refused, or the one before used; nothing outside is touched
@@ -55,10 +56,12 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
 ]
 PHASES = {
     "start": ("step=0 op=start", "start"),
+    "connect": ("step=0 op=connect", "the connections between ranks"),
     "step": ("step=3", "step 3"),
     "op": ("step=3 op=0F0", "step 3, op 0F0"),
     "evaluation": ("step=2 op=evaluation", "the evaluation after step 2"),
     "save": ("step=2 op=save", "the save of step 2"),
+    "final": ("step=6 op=final", "the writing of final/"),
 }
 COUNTS = {
     "dead": 50,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fourfold.cli import main
 from fourfold.errors import ConfigError, RankFailure, RunDirError
+from fourfold.launch import local
 from fourfold.launch.local import launch_local
 from fourfold.launch.place import Place, join_group
 from fourfold.plan import Plan
@@ -71,6 +72,33 @@ def test_user_errors_inside_a_rank_need_no_traceback(tmp_path: Path) -> None:
         launch_local(in_group(what), 2, tmp_path)
     assert str(e.value).startswith("say it plainly (rank ")
     assert e.value.exit_code == 2
+
+
+def test_a_failure_is_shown_while_ranks_still_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The driver may take seconds to free a GPU; here SIGKILL comes late."""
+    honest = local._signal
+
+    def late(processes: list[Any], number: int) -> None:
+        if number == signal.SIGKILL:
+            threading.Timer(1.0, honest, (processes, number)).start()
+        else:
+            honest(processes, number)
+
+    def job(place: Place, store: dist.Store, console: IO[str] | None) -> None:
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    monkeypatch.setattr(local, "ENDING", 0.1)
+    monkeypatch.setattr(local, "_signal", late)
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as failure:
+        launch_local(job, 3, tmp_path)
+    said = capfd.readouterr().err
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "2 ranks are ending" in said
+    assert time.time() - failure.value.shown > 0.5  # it was shown before they had ended
 
 
 def test_a_stop_is_told_and_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -220,6 +220,8 @@ def test_a_stopped_rank_is_named_in_time(
 
 PHASES = {
     "start": ("step=0 op=start", "train.start_timeout", "start"),
+    "connect": ("step=0 op=connect", "train.start_timeout", "the connections between ranks"),
+    "final": ("step=3 op=final", "checkpoint.timeout", "the writing of final/"),
     "evaluation": ("step=2 op=evaluation", "train.eval_timeout", "the evaluation after step 2"),
     "save": ("step=2 op=save", "checkpoint.timeout", "the save of step 2"),
 }
@@ -269,10 +271,24 @@ def test_a_rank_stopped_in_a_save_is_named(
 
 def test_a_rank_a_hundred_times_slower_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it longer than the timeout, in one collective, and it never stands still for as long."""
-    slow = "; ".join(f"delay rank=1 step=2 op=0{kind}{m} seconds=0.7" for m in range(4) for kind in "FB")
-    monkeypatch.setenv("FOURFOLD_FAULTS", slow)
+    monkeypatch.setenv("FOURFOLD_FAULTS", "slow rank=1 step=2 seconds=0.7")
     plan = {"mesh": {"data": 2}, "batch": {"micro_batches": 4}}
     assert start(tmp_path, plan, "--train.timeout", "2.5", train={"steps": 3, "global_batch": 8}) == 0
+
+
+@pytest.mark.parametrize("mesh", [{"data": 3}, {"pipe": 3}])
+def test_a_rank_that_skips_a_collective_is_named(
+    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOURFOLD_FAULTS", "skip rank=1 step=2")
+    plan = {"mesh": mesh, "batch": {"micro_batches": 3}}
+    model = {"family": "gpt", "layers": 3, "hidden": 32, "heads": 4, "seq_len": 16}
+    train = {"steps": 5, "global_batch": 9}
+    assert start(tmp_path, plan, "--train.timeout", "2", model=model, train=train) == 1
+    error = capfd.readouterr().err
+    assert "one of them skipped a collective or message" in error
+    assert "rank 1 is at step 3, ranks 0, 2 are at step 2" in error
+    assert "waits in the end of the step (collective 2 of ranks 0, 1, 2) for rank 1, which has not started it" in error
 
 
 # ---- nobody can report ----

@@ -121,6 +121,8 @@ class RankFailure(FourfoldError):
     """The rank at fault; -1: none in particular."""
     kind = ""
     """The cause: the name of an exception, or of a signal."""
+    shown = 0.0
+    """When the launcher knew and said it (Unix time)."""
 
     def __init__(self, *args: object):
         super().__init__(*args)

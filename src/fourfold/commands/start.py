@@ -53,7 +53,7 @@ def start_ranks(
         try:
             return launch_local(job, plan.mesh.ranks, run.logs)
         except RankFailure as e:
-            note(run, "failure", kind=e.kind, rank=e.rank, message=str(e), after_stop=e.after_stop)
+            note(run, "failure", time=e.shown, kind=e.kind, rank=e.rank, message=str(e), after_stop=e.after_stop)
             for rank, report in e.reports.items():
                 write_flight(run, rank, **report)
             if e.exit_code == 2 or e.after_stop:

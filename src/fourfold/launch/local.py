@@ -42,6 +42,7 @@ import torch.distributed as dist
 from fourfold.errors import CommunicationError, FourfoldError, HangError, Interrupted, RankFailure, ReplicaError
 from fourfold.launch.place import Place
 from fourfold.record import MIRROR, RECORD, read_mirror
+from fourfold.view.text import printable
 
 __all__ = ["Job", "die_with", "end_rank", "file_of", "launch_local"]
 
@@ -52,6 +53,8 @@ GRACE = 3.0
 """Seconds that the other ranks have to end by themselves after the first failure."""
 SILENCE = 1.0
 """Seconds beyond a rank's own limit after which it counts as silent."""
+ENDING = 0.5
+"""Seconds after which the report of a failure is shown, although ranks still end: the driver takes seconds to free a GPU."""
 TICK = 0.5
 """Seconds between two looks at the heartbeats."""
 LOOKS = 5
@@ -80,7 +83,7 @@ def launch_local(
                     process.start()
                     processes.append(process)
             asked.all_started()
-            end = _watch(processes, Path(folder), mirrors)
+            end = _watch(processes, Path(folder), logs, mirrors, asked)
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
             raise Interrupted("the ranks were killed at the second request to stop")
@@ -88,7 +91,7 @@ def launch_local(
             asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}
         ):
             failure = _blame(end, Path(folder), logs)
-            failure.after_stop = asked.stopped
+            failure.after_stop, failure.shown = asked.stopped, end.shown or time.time()
             failure.reports = _reports(end, Path(folder), logs)
             raise failure
         return not end.failed
@@ -208,13 +211,18 @@ class _End:
     """Why the job was ended if no rank sent heartbeats any more."""
     doing: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Phase and op of every rank, before the remaining ones were ended."""
+    shown: float = 0.0
+    """When the failure was shown, if before all ranks had ended."""
 
 
-def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryview]) -> _End:
+def _watch(
+    processes: list[BaseProcess], folder: Path, logs: Path, mirrors: Sequence[memoryview], asked: _Asked
+) -> _End:
     """Wait for all ranks; some time after a first failure, end the others (at once, if they agreed that the job hangs)."""
     end = _End()
     waiting = dict(enumerate(processes))
-    deadline, looks = float("inf"), 0  # how many looks in a row have found all ranks silent
+    deadline = show = float("inf")
+    looks = 0  # how many in a row have found all ranks silent
     while waiting:
         wait([p.sentinel for p in waiting.values()], timeout=min(TICK, max(0.0, deadline - time.monotonic())))
         for rank in [rank for rank, p in waiting.items() if not p.is_alive()]:
@@ -240,6 +248,11 @@ def _watch(processes: list[BaseProcess], folder: Path, mirrors: Sequence[memoryv
             time.sleep(0.2)  # for the stacks to be written
             _signal(list(waiting.values()), signal.SIGKILL)
             deadline = time.monotonic() + GRACE
+            show = min(show, time.monotonic() + ENDING)
+        if waiting and time.monotonic() >= show and not end.shown and not asked.stopped:
+            end.shown = time.time()
+            others = f"{len(waiting)} ranks are ending" if len(waiting) > 1 else "a rank is ending"
+            print(f"{printable(str(_blame(end, folder, logs)))}\n{others} …", file=sys.stderr, flush=True)
     end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
     return end
 
@@ -282,8 +295,12 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         return made
 
     if end.silent:
-        lines = [f"rank {r} {state}{_doing(end, r)}" for r, state in sorted(end.hung.items())]
         stopped = [r for r, state in end.hung.items() if state != HANGS]
+        known = {
+            r: "does not answer either, and is not stopped" if stopped and state == HANGS else state
+            for r, state in end.hung.items()
+        }
+        lines = [f"rank {r} {state}{_doing(end, r)}" for r, state in sorted(known.items())]
         text = "\n".join([end.silent, *lines, f"stacks of all ranks are in {logs}"])
         return failure(text, next(iter(stopped), -1), HangError.__name__)
     records = {rank: note for rank in {**end.failed, **dict.fromkeys(end.told)} if (note := _read_error(folder, rank))}
@@ -304,7 +321,8 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
     if hangs:  # the ranks' watchdogs agreed on it
         stopped = [r for r, state in end.hung.items() if state != HANGS]
         lines = [f"rank {r} {end.hung[r]}{_doing(end, r)}" for r in stopped]
-        text = "\n".join([hangs[0], *lines, f"stacks of all ranks are in {logs}"])
+        verdict = _corrected(hangs[0], stopped) if stopped else hangs[0]
+        text = "\n".join([verdict, *lines, f"stacks of all ranks are in {logs}"])
         silent = [r for r in end.hung if r not in end.told]
         return failure(text, next(iter(stopped or silent), -1), HangError.__name__)
     waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
@@ -322,6 +340,17 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         return made
     text = f"rank {rank} failed first; its log: {logs / f'rank{rank}.log'}\n\n{record['traceback'].rstrip()}"
     return failure(text, rank, record["kind"])
+
+
+def _corrected(verdict: str, stopped: Sequence[int]) -> str:
+    """A verdict without doubts about ranks that do not answer and are not stopped: others are, as the launcher sees."""
+
+    def known(match: re.Match[str]) -> str:
+        return match[0] if int(match[1]) in stopped else f"rank {match[1]} does not answer, and is not stopped"
+
+    return re.sub(
+        r"^rank (\d+) has not answered for \d+ s: it is stopped, gone, or hangs", known, verdict, flags=re.MULTILINE
+    )
 
 
 def _doing(end: _End, rank: int) -> str:
