@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "pictures"
 ROOT = Path(__file__).parent.parent
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --window-size=1300,870"
+    "--disable-component-update --disable-sync --hide-scrollbars --window-size=1040,1150 --force-device-scale-factor=1.5"
 )
 # the colours of the timeline page (view/timeline.html), by Okabe and Ito
 COLOURS = {
@@ -185,8 +185,8 @@ def grid(path: Path) -> None:
                 )
                 d.text(350 + 6 * (k + m), 96 + 4 * (a + b), f"·, {place[1]}, {place[2]}", 11, "#000", "middle")
     d.text(350, 82, "holds a quarter; copied over depth", 11.5, DIM)
-    d.text(650, 66, "X [tokens, 8 features], between layers:", 11.5, DIM)
-    d.text(650, 82, "each rank has its own tokens", 11.5, DIM)
+    d.text(650, 66, "X [tokens, 8 features]: between", 11.5, DIM)
+    d.text(650, 82, "layers, each rank has its tokens", 11.5, DIM)
     for depth in range(2):
         for row in range(2):
             for col in range(2):

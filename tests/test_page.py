@@ -64,6 +64,21 @@ def test_a_simulated_schedule(tmp_path: Path) -> None:
     assert {s[2] for row in panel["rows"] for s in row["spans"]} == {"F", "B", "M"}
 
 
+def check_arrows(path: Path) -> int:
+    """Each arrow begins in the slice of a message and leads to a later slice of another rank; returns how many there are."""
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    begun, ended = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert begun.keys() == ended.keys() == set(range(1, len(begun) + 1))
+    for key, s in begun.items():
+        f = ended[key]
+        (sent,) = (e for e in slices if (e["pid"], e["tid"], e["ts"], e["cat"]) == (s["pid"], s["tid"], s["ts"], "M"))
+        assert f["pid"] != s["pid"]
+        assert f["ts"] >= sent["ts"] + sent["dur"] - 0.0021
+        assert any(e["ts"] > f["ts"] for e in slices if (e["pid"], e["tid"]) == (f["pid"], 1))
+    return len(begun)
+
+
 def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     bad = "</script><script>alert(1)</script><!--\u2028&"
     panel = Panel(bad, (Row(bad, (PageSpan(0.0, 1.0, "F", bad),)),))
@@ -118,6 +133,8 @@ def test_a_run_of_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert measured["memory"]
     assert all(set(peak[2]) >= {"parameters", "optimizer state", "everything else"} for peak in measured["peaks"])
     events = json.loads((tmp_path / "run" / "timeline.trace.json").read_text())["traceEvents"]
+    messages = [e for e in events if e.get("cat") == "M"]
+    assert check_arrows(tmp_path / "run" / "timeline.trace.json") == len(messages) > 20
     lanes: dict[tuple[int, int], float] = {}
     for e in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):  # slices of a thread do not overlap
         assert e["ts"] >= lanes.get((e["pid"], e["tid"]), 0.0) - 0.01

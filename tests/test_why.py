@@ -160,26 +160,30 @@ def test_a_faster_kernel_of_attention_is_offered(tmp_path: Path) -> None:
 
 
 @torch.library.custom_op("fourfold_tests::plus", mutates_args=())
-def plus(x: Tensor, y: float) -> Tensor:
+def plus(x: Tensor, y: float, seconds: float) -> Tensor:
     """An operator whose author has not said what shape it returns: torch.compile fails on a layer that calls it."""
+    time.sleep(seconds)
     return x + y
 
 
-plus.register_autograd(lambda ctx, grad: (grad, None))
+plus.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
 class ManyOperators(nn.Module):
-    """400 tiny operators: most of their time is the host's, and one kernel if they are compiled."""
+    """400 tiny operators: most of their time is the host's, and one kernel if they are compiled.
 
-    def __init__(self, opaque: bool) -> None:
+    `seconds`: further time of a forward that does not compile, so that a busy machine costs less than it.
+    """
+
+    def __init__(self, opaque: bool, seconds: float) -> None:
         super().__init__()
-        self.mix, self.opaque = nn.Linear(16, 16), opaque
+        self.mix, self.opaque, self.seconds = nn.Linear(16, 16), opaque, seconds
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mix(x)
         for i in range(200):
             x = x * 0.99 + 1e-4 * i
-        return plus(x, 1.0) if self.opaque else x + 1.0
+        return plus(x, 1.0, self.seconds) if self.opaque else x + 1.0
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
@@ -190,9 +194,11 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return {"inputs": torch.full((4, 16), index / 64), "targets": torch.zeros(4, 16)}
 
 
-def _fit_layers(rank: int, ranks: int, folder: Path, opaque: tuple[int, ...], failing: tuple[int, ...]) -> None:
+def _fit_layers(
+    rank: int, ranks: int, folder: Path, opaque: tuple[int, ...], failing: tuple[int, ...], seconds: float
+) -> None:
     """`opaque`: the layers that torch.compile fails on, on the ranks `failing`."""
-    layers = lambda: [ManyOperators(i in opaque and rank in failing) for i in range(4)]  # noqa: E731
+    layers = lambda: [ManyOperators(i in opaque and rank in failing, seconds) for i in range(4)]  # noqa: E731
     plan = {"mesh": {"data": ranks}, "batch": {"micro_batches": 8}, "precision": {"compile": True}}
     config = {"train": {"steps": 6, "global_batch": 16 * ranks, "run_dir": str(folder)}, "log": {"trace": 1}}
     loss = lambda output, batch: (output - batch["targets"]).square().sum()  # noqa: E731
@@ -218,12 +224,14 @@ def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("compiled_code")
 @pytest.mark.parametrize(
-    ("ranks", "opaque", "failing", "named"),
+    ("ranks", "opaque", "failing", "named", "seconds"),
     [
-        (1, (), (), []),
-        (1, (2,), (0,), ["2"]),
-        pytest.param(2, (2,), (1,), ["2"], marks=QUIET),
-        pytest.param(2, (1, 3), (0, 1), ["1", "3"], marks=QUIET),
+        (1, (), (), [], 0.0),
+        (1, (2,), (0,), ["2"], 0.0),
+        (2, (2,), (1,), ["2"], 0.04),
+        (2, (1, 3), (0, 1), ["1", "3"], 0.04),
+        pytest.param(2, (2,), (1,), ["2"], 0.0, marks=QUIET),
+        pytest.param(2, (1, 3), (0, 1), ["1", "3"], 0.0, marks=QUIET),
     ],
 )
 def test_units_that_fell_out_of_the_compiler_are_named_first(
@@ -234,9 +242,10 @@ def test_units_that_fell_out_of_the_compiler_are_named_first(
     opaque: tuple[int, ...],
     failing: tuple[int, ...],
     named: list[str],
+    seconds: float,
 ) -> None:
     monkeypatch.setattr(RECORD, "uncompiled", {"blocks.0": "an earlier run of this process"})
-    run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing)
+    run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing, seconds)
     found = explain_run(tmp_path / "run")
     said = "\n".join(found.lines())
     print(said)

@@ -352,14 +352,16 @@ def _view_plan(args: ViewArgs, path: Path) -> int:
     whole = float(step.timeline.makespan)
     what = schema.format_seconds(whole) if unit else f"{whole:.4g} forwards of a rank's share"
     summary = f"One step of the pipeline takes {what}, with a bubble of {float(step.timeline.bubble):.1%}."
+    panel = planned_panel(plan, step, f"planned: {plan.mesh.product()} ranks")
     if step.sizes:
         promised = schema.format_seconds(plan.predicted["seconds"] if plan.predicted else whole)
-        computing = sum(map(float, step.timeline.work)) / step.timeline.rows / whole
-        summary = f"One step takes {what} as drawn, of which the ranks compute {computing:.1%}. "
+        computing = sum(row.busy(panel.length) for row in panel.rows) / len(panel.rows)
+        summary = f"One step takes {what} as drawn, of which the ranks compute {computing:.1%}"
+        again = sum(row.lost.get("recompute", 0.0) for row in panel.rows) / len(panel.rows) / whole
+        summary += f", without recomputation ({again:.1%}). " if again else ". "
         summary += f"The planner's own figure, with what is not drawn, is {promised}."
     elif plan.predicted:
         summary += " Collectives are not drawn."
-    panel = planned_panel(plan, step, f"planned: {plan.mesh.product()} ranks")
     print(*_write_views(args, path.with_suffix(""), path.name, summary, [panel], unit), sep="\n")
     return 0
 

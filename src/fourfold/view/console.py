@@ -44,7 +44,13 @@ def short_duration(seconds: float) -> str:
 
 
 def facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
-    """A small two-column table."""
+    """A small two-column table; lines are wrapped on a terminal only."""
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        rows = list(rows)
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            console.print(f"{name.ljust(width)}  {value}", markup=False, soft_wrap=True)
+        return
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")  # a long path is wrapped, not cut

@@ -41,6 +41,8 @@ class PageSpan(NamedTuple):
     name: str
     size: int = 0
     """Bytes of a message or collective."""
+    to: int = 0
+    """Of a message: the row of its receiver, relative to this row."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def panel_of(
             continue  # a gather of what is not sharded
         kind = {"compute": "", "message": "M", "collective": "G" if isinstance(what, Gather) else "S", "stream": "U"}
         letter = kind[lane] or what.kind  # type: ignore[union-attr]  # ops alone are on the compute lane
-        spans[row].append(PageSpan(float(start), float(end), letter, _told(what)))
+        to = what.peer - row if isinstance(what, Send) else 0
+        spans[row].append(PageSpan(float(start), float(end), letter, _told(what), to=to))
     rows = []
     for i, found in enumerate(spans):
         idle = float(timeline.idle[i])
@@ -208,9 +211,11 @@ LANES = {
 def write_perfetto(path: Path, panels: Sequence[Panel], *, scale: float = 1e6) -> None:
     """Write a Chrome trace: a process per rank, threads for ops and waits, messages, and collectives; `scale` gives µs.
 
-    Slices of a thread must nest, so those that overlap go to further threads. Every rank has a counter of its memory.
+    Slices of a thread must nest, so those that overlap go to further threads. Every rank has a counter of its memory. An arrow
+    leads from a message to the receiver's next op or wait.
     """
     events: list[dict[str, Any]] = []
+    arrows = 0
     for number, panel in enumerate(panels):
         for place, row in enumerate(panel.rows):
             pid = 10_000 * number + place + 1
@@ -228,6 +233,11 @@ def write_perfetto(path: Path, panels: Sequence[Panel], *, scale: float = 1e6) -
                 )  # to ns: neighbours must not overlap by one
                 times = {"ts": start, "dur": round(end - start, 3)}
                 events.append(span | times | ({"args": {"bytes": s.size}} if s.size else {}))
+                if s.to and 0 <= place + s.to < len(panel.rows):
+                    arrows += 1
+                    arrow = {"name": "message", "cat": "message", "id": arrows}
+                    events.append({"ph": "s", **arrow, "pid": pid, "tid": tid, "ts": start})
+                    events.append({"ph": "f", **arrow, "pid": pid + s.to, "tid": 1, "ts": round(end - 0.001, 3)})
             titles = [("process_name", 0, f"{panel.name} · {row.name}")]
             titles += [("thread_name", tid, name) for tid, name in sorted(named.items())]
             events += [{"ph": "M", "name": n, "pid": pid, "tid": t, "args": {"name": v}} for n, t, v in titles]

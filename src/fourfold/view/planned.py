@@ -221,7 +221,7 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
     spans: list[list[PageSpan]] = [[] for _ in range(timeline.rows)]
     for s in timeline.spans():
         if s.start != s.end or s.lane == "compute":  # a gather of what is not sharded takes no time
-            spans[s.row] += _divided(s, _span(s, step, over), step)
+            spans[s.row] += _divided(s, _span(s, step, over, stride), step)
     rows: list[Row] = []
     curve: list[tuple[tuple[float, float], ...]] = []
     marks: list[tuple[float, float, Mapping[str, float]]] = []
@@ -246,14 +246,14 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
     return Panel(name, tuple(rows), path, tuple(curve), "memory, predicted", "bytes", limit, tuple(marks))
 
 
-def _span(s: TimelineSpan, step: PlannedStep, over: str) -> PageSpan:
+def _span(s: TimelineSpan, step: PlannedStep, over: str, stride: int) -> PageSpan:
     start, end, what = float(s.start), float(s.end), s.what
     match what:
         case Op() | UnitOp():
             return PageSpan(start, end, what.kind, str(what))
         case Send(stage, kind, micro_batch, peer):
             told = f"{kind} of stage {stage}, micro-batch {micro_batch}, to pipe {peer}"
-            return PageSpan(start, end, "M", told, step.message_bytes)
+            return PageSpan(start, end, "M", told, step.message_bytes, (peer - s.row) * stride)
         case Gather(unit):
             return PageSpan(start, end, "G", f"gather {unit} over {over}", step.sizes.get(what, 0))
         case Reduce(unit):

@@ -114,6 +114,7 @@ def measured_panel(run: RunDir, step: int, steps: Sequence[TracedStep] | None = 
     if traced is None:
         raise RunDirError(f"{run.path}: no rank has a trace of step {step}")
     taken = {(e.peer, rank, e.what): e.end for rank, r in traced.ranks.items() for e in r.events if e.kind == "message"}
+    order = {rank: row for row, rank in enumerate(traced.ranks)}
     rows, memory, peaks = [], [], []
     for rank, r in traced.ranks.items():
         spans = [PageSpan(p.start, p.end, _letter(p), _name(p)) for p in r.parts]
@@ -123,7 +124,8 @@ def measured_panel(run: RunDir, step: int, steps: Sequence[TracedStep] | None = 
                 spans.append(PageSpan(e.issued, e.end, _COLLECTIVES.get(e.kind, "X"), e.what + over, e.size))
             elif e.kind == "send":
                 end = max(e.end, taken.get((rank, e.peer, e.what), e.end))
-                spans.append(PageSpan(e.begun, end, "M", f"{e.what}, to rank {e.peer}", e.size))
+                to = order[e.peer] - order[rank] if e.peer in order else 0
+                spans.append(PageSpan(e.begun, end, "M", f"{e.what}, to rank {e.peer}", e.size, to))
             elif e.kind == "bucket" and r.lead is not None:
                 spans.append(PageSpan(e.begun, e.end, "O", e.what, e.size))
         lost = {c: r.spent(c) for c in _LOST}
@@ -132,7 +134,6 @@ def measured_panel(run: RunDir, step: int, steps: Sequence[TracedStep] | None = 
         if r.peak is not None:
             at, used, parts = r.peak
             peaks.append((at, used, {**parts, "everything else": max(0.0, used - sum(parts.values()))}))
-    order = {rank: row for row, rank in enumerate(traced.ranks)}
     path = tuple((order[rank], p.start, p.end) for rank, p in traced.path)
     on_gpu = any(r.lead is not None for r in traced.ranks.values())
     budget = (plan.predicted or {}).get("usable_bytes", 0) if on_gpu else 0
