@@ -392,7 +392,7 @@ class ChatTemplate:
         return "".join(parts)
 
     def render_chat(self, chat: Chat) -> str:
-        """The text of a whole chat; raises DataError if the template leaves a message out, as it may for a role it does not know."""
+        """The text of a whole chat; raises DataError if the template leaves a message out, whose role it may not know."""
         text = self.render(chat.messages, tools=chat.tools)
         for i, message in enumerate(chat.messages):
             content, role = message["content"].strip(), message["role"]
