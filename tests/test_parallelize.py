@@ -366,13 +366,28 @@ def test_state_dicts_are_checked() -> None:
         model.load_state_dict({"embed.weight": torch.ones(2)}, strict=False)
 
 
+def save_elsewhere(rank: int, ranks: int, folder: str) -> str:
+    model = ff.parallelize(Net())
+    with pytest.raises(CheckpointError) as e:
+        model.save(f"{folder}/{rank}")
+    return str(e.value)
+
+
+def test_ranks_that_save_to_different_folders_are_refused(tmp_path: Path) -> None:
+    said = run_ranks(save_elsewhere, 2, str(tmp_path))
+    assert said[0] == said[1]
+    assert f"rank 0 saves to '{tmp_path}/0' and rank 1 to '{tmp_path}/1'; use one folder" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), 4])
 def test_the_example_under_torchrun_is_the_example_alone(ranks: int, tmp_path: Path) -> None:
     script, said = str(Path(__file__).parents[1] / "examples" / "own_module.py"), []
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     for options in ([], launch):
-        command = [sys.executable, *options, script, str(tmp_path / str(len(options)))]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        (tmp_path / str(len(options))).mkdir()
+        command, here = [sys.executable, *options, script], tmp_path / str(len(options))  # as its first lines say
+        out = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=here)
         assert out.returncode == 0, out.stderr[-2000:]
         said.append([float(x) for x in re.findall(r"loss ([\d.]+)", out.stdout)])
     assert len(said[0]) == 5

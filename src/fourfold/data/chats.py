@@ -4,7 +4,7 @@ Formats of an example (a JSON object), by its keys:
 
     messages         [{"role", "content", ...}]          OpenAI; `conversations` and from/value (ShareGPT) are read as well
     prompt           with `completion` or `answer`: both text, or both lists of messages
-    instruction      with `output`, and optionally `input` or `system` (Alpaca)
+    instruction      with `output`, and optionally `input`, `system` or `history`, earlier [question, answer] pairs (Alpaca)
     chosen           with `rejected`, and `prompt` unless both are chats: a preference pair, for DPO
     text             plain text, trained as a whole
 
@@ -145,9 +145,12 @@ def parse_example(item: Any, where: str) -> PlainExample | Chat:
             return _chat(_with_system(item, messages), where, item.get("tools"))
         case ["instruction"]:
             asked = [_text(item, key, where) for key in ("instruction", "input") if item.get(key)]
-            turns = [{"role": "user", "content": "\n".join(asked)}]
-            answer = {"role": "assistant", "content": _text(item, "output", where)}
-            return _chat(_with_system(item, [*turns, answer]), where)
+            last = ("\n".join(asked), _text(item, "output", where))
+            turns = [*_history(item.get("history") or [], where), last]
+            messages = [
+                {"role": r, "content": c} for turn in turns for r, c in zip(("user", "assistant"), turn, strict=True)
+            ]
+            return _chat(_with_system(item, messages), where)
         case ["prompt"]:
             return _prompted(item, where)
         case ["text"]:
@@ -157,6 +160,17 @@ def parse_example(item: Any, where: str) -> PlainExample | Chat:
         f"{where}: not an example: has {found}; expected 'messages', 'conversations', 'prompt' with 'completion' or 'answer', "
         "'instruction' with 'output', or 'text'"
     )
+
+
+def _history(pairs: Any, where: str) -> list[tuple[str, str]]:
+    """Earlier questions and answers of an Alpaca example."""
+    right = isinstance(pairs, list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    )
+    if not right:
+        raise DataError(f"{where}: 'history' must be a list of [question, answer], each text")
+    return [(question, answer) for question, answer in pairs]
 
 
 def _prompted(item: Mapping[str, Any], where: str) -> PlainExample | Chat:
@@ -318,6 +332,9 @@ class ChatTemplate:
             self._compiled = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError, ValueError) as e:
             raise DataError(f"{self.name}: not a chat template: {_short(e)}") from None
+        self._written: set[str] = (
+            set()
+        )  # roles, other than the assistant's, whose messages were seen in a rendered chat
         self._marks = re.search(r"{%[-+]?\s*generation\b", self.source) is not None
 
     @classmethod
@@ -374,9 +391,29 @@ class ChatTemplate:
             raise DataError(f"{self.name}: fails: {_short(e)}") from None
         return "".join(parts)
 
+    def render_chat(self, chat: Chat) -> str:
+        """The text of a whole chat; raises DataError if the template leaves a message out, whose role it may not know."""
+        text = self.render(chat.messages, tools=chat.tools)
+        for i, message in enumerate(chat.messages):
+            content, role = message["content"].strip(), message["role"]
+            if role == "assistant" or not content or (role in self._written and content in text):
+                continue
+            other = [*chat.messages[:i], {**message, "content": "q7Z"}, *chat.messages[i + 1 :]]
+            try:
+                left_out = self.render(other, tools=chat.tools) == text
+            except DataError:  # the template reads the content
+                continue
+            if left_out:
+                raise DataError(
+                    f"{self.name}: leaves out message {i + 1}, whose role is '{_shown(role)}'; give it a role that the template "
+                    "writes, or remove it"
+                )
+            self._written.add(role)
+        return text
+
     def render_trained(self, chat: Chat) -> tuple[str, list[tuple[int, int]], bool]:
         """The text, the trained ranges of characters, and whether the token that ends a turn must still be added."""
-        text = self.render(chat.messages, tools=chat.tools)
+        text = self.render_chat(chat)
         if START in text or END in text:
             raise DataError("the text holds the private-use characters U+E000 or U+E001")
         if self._marks:

@@ -92,7 +92,7 @@ CHUNK = 4 * files.MIB
 MOST_WORKERS = 64
 SMALL = 64 * files.MIB
 """Bytes: smaller sources are encoded anew each time with the byte tokenizer, which takes less than a second."""
-VERSION = 1
+VERSION = 2
 """Version of the encoding; changing it invalidates every cached file."""
 MIXED = "preference pairs and other examples in one source; keep one kind"
 AFTER = 3
@@ -455,7 +455,7 @@ class Encoder:
         template = self.template(where)
         try:
             if everything:
-                return template.render(example.messages, tools=example.tools), None, False, True
+                return template.render_chat(example), None, False, True
             text, spans, end = template.render_trained(example)
         except DataError as e:
             raise DataError(f"{where}: {e}") from None

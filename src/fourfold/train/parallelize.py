@@ -27,6 +27,7 @@ import atexit
 import dataclasses
 import fnmatch
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -321,10 +322,16 @@ class Parallel:
                 value.copy_(state[name])
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write weights, buffers and the optimizer's state as a distributed checkpoint; all ranks call it together."""
+        """Write weights, buffers and the optimizer's state as a distributed checkpoint; all ranks call it together.
+
+        A checkpoint in the folder is replaced.
+        """
+        _check_same_folder(folder)
         state = self._held(optimizer, optimizer.state_dict() if optimizer is not None else None)
         writer, alone = dcp.FileSystemWriter(folder), not dist.is_initialized()
-        dcp.save(state, storage_writer=writer, planner=ChunkPlanner(), no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+            dcp.save(state, storage_writer=writer, planner=ChunkPlanner(), no_dist=alone)
 
     @torch.no_grad()
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -481,6 +488,19 @@ def _loss_of(output: Any, batch: Any, share: Tensor | float) -> Tensor:
             "leave such a micro-batch out, or let the module return its logits, too"
         )
     return torch.stack([t.sum().to(loss.dtype) * 0 for t in others]).sum()  # so that every rank runs a backward
+
+
+def _check_same_folder(folder: str | Path) -> None:
+    """Raise on every rank if ranks would write to different folders, none of which would then be a whole checkpoint."""
+    if not dist.is_initialized():
+        return
+    named = [""] * dist.get_world_size()
+    dist.all_gather_object(named, str(folder))
+    for rank, name in enumerate(named):
+        if name != named[0]:
+            raise CheckpointError(
+                f"rank 0 saves to '{named[0]}' and rank {rank} to '{name}'; use one folder, which all ranks can write to"
+            )
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
