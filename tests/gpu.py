@@ -2,7 +2,7 @@
 
     make test-gpu     python -m tests.gpu tests    kernels, offload, runs on one GPU, NCCL among ranks that share it, verify
     make gpu-check    python -m tests.gpu check    figures: the life of a run of 1.2 B parameters, then killed and stopped ranks
-                      (its parts: whole, killed, faults; --only 'stop pipe 4' of the faults, --device cpu --backend gloo to rehearse)
+                      (its parts: life, which is whole and killed, and faults; --only 'stop pipe 4' of the faults, --device cpu --backend gloo to rehearse)
 
 Each takes less than ten minutes on an H200 with 16 cores. Whatever fails, the rest runs; the summary comes last, and logs are in
 `runs/gpu`. What there is no time for is said to be left out (`--limit` seconds, 570 by default).
@@ -246,7 +246,7 @@ def run_check(session: Session, args: argparse.Namespace) -> int:
         ("whole", ["--checkpoint.every", "0"], ""),
         ("killed", ["--checkpoint.every", "20", "--max-restarts", "1"], "kill rank=0 step=50"),
     ):
-        if what in ("check", name):
+        if what in ("check", "life", name):
             found[name] = _life(session, name, more, faults)
     if len(found) == 2:
         same = found["whole"] == found["killed"]
@@ -584,7 +584,7 @@ def _forked_command(args: list[str], log: Path, faults: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tests", "check", "whole", "killed", "faults"))
+    parser.add_argument("what", choices=("tests", "check", "life", "whole", "killed", "faults"))
     parser.add_argument("--limit", type=float, default=570.0, help="seconds")
     parser.add_argument("--device", default="cuda", help="of the faults: cuda, or cpu to rehearse")
     parser.add_argument("--backend", default="nccl", help="of the faults: nccl, or gloo to rehearse")
