@@ -38,6 +38,7 @@ def _driver() -> Any:
         "cuCtxSetCurrent": [handle],
         "cuEventCreate": [out, ctypes.c_uint],
         "cuEventRecord": [handle, handle],
+        "cuStreamWaitEvent": [handle, handle, ctypes.c_uint],
         "cuEventQuery": [handle],
         "cuEventSynchronize": [handle],
         "cuEventElapsedTime": [ctypes.POINTER(ctypes.c_float), handle, handle],
@@ -70,6 +71,10 @@ class DriverEvent:
     def record(self, stream: Any = None) -> None:
         stream = stream or torch.cuda.current_stream()
         _check(_driver().cuEventRecord(self._handle, stream.cuda_stream))
+
+    def wait(self, stream: Any) -> None:
+        """Make the later work of a stream wait for it."""
+        _check(_driver().cuStreamWaitEvent(stream.cuda_stream, self._handle, 0))
 
     def query(self) -> bool:
         """Whether the device has reached it."""

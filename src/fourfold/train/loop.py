@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from fourfold.checkpoint.save_load import Checkpointer, Holding
 from fourfold.collectives import all_gather, all_reduce
 from fourfold.data.own_data import OwnSamples
 from fourfold.data.samples import IGNORE, Lengths, Samples
+from fourfold.device_events import make_event
 from fourfold.errors import CheckpointError, CommunicationError, ReplicaError
 from fourfold.model.attention import Documents
 from fourfold.model.spec import flops_per_token
@@ -67,19 +69,23 @@ class _Result:
     loss sum, square sum, peak bytes, stop flag, seconds of the ops of an earlier step by kind, seconds of waiting in a traced
     step (negative: no step was traced since), and lengths of the documents that the rank read.
 
-    `values` is copied to the host asynchronously; the copy is complete once the device reaches `ready`, the end of the step.
-    Reading it waits for that step, but not for later work.
+    On a GPU, `values` is copied to the host after `ready`, the end of the step, by a queue of its own: copies to the host are made
+    in the order in which they are issued, so this one comes after the optimizer's state of this step, for which the next step
+    need not wait. Reading waits for `copied`.
     """
 
     step: int
     values: Tensor
     ready: Any
+    copied: Any
     lr: float
     spans: Sequence[Span]
     rolled_back: bool | None
     """Whether its updates were undone and repeated; None: none started before the gradient norm was known."""
 
     def read(self) -> tuple[float, Tensor]:
+        if self.copied is not None:
+            self.copied.synchronize()
         return float(self.values[0]), self.values[1:].view(-1, COLUMNS)
 
 
@@ -234,10 +240,21 @@ class Loop:
         return self._result(index + 1, values, lr)
 
     def _result(self, step: int, values: Tensor, lr: float) -> _Result:
+        ready, copied = self.clock.mark(), None
         if self.device.type == "cuda":
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = there.copy_(values, non_blocking=True)
-        return _Result(step, values, self.clock.mark(), lr, self.runner.spans, self.optimizer.rolled_back)
+            ready.wait(self._to_host)
+            with torch.cuda.stream(self._to_host):
+                there.copy_(values, non_blocking=True)
+            values.record_stream(self._to_host)
+            copied = make_event()
+            copied.record(self._to_host)
+            values = there
+        return _Result(step, values, ready, copied, lr, self.runner.spans, self.optimizer.rolled_back)
+
+    @cached_property
+    def _to_host(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
     def _micro_batches(self, samples: Samples, index: int) -> Iterator[MicroBatch | OwnBatch]:
         """This rank's part of step `index`: micro-batch m holds sequences (m · ways + way) · size … of the step.
