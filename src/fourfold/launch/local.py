@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import mmap
 import multiprocessing
@@ -411,6 +412,7 @@ def _calls(log: Path) -> list[str]:
 
 def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, console: int, mirror: memoryview) -> None:
     die_with(launcher)
+    gc.freeze()  # a collection would visit, and so copy, all that the launcher has made: seconds on a busy machine, under the lock
     RECORD.mirror = mirror
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -120,7 +120,7 @@ def logit_rows(problem: PlanProblem, tokens: int, col: int) -> int:
 
 
 def _chunked_loss_seconds(problem: PlanProblem, tokens: int, col: int, rows: int) -> float:
-    """The loss and its gradient beside the head's matmuls, kernel by kernel (model/head_loss.py).
+    """The loss and its gradient in addition to the head's matmuls, kernel by kernel (model/head_loss.py).
 
     A logit is read and written in at least fp32: maximum (1), subtraction (2), exponential (2), sum (1), scaling (2). A narrower
     one is copied before and after that, and its dW is added to a wide sum; otherwise dW's matmul does that.
