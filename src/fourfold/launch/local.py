@@ -412,7 +412,7 @@ def _calls(log: Path) -> list[str]:
 
 def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, console: int, mirror: memoryview) -> None:
     die_with(launcher)
-    gc.freeze()  # a collection would visit, and so copy, all that the launcher has made: seconds on a busy machine, under the lock
+    gc.freeze()  # a collection would visit, and so copy, all that the launcher made, and no thread runs meanwhile
     RECORD.mirror = mirror
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

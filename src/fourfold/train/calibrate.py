@@ -39,8 +39,9 @@ from fourfold.ring import SMALLEST
 from fourfold.runtime.transport import Name, Transport
 from fourfold.runtime.wire import DevicePort, HostPort, Port, StagedPort
 from fourfold.schema import format_bytes
-from fourfold.train.device_rates import DTYPES, gpu_device, steady
+from fourfold.train.device_rates import gpu_device, steady
 from fourfold.train.one_rank import OneRank
+from fourfold.train.parts import DTYPES
 
 __all__ = ["calibrate"]
 
@@ -133,7 +134,7 @@ class _Calibration:
     def _device(self) -> Device:
         if self.device.type == "cuda":
             return gpu_device(self.device, self._memory(), self._operator())
-        rates = {kind: self._best_rate(dtype) for kind, dtype in DTYPES.items()}
+        rates = {kind: self._best_rate(dtype) for kind, dtype in sorted(DTYPES.items())}
         peaks = {kind: max(found) for kind, found in rates.items()}
         share = min(1.0, median(rates["fp32"]) / peaks["fp32"])
         memory = self._memory()

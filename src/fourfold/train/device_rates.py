@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from fourfold.cluster import Device
 from fourfold.train.metrics import peak_flops
+from fourfold.train.parts import DTYPES
 
 __all__ = ["gpu_device", "steady"]
 
@@ -25,7 +26,6 @@ SHAPES = (
 """Shapes (m, k, n) of matmuls: forwards, gradients of inputs and of weights."""
 WARM, ENOUGH = 1.0, 0.05
 """Seconds of warm-up before anything is timed, and of each measurement."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def gpu_device(device: torch.device, memory: int, operator: float) -> Device:
@@ -36,7 +36,7 @@ def gpu_device(device: torch.device, memory: int, operator: float) -> Device:
     _took(lambda: one @ one, WARM)
     rates = {
         kind: _product_rates(dtype, device, bare, SHAPES[: 6 if kind == "bf16" else 2])
-        for kind, dtype in DTYPES.items()
+        for kind, dtype in sorted(DTYPES.items())
     }
     peaks = {kind: max(found) for kind, found in rates.items()}
     efficiency = median(rates["bf16"]) / peaks["bf16"]
@@ -48,7 +48,7 @@ def gpu_device(device: torch.device, memory: int, operator: float) -> Device:
         reserve="2GiB",
         processors=properties.multi_processor_count,
         matrix=peaks,
-        stated={kind: peak_flops(device, dtype) for kind, dtype in DTYPES.items()},
+        stated={kind: peak_flops(device, dtype) for kind, dtype in sorted(DTYPES.items())},
         efficiency=efficiency,
         attention=min(1.0, forward / (peaks["bf16"] * efficiency)),
         attention_backward=ratio,

@@ -69,9 +69,9 @@ class _Result:
     loss sum, square sum, peak bytes, stop flag, seconds of the ops of an earlier step by kind, seconds of waiting in a traced
     step (negative: no step was traced since), and lengths of the documents that the rank read.
 
-    On a GPU, `values` is copied to the host after `ready`, the end of the step, by a queue of its own: copies to the host are made
-    in the order in which they are issued, so this one comes after the optimizer's state of this step, for which the next step
-    need not wait. Reading waits for `copied`.
+    On a GPU, `values` is copied to the host after `ready`, the end of the step, on a stream of its own: copies to the host are
+    made in the order in which they are issued, so this one comes after the optimizer's state of this step, for which the next
+    step need not wait. Reading waits for `copied`.
     """
 
     step: int

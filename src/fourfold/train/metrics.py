@@ -11,6 +11,8 @@ all ranks, of the last traced step, in the line of the first step that knows the
 has used so far (CUDA: allocated; CPU: resident). `mfu` is the model's FLOPs for these tokens (model/spec.py: no
 recomputation) per second over the ranks' peak rate: the vendor's figure for known GPUs at the plan's precision, and on CPUs,
 which have no such figure worth the name, the rate of a matrix product measured when the run starts, on all ranks at once.
+
+`Recorder` writes them, and prints a part of them to the console.
 """
 
 from __future__ import annotations
@@ -21,16 +23,23 @@ import math
 import resource
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from fourfold import files
+from fourfold.config import Config
 from fourfold.errors import RunDirError
+from fourfold.offload.streamer import LAST_STEPS, TOO_MANY
+from fourfold.supervision.stragglers import WINDOW, WINDOWS
+from fourfold.train.callbacks import Callback, RunInfo
 from fourfold.train.rundir import RunDir, scan_metrics
+from fourfold.view.console import Progress, short_duration
+from fourfold.view.text import markup
 
-__all__ = ["MetricsFile", "measured_flops", "peak_bytes", "peak_flops", "used_bytes"]
+__all__ = ["MetricsFile", "Recorder", "measured_flops", "peak_bytes", "peak_flops", "used_bytes"]
 
 # Dense matrix rate, FLOP/s, by a part of the device's name: (bf16, fp32 without TF32, fp64), vendor figures.
 _PEAKS = {
@@ -70,6 +79,59 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class Recorder(Callback):
+    """Rank 0's record: metrics.jsonl and the console."""
+
+    def __init__(self, run: RunDir, config: Config, done: int, console: IO[str] | None, device: torch.device):
+        self.file = MetricsFile(run, done)
+        memory = "tensors" if device.type == "cuda" else "process"
+        self.progress = Progress(config.train.steps, config.log.every, console, memory)
+        self.waited: dict[int, float] = {}  # by step, how long training waited for its save
+        self.tries: bool | None = (
+            None  # whether the last step's updates started before the norm was known; None: none yet
+        )
+        if self.file.dropped:
+            numbers = ", ".join(map(str, self.file.dropped[:10]))
+            self.progress.note(f"  metrics.jsonl: dropped {len(self.file.dropped)} damaged lines: {numbers}")
+
+    def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
+        self.file.write(metrics)
+        self.progress.step(metrics)
+        self._tell_rollback("rolled_back" in metrics)
+        if slow := metrics.get("straggler"):
+            op = {"F": "forwards", "B": "backwards", "W": "weight gradients"}[slow["op"]]
+            who = f"rank {slow['rank']} takes {slow['slower']:g} times as long as its replicas for {op}"
+            self.progress.note(f"  [yellow]slow:[/] {who} (the last {WINDOW * WINDOWS} steps)")
+
+    def _tell_rollback(self, tries: bool) -> None:
+        if self.tries and not tries:
+            why = f"{TOO_MANY} of the last {LAST_STEPS} steps were clipped or not finite"
+            self.progress.note(f"  [yellow]updates wait for the gradient norm[/] while {why}")
+        elif self.tries is False and tries:
+            self.progress.note("  updates start in the backward again")
+        if tries or self.tries is not None:
+            self.tries = tries
+
+    def on_eval(self, run: RunInfo, metrics: dict[str, Any]) -> None:
+        self.file.write(metrics)
+        took = short_duration(metrics["eval_seconds"])
+        known = ("eval_loss", "eval_tokens", "eval_seconds", "step")
+        more = "".join(f"  {n.removeprefix('eval_')} {v:.4g}" for n, v in metrics.items() if n not in known)
+        loss = f"loss {metrics['eval_loss']:.4f}{markup(more)}"
+        self.progress.note(f"  evaluation at step {metrics['step']}: {loss}  [dim]({took})[/]")
+
+    def on_saving(self, run: RunInfo, metrics: dict[str, Any]) -> None:
+        self.file.write(metrics)
+        self.waited[metrics["step"]] = metrics["save_seconds"]
+
+    def on_save(self, run: RunInfo, step: int, path: Path) -> None:
+        waited = short_duration(self.waited.pop(step, 0.0))
+        self.progress.note(f"  [dim]saved {markup(path)} (training waited {waited})[/]")
+
+    def on_end(self, run: RunInfo, step: int) -> None:
+        self.file.close()
 
 
 def peak_bytes(device: torch.device) -> int:

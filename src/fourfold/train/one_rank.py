@@ -45,12 +45,11 @@ from fourfold.train.parts import (
     message_shape,
     put_on_grid,
     set_loss_chunks,
+    types_of,
 )
 from fourfold.train.streamed import make_keeper, make_optimizer
 
 __all__ = ["DeviceMeter", "Meter", "OneRank", "one_of_many"]
-
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @contextmanager
@@ -101,8 +100,7 @@ class OneRank:
         early = optimizer and plan.updates_early(config)
         self.layout = lay_out_pipeline(config.model, plan, config.train.global_batch, early=early)
         self.model = build_model(config.model)
-        compute = _DTYPES[plan.precision.compute]
-        reduce = torch.promote_types(_DTYPES[plan.precision.reduce], compute)
+        compute, reduce = types_of(plan)
         grid = make_grid(self.mesh, plan)
         put_on_grid(self.model, grid, config, plan, compute, reduce)
         set_loss_chunks(self.model, config, plan, self.layout)

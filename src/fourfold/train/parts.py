@@ -52,6 +52,7 @@ from fourfold.train.optim import AdamW
 from fourfold.train.streamed import StreamedUnits
 
 __all__ = [
+    "DTYPES",
     "RankStages",
     "RankUnits",
     "UnitHandle",
@@ -67,9 +68,11 @@ __all__ = [
     "message_shape",
     "put_on_grid",
     "set_loss_chunks",
+    "types_of",
 ]
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+"""By their names in a plan."""
 TIED = ("embed", "head")
 """Units that may share a weight."""
 
@@ -133,6 +136,12 @@ class UnitHandle:
         assert isinstance(self.optimizer, StreamedUnits), "STREAM in a program whose optimizer state is on the device"
         self.sums.settle()  # the reduction must have been started
         self.optimizer.stream(self.unit)
+
+
+def types_of(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
+    """The types of a plan's compute and of its reductions; the latter are at least as wide."""
+    compute = DTYPES[plan.precision.compute]
+    return compute, torch.promote_types(DTYPES[plan.precision.reduce], compute)
 
 
 def make_grid(mesh: RankMesh, plan: Plan) -> Grid:

@@ -8,6 +8,7 @@ program; create the optimizer of the units; open the data; resume from a checkpo
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -41,7 +42,6 @@ from fourfold.launch.place import Place, check_joined, choose_device, current_pl
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.spec import parameter_count
 from fourfold.model.to_hf import check_written
-from fourfold.offload.streamer import LAST_STEPS, TOO_MANY
 from fourfold.plan import AXES, Mesh, Plan
 from fourfold.program.stages import PipelineLayout
 from fourfold.record import RECORD
@@ -51,7 +51,6 @@ from fourfold.supervision.failures import FailureRecorder
 from fourfold.supervision.faults import Faults
 from fourfold.supervision.flight import begin_attempt, note
 from fourfold.supervision.guard import Guard
-from fourfold.supervision.stragglers import WINDOW, WINDOWS
 from fourfold.supervision.watch import Board, Limits, Watch, make_board
 from fourfold.tensor.own_layers import OwnRule
 from fourfold.train._torch import default_store
@@ -60,10 +59,11 @@ from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.clock import make_clock
 from fourfold.train.loop import Engine, Loop, RankContext, RunServices
 from fourfold.train.mesh import RankMesh
-from fourfold.train.metrics import MetricsFile, peak_flops, used_bytes
+from fourfold.train.metrics import Recorder, peak_flops, used_bytes
 from fourfold.train.objective import Loss, Objective, add_reference, open_run, samples_together
 from fourfold.train.own_model import OwnModel, check_frozen, make_own_units
 from fourfold.train.parts import (
+    RankUnits,
     compute_in_fp8,
     grid_settings,
     make_grid,
@@ -74,16 +74,14 @@ from fourfold.train.parts import (
     make_units,
     put_on_grid,
     set_loss_chunks,
+    types_of,
 )
 from fourfold.train.rundir import RunDir
 from fourfold.train.streamed import make_keeper, make_optimizer
 from fourfold.train.trace import TraceFile
-from fourfold.view.console import Progress, short_duration
-from fourfold.view.text import markup
+from fourfold.view.console import short_duration
 
-__all__ = ["DTYPES", "Outcome", "fit", "join_and_work", "work"]
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+__all__ = ["Outcome", "fit", "join_and_work", "work"]
 
 
 @dataclass(frozen=True)
@@ -334,16 +332,14 @@ def assemble(
 ) -> tuple[Loop, int]:
     """The loop of one rank, and the number of steps done before."""
     RECORD.uncompiled = {}  # an earlier run of this process may have had some
+    own = user.model is not None
     mesh = RankMesh(plan.mesh, place.rank, timedelta(seconds=LONGEST_WAIT))
     world = dist.group.WORLD if place.ranks > 1 else None
     batch_group = mesh.group("data", "depth", "row", use="gradients")
     saving = mesh.group(*AXES, use="save", gloo=True)
-    compute = DTYPES[plan.precision.compute]
-    reduce = torch.promote_types(DTYPES[plan.precision.reduce], torch.float64 if compute == torch.float64 else compute)
+    compute, _ = types_of(plan)
     peak_rate = peak_flops(device, compute)  # measuring needs memory, so do it before the model is built
-    attention = (
-        None if user.model is not None else _choose_attention(config, plan, place, device, compute, run, console)
-    )
+    attention = None if own else _choose_attention(config, plan, place, device, compute, run, console)
     guard = Guard(
         limits=limits,
         max_skipped=config.train.max_skipped,
@@ -354,50 +350,21 @@ def assemble(
 
     clock = make_clock(device)
     train_samples, eval_samples, loss = user.opened or open_run(config)
-    grid = make_grid(mesh, plan)
-    sizes: dict[str, Any] = {"device": device, "compute": compute, "reduce": reduce}
-    parameters = parameter_count(config.model) if user.model is None else user.model.parameters
-    if user.model is None:
-        model = build_model(config.model)
-        put_on_grid(model, grid, config, plan, compute, reduce)
-        model.head.loss.per_token = loss is not None
-        set_loss_chunks(model, config, plan, layout)
-        model.to(compute)
-        held = make_units(config, plan, mesh, grid, layout, model, **sizes)
-        if plan.precision.matmul == "fp8":
-            compute_in_fp8(held, device)
-        materialize_buffers(model, device, compute)
-    else:
-        if len(set(_everyone(user.model.fingerprint(), place))) > 1:
-            raise ConfigError(
-                "the weights of your model differ between ranks; call torch.manual_seed before it is built, or pass fit a "
-                "function that builds it"
-            )
-        setting = grid_settings(grid, config, plan, compute, reduce, positions=_positions(train_samples))
-        frozen = user.model.fingerprint(frozen=True) if user.model.frozen_parameters() else ""
-        if place.rank == 0:  # it writes final/
-            user.model.frozen.update(user.model.frozen_parameters())
-        held = make_own_units(user.model, plan, mesh, grid, layout, setting, **sizes)
+    held, frozen = _make_units(
+        config, plan, place, layout, mesh, device, user.model, train_samples, per_token=loss is not None
+    )
     units = list(held.units.values())
     optimizer = make_optimizer(config, plan, units, place.local_ranks)
     keeper = make_keeper(plan, device, place.local_ranks)
-    wanted = plan.precision.compiles(device.type) if user.model is None else plan.precision.compile is True
-    missing = plan.not_compiled
-    if device.type == "cuda" and plan.precision.compile == "auto" and find_spec("triton") is None:
-        missing = "Triton, which compiles for GPUs, is not installed"
-    compiled = wanted and not missing
-    if compiled:
-        set_compile_cache(os.environ)
-    elif wanted and place.rank == 0:
-        print(f"units are not compiled: {missing}", file=console, flush=True)
-    stages = make_stages(config, plan, mesh, layout, held, keeper, own=user.model is not None, compiled=compiled)
+    compiled = _compiles(plan, place, device, console, own=own)
+    stages = make_stages(config, plan, mesh, layout, held, keeper, own=own, compiled=compiled)
     handles = make_handles(held, stages, optimizer)
     executor = Executor(
         layout.schedule.placement,
         mesh.coordinates["pipe"],
         stages.stages,
         handles,
-        make_transport(config, plan, mesh, layout, device, LONGEST_WAIT, own=user.model is not None),
+        make_transport(config, plan, mesh, layout, device, LONGEST_WAIT, own=own),
         buckets=handles,
         watch=guard.instruction,
         mark=clock.mark,
@@ -405,76 +372,142 @@ def assemble(
     runner = make_runner(executor, plan, mesh, layout)
     with guard.connecting():
         mesh.connect(device)
+
+    parameters = user.model.parameters if user.model is not None else parameter_count(config.model)
     info = RunInfo(config, plan, run.path, place.rank, place.ranks, parameters)
     mine = list(callbacks) + extra_callbacks(config)
     objective = None
     if loss is not None:
         wide = torch.float64 if compute == torch.float64 else torch.float32
-        objective = Objective(loss, wide, log_probs=user.model is None)
+        objective = Objective(loss, wide, log_probs=not own)
     remote = RemoteFolder(config.checkpoint.dir) if config.checkpoint.dir else None
-    checkpointer = save_load.Checkpointer(
-        run.checkpoints,
-        keep=config.checkpoint.keep,
-        keep_every=config.checkpoint.keep_every,
-        background=config.checkpoint.mode == "async",
-        group=saving,
-        remote=remote,
-        prunes=place.local_rank == 0,
-        local_ranks=place.local_ranks,
-    )
     loop = Loop(
         RankContext(info, mesh, device, clock, world, batch_group, peak_rate),
         Engine(runner, units, list(held.ties.values()), optimizer, list(held.bases.values())),
-        RunServices(train_samples, eval_samples, checkpointer, guard, mine, objective),
+        RunServices(
+            train_samples, eval_samples, _checkpointer(config, run, saving, remote, place), guard, mine, objective
+        ),
     )
     said: list[str] = []
     if remote is not None:
         check_own(run, remote)
         said = save_load.download_newest(remote, run.checkpoints, saving, place.local_rank, place.local_ranks)
     done = save_load.resume(loop, run.checkpoints, saving, console, said)
+    if own:
+        weights: list[tuple[int, float]] = []
+        if frozen:
+            begins = save_load.newest(run.checkpoints) is None
+            _checked_by_rank_0(place, lambda: check_frozen(run.path, frozen, first=begins))
+    else:
+        weights = _fill_weights(loop, place, run, done, console)
+    if objective is not None and objective.has_reference:
+        add_reference(loop, run.path, done, console)
+    if config.log.trace:
+        folder, stage = run.path / "trace", mesh.coordinates["pipe"]
+        used = functools.partial(used_bytes, device)
+        loop.trace = TraceFile(folder, place.rank, stage, config.log.trace, done, clock, used, loop.memory_parts)
+        if loop.trace.dropped:
+            print(f"trace/rank{place.rank}.jsonl: dropped {loop.trace.dropped} damaged lines", flush=True)
+    if place.rank == 0:
+        run.write(config, plan)  # after the checkpoint was opened under them
+        schema.write_json(run.env_file, _environment(place, device, attention, weights, user.model))
+        loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
+    return loop, done
+
+
+def _make_units(
+    config: Config,
+    plan: Plan,
+    place: Place,
+    layout: PipelineLayout,
+    mesh: RankMesh,
+    device: torch.device,
+    own: OwnModel | None,
+    samples: Samples,
+    *,
+    per_token: bool,
+) -> tuple[RankUnits, str]:
+    """The units of this rank, of a built-in model or of the user's own, and a fingerprint of the latter's frozen weights.
+
+    `per_token`: the loss is computed from the head's cross entropies of single tokens.
+    """
+    grid = make_grid(mesh, plan)
+    compute, reduce = types_of(plan)
+    sizes: dict[str, Any] = {"device": device, "compute": compute, "reduce": reduce}
+    if own is None:
+        model = build_model(config.model)
+        put_on_grid(model, grid, config, plan, compute, reduce)
+        model.head.loss.per_token = per_token
+        set_loss_chunks(model, config, plan, layout)
+        model.to(compute)
+        held = make_units(config, plan, mesh, grid, layout, model, **sizes)
+        if plan.precision.matmul == "fp8":
+            compute_in_fp8(held, device)
+        materialize_buffers(model, device, compute)
+        return held, ""
+    if len(set(_everyone(own.fingerprint(), place))) > 1:
+        raise ConfigError(
+            "the weights of your model differ between ranks; call torch.manual_seed before it is built, or pass fit a "
+            "function that builds it"
+        )
+    frozen = own.fingerprint(frozen=True) if own.frozen_parameters() else ""
+    if place.rank == 0:  # it writes final/
+        own.frozen.update(own.frozen_parameters())
+    setting = grid_settings(grid, config, plan, compute, reduce, positions=_positions(samples))
+    return make_own_units(own, plan, mesh, grid, layout, setting, **sizes), frozen
+
+
+def _compiles(plan: Plan, place: Place, device: torch.device, console: IO[str] | None, *, own: bool) -> bool:
+    """Whether units are compiled; prints why not if they should be."""
+    precision, missing = plan.precision, plan.not_compiled
+    wanted = precision.compile is True if own else precision.compiles(device.type)
+    if device.type == "cuda" and precision.compile == "auto" and find_spec("triton") is None:
+        missing = "Triton, which compiles for GPUs, is not installed"
+    if wanted and not missing:
+        set_compile_cache(os.environ)
+        return True
+    if wanted and place.rank == 0:
+        print(f"units are not compiled: {missing}", file=console, flush=True)
+    return False
+
+
+def _checkpointer(
+    config: Config, run: RunDir, group: dist.ProcessGroup | None, remote: RemoteFolder | None, place: Place
+) -> save_load.Checkpointer:
+    return save_load.Checkpointer(
+        run.checkpoints,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        background=config.checkpoint.mode == "async",
+        group=group,
+        remote=remote,
+        prunes=place.local_rank == 0,
+        local_ranks=place.local_ranks,
+    )
+
+
+def _fill_weights(loop: Loop, place: Place, run: RunDir, done: int, console: IO[str] | None) -> list[tuple[int, float]]:
+    """Read the weights of a built-in model that come from a Hugging Face folder; returns the bytes and seconds of every rank.
+
+    These are the initial ones, and with LoRA, in every run, the frozen ones. The folder's other files are kept for final/.
+    """
+    config = loop.config
     begins = save_load.newest(run.checkpoints) is None
-    read: list[tuple[int, float]] = []  # by rank, bytes and seconds of reading initial or frozen weights
     if config.model.lora is not None:
         _checked_by_rank_0(place, lambda: check_base(run.path / "hf", config.model, first=begins))
-    if user.model is not None and frozen:
-        _checked_by_rank_0(place, lambda: check_frozen(run.path, frozen, first=begins))
     if config.model.init != "random" and (begins or config.model.lora is not None):
         found = read_weights(loop)
-        read = _everyone((found.bytes, found.seconds), place)
+        read: list[tuple[int, float]] = _everyone((found.bytes, found.seconds), place)
         if place.rank == 0:
             keep_files(config, run.path / "hf", found.types)
             slowest = " on the slowest rank" if place.ranks > 1 else ""
             size, seconds = sum(b for b, _ in read), max(s for _, s in read)
             took = f"{schema.format_bytes(size)} read in {short_duration(seconds)}{slowest}"
             print(f"weights: {took}", file=console, flush=True)
-    elif place.rank == 0 and done == 0 and user.model is None:
+        return read
+    if place.rank == 0 and done == 0:
         keep_files(config, run.path / "hf")
-    if objective is not None and objective.has_reference:
-        add_reference(loop, run.path, done, console)
-    if config.log.trace:
-        loop.trace = TraceFile(
-            run.path / "trace",
-            place.rank,
-            mesh.coordinates["pipe"],
-            config.log.trace,
-            done,
-            clock,
-            lambda: used_bytes(device),
-            loop.memory_parts,
-        )
-        if loop.trace.dropped:
-            print(f"trace/rank{place.rank}.jsonl: dropped {loop.trace.dropped} damaged lines", flush=True)
-    if place.rank == 0:
-        run.write(config, plan)  # after the checkpoint was opened under them
-        more: dict[str, Any] = {} if attention is None else {"attention": attention.to_dict()}
-        if read:
-            more["weights"] = [{"bytes": size, "seconds": round(seconds, 3)} for size, seconds in read]
-        if user.model is not None:
-            more["own_layers"] = user.model.outline.parameters
-            more["own_classes"] = {name: type(layer).__name__ for name, layer in user.model.layers.items()}
-        schema.write_json(run.env_file, environment(place, device) | more)
-        loop.callbacks = [Recorder(run, config, done, console, device), *loop.callbacks]
-    return loop, done
+    return []
 
 
 def _checked_by_rank_0(place: Place, check: Callable[[], None]) -> None:
@@ -542,9 +575,15 @@ def _attention_before(run: RunDir, device: torch.device) -> dict[str, float]:
     return {name: float(t) for name, t in times.items() if name in KERNELS and isinstance(t, int | float) and t > 0}
 
 
-def environment(place: Place, device: torch.device) -> dict[str, Any]:
-    """Hardware and software of the run, for env.json."""
-    return {
+def _environment(
+    place: Place,
+    device: torch.device,
+    attention: AttentionChoice | None,
+    weights: Sequence[tuple[int, float]],
+    own: OwnModel | None,
+) -> dict[str, Any]:
+    """Hardware and software of the run, and what was measured at its start, for env.json."""
+    found: dict[str, Any] = {
         "fourfold": fourfold.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -557,6 +596,14 @@ def environment(place: Place, device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "job": place.job,
     }
+    if attention is not None:
+        found["attention"] = attention.to_dict()
+    if weights:
+        found["weights"] = [{"bytes": size, "seconds": round(seconds, 3)} for size, seconds in weights]
+    if own is not None:
+        found["own_layers"] = own.outline.parameters
+        found["own_classes"] = {name: type(layer).__name__ for name, layer in own.layers.items()}
+    return found
 
 
 def _prepare(config: Config, place: Place, *, own: bool = False) -> tuple[torch.device, Limits]:
@@ -572,56 +619,3 @@ def _prepare(config: Config, place: Place, *, own: bool = False) -> tuple[torch.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     step = config.train.timeout or (60.0 if device.type == "cpu" else 600.0)
     return device, Limits.of(step, config.train.start_timeout, config.checkpoint.timeout, config.train.eval_timeout)
-
-
-class Recorder(Callback):
-    """Rank 0's record: metrics.jsonl and the console."""
-
-    def __init__(self, run: RunDir, config: Config, done: int, console: IO[str] | None, device: torch.device):
-        self.file = MetricsFile(run, done)
-        memory = "tensors" if device.type == "cuda" else "process"
-        self.progress = Progress(config.train.steps, config.log.every, console, memory)
-        self.waited: dict[int, float] = {}  # by step, how long training waited for its save
-        self.tries: bool | None = (
-            None  # whether the last step's updates started before the norm was known; None: none yet
-        )
-        if self.file.dropped:
-            numbers = ", ".join(map(str, self.file.dropped[:10]))
-            self.progress.note(f"  metrics.jsonl: dropped {len(self.file.dropped)} damaged lines: {numbers}")
-
-    def on_step(self, run: RunInfo, metrics: dict[str, Any]) -> None:
-        self.file.write(metrics)
-        self.progress.step(metrics)
-        self._tell_rollback("rolled_back" in metrics)
-        if slow := metrics.get("straggler"):
-            op = {"F": "forwards", "B": "backwards", "W": "weight gradients"}[slow["op"]]
-            who = f"rank {slow['rank']} takes {slow['slower']:g} times as long as its replicas for {op}"
-            self.progress.note(f"  [yellow]slow:[/] {who} (the last {WINDOW * WINDOWS} steps)")
-
-    def _tell_rollback(self, tries: bool) -> None:
-        if self.tries and not tries:
-            why = f"{TOO_MANY} of the last {LAST_STEPS} steps were clipped or not finite"
-            self.progress.note(f"  [yellow]updates wait for the gradient norm[/] while {why}")
-        elif self.tries is False and tries:
-            self.progress.note("  updates start in the backward again")
-        if tries or self.tries is not None:
-            self.tries = tries
-
-    def on_eval(self, run: RunInfo, metrics: dict[str, Any]) -> None:
-        self.file.write(metrics)
-        took = short_duration(metrics["eval_seconds"])
-        known = ("eval_loss", "eval_tokens", "eval_seconds", "step")
-        more = "".join(f"  {n.removeprefix('eval_')} {v:.4g}" for n, v in metrics.items() if n not in known)
-        loss = f"loss {metrics['eval_loss']:.4f}{markup(more)}"
-        self.progress.note(f"  evaluation at step {metrics['step']}: {loss}  [dim]({took})[/]")
-
-    def on_saving(self, run: RunInfo, metrics: dict[str, Any]) -> None:
-        self.file.write(metrics)
-        self.waited[metrics["step"]] = metrics["save_seconds"]
-
-    def on_save(self, run: RunInfo, step: int, path: Path) -> None:
-        waited = short_duration(self.waited.pop(step, 0.0))
-        self.progress.note(f"  [dim]saved {markup(path)} (training waited {waited})[/]")
-
-    def on_end(self, run: RunInfo, step: int) -> None:
-        self.file.close()
