@@ -82,7 +82,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
 
 
 def finish(benchmark: str, rows: Sequence[Row], path: Path | None) -> None:
-    """Write the JSON file if one was asked for."""
+    """Write the JSON file if one was requested."""
     if path is not None:
         data = {"benchmark": benchmark, "machine": machine(), "rows": [asdict(row) for row in rows]}
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

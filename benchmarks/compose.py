@@ -153,7 +153,7 @@ def compose(mesh: dict[str, int], micro_batches: int, features: Sequence[Feature
 
 
 def draw(rng: random.Random, ranks: int, most: int = 6) -> Draw:
-    """A random mesh of so many ranks, and up to `most` random features that it allows."""
+    """A random mesh of `ranks` ranks, and up to `most` random features that it allows."""
     mesh = dict.fromkeys(AXES, 1)
     for prime in _primes(ranks):
         free = [a for a in AXES if mesh[a] * prime <= AT_MOST.get(a, ranks)]

@@ -258,8 +258,8 @@ def main() -> None:
     for metric, goal in (("allocated_bytes", 0.05), ("compute_s", 0.10)):
         errors = [abs(r.ratio - 1) for r in found if r.metric == metric]
         met = sum(e <= goal for e in errors)
-        told = f"mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}"
-        print(f"{metric}: {met} of {len(errors)} plans within {goal:.0%}; {told}")
+        errors_said = f"mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}"
+        print(f"{metric}: {met} of {len(errors)} plans within {goal:.0%}; {errors_said}")
     finish("device_plans", found, args.json)
 
 

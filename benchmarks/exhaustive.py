@@ -1,4 +1,4 @@
-"""Exhaustive search: is there any schedule of at most so many ticks? Proof where a lower bound falls short.
+"""Exhaustive search: is there any schedule with at most a given number of ticks? Proof where a lower bound falls short.
 
 All ops take one tick and messages none. Then some best schedule starts every op on a tick, and, micro-batches being alike,
 lets every stage take them in order. So a state is how often each stage has run F, I and W, and all states after t ticks

@@ -147,7 +147,7 @@ def _silent() -> Iterator[None]:
 
 
 def digest(run: Path) -> str:
-    """Of the final weights; empty where there are none."""
+    """Of the final weights; empty if there are none."""
     path = run / "final" / "model.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.fits [--quick] [--json PATH]             # 50 cases, four to five minutes; quick: 8
 
-Every case is planned for CPU ranks with so many bytes each, some with a wish (a pipeline, waves, a grid, a mode, recomputation,
-the optimizer or activations on the host); the plan trains two steps in forked ranks, each under `fourfold.testing.budget`, which
-refuses the first tensor over it, until the last step is done (checkpoints are written from host memory). A case ends as `ran`,
-or is `refused` by the planner; one that runs out of memory is a failure. `ours` is the counted peak, `theirs` the budget.
+Every case is planned for CPU ranks with a budget of bytes each, some with a constraint (a pipeline, waves, a grid, a mode,
+recomputation, the optimizer or activations on the host); the plan trains two steps in forked ranks, each under
+`fourfold.testing.budget`, which refuses the first tensor over it, until the last step is done (checkpoints are written from
+host memory). A case ends as `ran`, or is `refused` by the planner; one that runs out of memory is a failure. `ours` is the
+counted peak, `theirs` the budget.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fourfold.planner.infeasible import least_memory_plan
 from fourfold.planner.problem import Constraints, parse_fixes
 from fourfold.planner.report import with_report
 
-WISHES: tuple[tuple[str, ...], ...] = (
+CONSTRAINTS: tuple[tuple[str, ...], ...] = (
     (),
     (),
     ("pipe=2",),
@@ -50,13 +51,13 @@ class Case:
 
     config: Config
     cluster: Cluster
-    wish: tuple[str, ...]
+    constraint: tuple[str, ...]
 
     @property
     def name(self) -> str:
         m, ranks = self.config.model, self.cluster.ranks
-        wish = f", {' '.join(self.wish)}" if self.wish else ""
-        return f"{m.family} {m.layers}×{m.hidden}, {ranks} ranks of {self.cluster.memory / 2**20:.1f} MiB{wish}"
+        constraint = f", {' '.join(self.constraint)}" if self.constraint else ""
+        return f"{m.family} {m.layers}×{m.hidden}, {ranks} ranks of {self.cluster.memory / 2**20:.1f} MiB{constraint}"
 
 
 def make_case(random: Random, folder: str) -> Case:
@@ -82,22 +83,22 @@ def make_case(random: Random, folder: str) -> Case:
             "log": {"trace": 0},
         }
     ).resolve()
-    wish = random.choice(WISHES)
-    ranks = random.choice([2, 2, 4] if any("=2" in w for w in wish) else [1, 2, 2, 4])
+    constraint = random.choice(CONSTRAINTS)
+    ranks = random.choice([2, 2, 4] if any("=2" in w for w in constraint) else [1, 2, 2, 4])
     cluster = replace(Cluster.local(ranks), name="budget")
     cluster = replace(cluster, device=replace(cluster.device, reserve="0MiB"))
     try:
-        need = least_memory_plan(problem_of_run(config, cluster), parse_fixes(list(wish))).prediction.peak.peak
-    except PlanError:  # the wish cannot be had on so many ranks: any budget will do
+        need = least_memory_plan(problem_of_run(config, cluster), parse_fixes(list(constraint))).prediction.peak.peak
+    except PlanError:  # the constraint is impossible on this number of ranks: any budget will do
         need = 2.0**23
     memory = int(need * random.uniform(0.85, 3.0))
-    return Case(config, replace(cluster, device=replace(cluster.device, memory=str(memory))), wish)
+    return Case(config, replace(cluster, device=replace(cluster.device, memory=str(memory))), constraint)
 
 
 def plan_of(case: Case) -> Plan:
     """The planner's plan for a case; raises PlanError where nothing fits."""
     problem = problem_of_run(case.config, case.cluster)
-    wanted: Constraints = parse_fixes(list(case.wish))
+    wanted: Constraints = parse_fixes(list(case.constraint))
     plan = with_report(find_plan(problem, wanted), problem)
     plan.check(case.config, case.cluster.ranks)
     return plan

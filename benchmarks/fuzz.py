@@ -554,7 +554,7 @@ def _runs(folder: Path) -> dict[str, Callable[[], Reader]]:
             "op": "0F1",
         }
         failure |= {
-            "message": "GPU 0 is out of memory: 2.00 GiB were asked for",
+            "message": "GPU 0 is out of memory: 2.00 GiB were requested",
             "wait": wait,
             "rss": 5,
             "peak_bytes": 7,

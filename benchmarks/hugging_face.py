@@ -59,7 +59,7 @@ STEPS, CHAIN_LAYERS, CHAIN_STEPS = 30, 4, 10
 LONGEST = 510
 """Tokens of the longest chat: a short sequence length, so that 30 steps take less than a minute."""
 SLOWER = 1.5
-"""Goal: opening a folder takes at most so many times as long as reading its files."""
+"""Goal: opening a folder takes at most this many times as long as reading its files."""
 TOLERANCE = 1e-4
 """Of fp32 logits, as a share of the largest."""
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
@@ -218,7 +218,7 @@ class Run:
     def go(self, steps: int, seconds: float, *, finish: bool) -> None:
         """Until `steps` are reported, and kill it before it has saved; with `finish`, until it ends. Raises if it fails."""
         log(" ".join(["fourfold", *self.words[3:]]))
-        begun, told = time.perf_counter(), 0
+        begun, shown = time.perf_counter(), 0
         with self.output.open("w") as out:
             child = subprocess.Popen(
                 self.words,
@@ -231,14 +231,14 @@ class Run:
             try:
                 while child.poll() is None and time.perf_counter() - begun < seconds:
                     self.steps = read_lines(self.run / "metrics.jsonl")
-                    for m in self.steps[told:]:
+                    for m in self.steps[shown:]:
                         if m["step"] <= 3 or m["step"] % 10 == 0:
                             log(
                                 f"  step {m['step']}: loss {m['loss']:.4f}, {m['seconds']:.3f} s, "
                                 f"{m['tokens_per_second']:,.0f} tokens/s, {m['peak_bytes'] / GIB:.2f} GiB"
                             )
-                    told = len(self.steps)
-                    if told >= steps and not finish:
+                    shown = len(self.steps)
+                    if shown >= steps and not finish:
                         break
                     time.sleep(0.02)
                 code = child.poll()

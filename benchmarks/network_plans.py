@@ -79,7 +79,7 @@ def measured(
 ) -> list[Measurement]:
     """Every plan's steps, one plan after another; the first step of each is not counted.
 
-    With `hopeless`, a plan whose first step takes so many times the best so far is not run again.
+    With `hopeless`, a plan whose first step takes this many times the best so far is not run again.
     """
     out: list[Measurement] = []
     with emulated_products(FLOPS):
@@ -277,8 +277,8 @@ def main() -> None:
         found = list(plan_rows(cluster, args.quick))
         show("step time: predicted (ours) and measured", found)
         errors = [abs(row.ratio - 1) for row in found]
-        told = f"error {statistics.mean(errors):.1%} on average, {max(errors):.1%} at most"
-        print(f"{len(found)} plans: {told}; {sum(e <= 0.1 for e in errors)} within 10 %")
+        errors_said = f"error {statistics.mean(errors):.1%} on average, {max(errors):.1%} at most"
+        print(f"{len(found)} plans: {errors_said}; {sum(e <= 0.1 for e in errors)} within 10 %")
         rows += found
     if "ranking" in args.only:
         found = list(ranking_rows(cluster, args.quick))

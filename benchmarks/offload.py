@@ -4,7 +4,7 @@
 
 A 2.8 B Llama shape in bf16, full recomputation, micro-batches of 4 x 4,096 tokens. "All on the GPU" is a hand-written loop with
 torch's fused AdamW on an fp32 master; it and ours live in one process and take turns, so figures are shares of its speed a
-moment before. Beside each stands the bound: what the measured link and compute allow. Needs about 90 GiB on the GPU and 80 GiB
+moment before. Each row also has the bound: what the measured link and compute allow. Needs about 90 GiB on the GPU and 80 GiB
 on the host; `--quick` is a small shape.
 
     bound without clipping   max(compute, traffic)                    traffic = bytes of state / one direction of the duplex link

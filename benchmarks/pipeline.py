@@ -142,7 +142,7 @@ def long_stages(quick: bool) -> Iterator[Row]:
 
 @cache
 def calibrated(ranks: int) -> Costs:
-    """What an op and a message cost this machine beside the emulated work, in forwards: medians over a step of two waves."""
+    """What an op and a message cost here in addition to the emulated work, in forwards: medians over a step of two waves."""
     found = run_ranks(_calibrate, ranks, build("wave", ranks, 2 * ranks, waves=2), timeout=120, group_timeout=60)
     ops = statistics.median(extra for rank in found for extra in rank[0])
     ends = {what: end for rank in found for what, _, _, end in rank[1]}
@@ -423,7 +423,7 @@ def _overhead(rank: int, ranks: int, repeats: int) -> tuple[list[float], list[fl
 
 
 def uneven(quick: bool) -> Iterator[Row]:
-    """Message-driven with slack against ordered 1F1B and against ordered 1F1B with the same slack: efficiency, peak beside it.
+    """Message-driven with slack against ordered 1F1B and against ordered 1F1B with the same slack: efficiency and peak.
 
     Efficiency is the busiest rank's work over the step's time. Slack gives most of it; order little.
     """

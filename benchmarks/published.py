@@ -68,7 +68,7 @@ def megatron() -> Iterator[Row]:
                     stages_per_rank=per_rank if per_rank > 1 else 2,
                     layers=(r["layers"] // (pipe * per_rank),) * (pipe * per_rank) if pipe > 1 else "auto",
                 ),
-                tensor=Tensor(overlap=False, keep=("inputs",)),  # what it gathers again is beside its products
+                tensor=Tensor(overlap=False, keep=("inputs",)),  # what it gathers again overlaps with its matmuls
                 unit=(UnitRule(match="blocks.*", recompute=recompute),),  # type: ignore[arg-type]
                 precision=HALF,
             )

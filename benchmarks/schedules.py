@@ -242,7 +242,7 @@ def _misfit(ranks: int, gpipe: float, bars: dict[int, float], message: Fraction)
 
 
 def tools(quick: bool) -> Iterator[Row]:
-    """Wall-clock seconds on this machine, against what was asked for."""
+    """Wall-clock seconds on this machine, against what was requested."""
     yield _timed("synthesize P=8 B=32, ideal costs", 2, lambda: search(8, 32, Costs(), 8))
     yield _timed("synthesize P=8 B=32, messages 0.05", 2, lambda: search(8, 32, Costs(message=0.05), 8))
     if quick:

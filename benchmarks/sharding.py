@@ -6,7 +6,7 @@
 - **4x1, 4x4, 8x1, 8x4**: ranks × micro-batches. A host for each rank, 200 Mbit/s. GPTs: narrow and deep, wide and shallow, of
   mixed width.
 - **own**: 4 and 8 ranks at the tightest budget of four micro-batches; the planner cuts each rank's four sequences as it likes, as
-  it does for users. FSDP2, cut likewise, is faster too (its row says how much, where that fits).
+  it does for users. FSDP2, cut in the same way, is faster too (its row says how much, where that fits).
 - **hosts**: two hosts of four ranks, 200 Mbit/s between them, nothing inside; for information.
 - **batch**: wide and shallow, a budget in which FSDP2's ZeRO-3 has room for one sequence a rank; how many others have room for.
 
@@ -18,7 +18,7 @@ of a fake group, with eight bytes of AdamW's state for every parameter that the 
 
 Contestants. DDP with `no_sync`; FSDP2 by transformer block, `reshard_after_forward` (ZeRO-3) or not (ZeRO-2), gradients
 synchronised with the last micro-batch only; both on gloo as it is. OSDP: its two modes (unsharding an operator costs three copies
-more, as in its profile), its cost model, its search (the objective mended: it took the shortest time whatever the batch), run by
+more, as in its profile), its cost model, its search (the objective mended: it took the shortest time at any batch), run by
 our engine as zero2 and zero3, gradients reduced once a step where that fits. Ours: what the planner chooses with the cluster that
 calibration found in the hosts, given the ranks and micro-batches of the others. Budgets: what FSDP2's ZeRO-3 needs ("tight"), a
 third of the way from there to DDP ("middle"), a little less than DDP ("loose"), a little more ("ample").
@@ -159,7 +159,7 @@ KINDS = ("narrow", "wide", "mixed")
 
 @dataclass(frozen=True)
 class Task:
-    """A model on so many ranks, with so many micro-batches of so many sequences on each."""
+    """A model, the number of ranks, and the micro-batches of each with their sequences."""
 
     model: Model
     ranks: int
@@ -509,9 +509,9 @@ def race(task: Task, lab: Lab, cluster: Cluster, rounds: int) -> list[Row]:
         names = [u.name for u in task.model.spec().units]
         counts = {mode: sum(rule_is(ours, name, mode) for name in names) for mode in MODES}
         modes = ", ".join(f"{n} {mode}" for mode, n in counts.items() if n)
-        told = f"OSDP {ms(osdp):.0f} ms; " if osdp is not None else "OSDP has no plan; "
+        also = f"OSDP {ms(osdp):.0f} ms; " if osdp is not None else "OSDP has no plan; "
         print(
-            f"  {level:7} {budget / MIB:6.1f} MiB: ours {ms(ours):.0f} ms{expected(ours)}, {held / MIB:.1f} MiB, {modes}; {told}"
+            f"  {level:7} {budget / MIB:6.1f} MiB: ours {ms(ours):.0f} ms{expected(ours)}, {held / MIB:.1f} MiB, {modes}; {also}"
             f"best single that fits: {best}, {fitting[best] / mine:.2f}; {ms('zero3') / ms(ours):.2f} × FSDP2 ZeRO-3"
         )
     return rows

@@ -5,7 +5,7 @@
 - **memory**: ten plans; "ours" is the most the allocator had in a step, "theirs" what the program's replay said before it, from
   what is resident and from what one micro-batch holds on its way through every unit. A ratio of 1 is exact; the goal is 3 %.
 - **overlap**: collectives are emulated, as kernels on a stream of their own that take bytes / 100 GB/s; a step with prefetch
-  against one without, and `sharding_trace.json`, a Chrome trace of it: how much of the collectives ran beside computation.
+  against one without, and `sharding_trace.json`, a Chrome trace of it: how much of the collectives overlapped with computation.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Emulated:
 def _overlap(quick: bool) -> Iterator[Row]:
     """A step whose collectives take time (100 GB/s): with and without overlap, and as a Chrome trace."""
     hidden, tokens = (1024, 512) if quick else (4096, 4096)
-    seconds, beside = {}, {}
+    seconds, overlap = {}, {}
     with (
         patch("fourfold.shard.unit.all_gather", lambda out, mine, group, what: _Emulated(out)),
         patch("fourfold.shard.sharing.reduce_scatter", lambda out, whole, group, what: _Emulated(whole)),
@@ -130,11 +130,18 @@ def _overlap(quick: bool) -> Iterator[Row]:
                 step()
             profile.export_chrome_trace("sharding_trace.json")
             with open("sharding_trace.json") as file:
-                beside[prefetch] = overlapped(json.load(file)["traceEvents"])
+                overlap[prefetch] = overlapped(json.load(file)["traceEvents"])
     case = "zero3, collectives of 100 GB/s emulated"
     yield lower_is_better(case, "prefetch 0", "step ms", seconds[1] * 1e3, seconds[0] * 1e3)
-    ratio = beside[1] / max(beside[0], 0.01)
-    yield Row("collectives beside computation, of the shorter", "prefetch 0", "share", beside[1], beside[0], ratio)
+    ratio = overlap[1] / max(overlap[0], 0.01)
+    yield Row(
+        "collectives that overlap with computation, of the shorter",
+        "prefetch 0",
+        "share",
+        overlap[1],
+        overlap[0],
+        ratio,
+    )
 
 
 def overlapped(events: list[dict[str, Any]]) -> float:

@@ -174,10 +174,10 @@ class MlpRank:
         with torch.device("meta"):
             mlp = MLP(m).to(torch.bfloat16)
         shapes = {n: tuple(p.shape) for n, p in mlp.named_parameters()}
-        apart = recompute == "none"
+        separate = recompute == "none"
         parts = [Slice(mlp, {n: (whole(n, s),) for n, s in shapes.items()})]
         if split > 1:
-            parts = slices_of("mlp", mlp, split, per_matrix=apart)
+            parts = slices_of("mlp", mlp, split, per_matrix=separate)
         group = dist.group.WORLD
         sharing, reductions = Sharing(64, 0, 1, 0, group, group), Reductions(min(prefetch, 1))
         units, links = {}, []

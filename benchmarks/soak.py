@@ -142,7 +142,7 @@ def _soak(rank: int, ranks: int, steps: int, seed: int, show: bool) -> Report:
         if rank < draw.schedule.ranks:
             messages += _step(rank, transport, draw, mine)
         if step % 100 == 0 or step == steps:
-            dist.barrier()  # nobody is a hundred steps ahead of the count
+            dist.barrier()  # no rank is a hundred steps ahead of the count
             gc.collect()
             tensors = sum(isinstance(o, Tensor) for o in gc.get_objects())
             counts.append((threading.active_count(), tensors, transport.port.pool.buffers))

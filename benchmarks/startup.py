@@ -1,4 +1,4 @@
-"""What it takes to start: process groups, communicators and store operations by number of ranks; seconds on this machine;
+"""The cost of a start: process groups, communicators and store operations by number of ranks; seconds on this machine;
 saving and opening checkpoints.
 
     python -m benchmarks.startup [--quick] [--json PATH] [--only counts seconds disk]
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def meshes(ranks: int) -> dict[str, tuple[Mesh, bool]]:
-    """Meshes of so many ranks, and whether their units are sharded."""
+    """Meshes of a number of ranks, and whether their units are sharded."""
     return {
         "data, zero3": (Mesh(data=ranks), True),
         "pipe · data · col": (Mesh(pipe=2, data=ranks // 4, col=2), False),

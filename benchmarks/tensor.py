@@ -5,7 +5,7 @@
 The contestants (tensor_layers.py) compute the linears of one layer on 16, 8 or 4 ranks, each a host behind a link of a set
 rate (testing/network; root is needed). Matrix products are replaced by zeros, so that communication is what is measured; in
 the sections `compute-…` they take the time an accelerator would (a sleep). All algorithms use the same collectives, our rings,
-but where a name says gloo. Beside every time stand the bytes a rank must receive (ledger), those its interface received,
+but where a name says gloo. Every time comes with the bytes a rank must receive (ledger), those its interface received,
 and how busy the processors were: where they were busy, a step is measured again, up to four times. `--only check` compares every
 contestant's results, with real products in fp64, with those of one process.
 
@@ -88,15 +88,15 @@ class Figures:
 def grid(degrees: Degrees, name: str = "", served: str = "ring", **options: Any) -> Entry:
     _, r, c = degrees
     chosen = Options(**{"overlap": True} | options)
-    told = f"grid{degrees}{' ' + name if name else ''}".replace(", ", ",")
-    return Entry(told, 1 / (r * c), lambda g, s, serial: GridLayer(g, s, degrees, chosen, serial), served)
+    label = f"grid{degrees}{' ' + name if name else ''}".replace(", ", ",")
+    return Entry(label, 1 / (r * c), lambda g, s, serial: GridLayer(g, s, degrees, chosen, serial), served)
 
 
 def summa(degrees: Degrees, name: str, served: str = "ring", **options: Any) -> Entry:
     d, q, _ = degrees
-    told = f"{'2-D' if d == 1 else '2.5-D'} [{q},{q}{f',{d}' if d > 1 else ''}] {name}"
+    label = f"{'2-D' if d == 1 else '2.5-D'} [{q},{q}{f',{d}' if d > 1 else ''}] {name}"
     chosen = Options(flow="summa", residual="hidden", **options)
-    return Entry(told, 1 / (q * q), lambda g, s, serial: GridLayer(g, s, degrees, chosen, serial), served)
+    return Entry(label, 1 / (q * q), lambda g, s, serial: GridLayer(g, s, degrees, chosen, serial), served)
 
 
 def one_dimension(ranks: int, name: str = "1-D", served: str = "ring") -> Entry:
@@ -133,9 +133,9 @@ def entries_of(ranks: int) -> list[Entry]:
         if plane[0] > 1:
             found.append(summa(plane, "look-ahead, late sums", look_ahead=True))
     for zero in (3, 2):
-        told = f"DTensor TP4 x FSDP2 ZeRO-{zero}"
-        found += [torch_entry(f"{told}, gloo", ranks, 4, zero=zero)]
-        found += [torch_entry(f"{told}, FSDP2 on rings", ranks, 4, zero=zero, ring=True)]
+        label = f"DTensor TP4 x FSDP2 ZeRO-{zero}"
+        found += [torch_entry(f"{label}, gloo", ranks, 4, zero=zero)]
+        found += [torch_entry(f"{label}, FSDP2 on rings", ranks, 4, zero=zero, ring=True)]
     found += [one_dimension(ranks, "1-D, gloo", "gloo")]
     found += [grid(degrees, "gloo", "gloo") for degrees in ((d, 1, c), (1, d, c))]
     return [*found, *(summa(plane, "look-ahead, gloo", "gloo", look_ahead=True) for plane in planes)]
@@ -189,7 +189,7 @@ def race(rank: int, ranks: int, shape: Shape, entries: Sequence[Entry], tries: i
                 continue
             layer.step()  # its memory has not been used since its last turn
             seen = measure(layer.step)
-            for _ in range(4):  # others computed beside us: again
+            for _ in range(4):  # other processes were computing: again
                 seen = seen if seen.busy < CALM else measure(layer.step)
             figures.step.append(seen.seconds)
             figures.busy.append(seen.busy)
@@ -240,7 +240,7 @@ class Scores:
     def versus(
         self, case: str, found: dict[str, Figures], ours: Sequence[str], theirs: Sequence[str], goal: float | None
     ) -> None:
-        """The best of ours against the best of theirs."""
+        """Our best against their best."""
         mine, peer = (min(names, key=lambda n: found[n].milliseconds) for names in (ours, theirs))
         metric = f"step ms of {mine}" + (f", goal {goal:g}" if goal else "")
         row = lower_is_better(
@@ -250,10 +250,10 @@ class Scores:
 
     def add(self, row: Row, goal: float | None) -> None:
         self.rows.append(row)
-        told = "" if goal is None else f"   goal {goal:g}: {'met' if row.ratio >= goal else 'MISSED'}"
+        label = "" if goal is None else f"   goal {goal:g}: {'met' if row.ratio >= goal else 'MISSED'}"
         metric = row.metric.partition(", goal")[0]
         console.print(
-            f"  {row.case}: {metric} {row.ours:.4g}, of {row.peer} {row.theirs:.4g}, ratio {row.ratio:.2f}{told}"
+            f"  {row.case}: {metric} {row.ours:.4g}, of {row.peer} {row.theirs:.4g}, ratio {row.ratio:.2f}{label}"
         )
 
 

@@ -160,11 +160,11 @@ def padding(grid: Grid, hidden: int, tokens: int, dtype: torch.dtype, clock: Clo
 def copies(hidden: int, tokens: int, dtype: torch.dtype, clock: Clock) -> Iterator[Row]:
     for parts in (2, 4):
         joined = torch.randn(parts * tokens, hidden // parts, dtype=dtype)
-        apart = torch.randn(tokens, hidden, dtype=dtype)
-        plain, _ = clock(apart.clone)
+        separate = torch.randn(tokens, hidden, dtype=dtype)
+        plain, _ = clock(separate.clone)
         for case, work, x in (
             (f"{parts} blocks side by side, [{tokens:,}, {hidden:,}]", _side_by_side, joined),
-            (f"[{tokens:,}, {hidden:,}] cut into {parts} blocks", _stacked, apart),
+            (f"[{tokens:,}, {hidden:,}] cut into {parts} blocks", _stacked, separate),
         ):
             ours, spread = clock(partial(work, x, parts))
             yield lower_is_better(case, "a plain copy", "ms", ours, plain, spread)

@@ -74,7 +74,7 @@ class Serial:
 
 
 class Groups:
-    """Process groups of ranks a stride apart; each family of lines is made once, by all ranks in the same order."""
+    """Process groups of ranks with a stride; each family of lines is made once, by all ranks in the same order."""
 
     def __init__(self, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks
@@ -132,7 +132,7 @@ class Options:
     keep: tuple[str, ...] = ()
     look_ahead: bool = False
     late: bool = True
-    """Sums over depth run beside the rest of the backward."""
+    """Sums over depth overlap with the rest of the backward."""
 
 
 class GridLayer:
@@ -330,7 +330,7 @@ def _reductions(parts: Any, axis: Axis) -> Tensor:
 
 
 class OneDimension:
-    """Rows of Wqkv and Wup, columns of Wout and Wdown on each rank; input gradients are summed beside the weights' products."""
+    """Rows of Wqkv and Wup, columns of Wout and Wdown on each rank; sums of input gradients overlap with the weights' matmuls."""
 
     def __init__(self, groups: Groups, shape: Shape, serial: Serial | None = None):
         index, group = groups.line(groups.ranks, 1)

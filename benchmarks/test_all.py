@@ -29,7 +29,7 @@ QUICK: dict[str, list[str]] = {
     "hugging_face": ["--quick", "--only", "open", "final"],
     "startup": ["--quick", "--only", "counts", "disk"],
 }
-"""A few seconds each; parts of other benchmarks are run by the test beside each."""
+"""A few seconds each; parts of other benchmarks are run by a test of their own."""
 ARGUMENTS = {"monotone": ["--seconds", "5"], "soak": ["--steps", "100"], "fuzz": ["--count", "200"]}
 """Where there is no `--quick`."""
 GPU = ("device_plans", "sharding_device", "single_gpu", "tensor_device")

@@ -14,7 +14,7 @@ ZIGZAG = [(s, 7 - s) for s in range(4)]
 
 @pytest.mark.parametrize("micro_batches", [3, 4, 5])
 def test_half_the_memory_on_four_ranks_is_optimal(micro_batches):
-    """6 B + 11 ticks of half an F are enough, one less is not, in whatever order; and the synthesizer needs no more."""
+    """6 B + 11 ticks of half an F are enough, one less is not, in any order; and the synthesizer needs no more."""
     ticks = 6 * micro_batches + 11
     assert possible(ZIGZAG, micro_batches, 4, ticks)
     assert not possible(ZIGZAG, micro_batches, 4, ticks - 1)

@@ -44,7 +44,7 @@ def tiny_folder(path: Path) -> None:
 
 
 def fine_tune(folder: Path, chats: Path, run: Path, steps: int) -> Path:
-    """Train adapters beside the folder's frozen weights; returns the folder of the merged model."""
+    """Train adapters on the folder's frozen weights; returns the folder of the merged model."""
     words = ["train", str(folder), "--data", str(chats), "--lora.rank", "4", "--train.run-dir", str(run)]
     if main([*words, "--train.steps", str(steps), "--train.global-batch", "4"]):
         raise SystemExit("training failed")

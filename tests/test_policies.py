@@ -294,7 +294,7 @@ def test_words_that_readers_stumble_over_are_gone() -> None:
     pages = [*PAGES, *(ROOT / "docs").glob("*/*.md")]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
-        for path in [*FILES, *pages]
+        for path in [*FILES, *TREES["benchmarks"], *TREES["examples"], *pages]
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if pattern.search(line)
     ]
