@@ -260,13 +260,18 @@ def summary(rows: list[Row], peer: str) -> str:
 
 
 def layouts(quick: bool) -> Iterator[Row]:
-    """Tokens a second and GPU of the rows with a layout; prints them by source."""
-    found = published_layouts.judge_all(every=8 if quick else 1)
-    published_layouts.report(found)
-    for j in found:
-        if j.published is not None:
-            case = f"{j.facts['model']}, {published_layouts.layout_text(j.facts)}"
-            yield row(case, j.source, "tokens/s/GPU", j.predicted, j.published)
+    """Tokens a second and GPU of the rows with a layout; prints them by source, those held out at the end."""
+    for title, sources in (
+        ("sources with which the model was developed", published_layouts.KNOWN),
+        ("sources that were held out", published_layouts.HELD_OUT),
+    ):
+        found = published_layouts.judge_all(sources, every=8 if quick else 1)
+        print(f"\n== {title} ==")
+        published_layouts.report(found)
+        for j in found:
+            if j.published is not None:
+                case = f"{j.facts['model']}, {published_layouts.layout_text(j.facts)}"
+                yield row(case, j.source, "tokens/s/GPU", j.predicted, j.published)
 
 
 def main() -> None:

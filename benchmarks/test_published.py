@@ -45,10 +45,22 @@ def test_rows_with_layouts() -> None:
     assert sum(abs(e) for signed in by_source.values() for e in signed) / sum(map(len, by_source.values())) < 0.1
 
 
+def test_rows_that_were_held_out() -> None:
+    """Every fourth row of sources with which the model was not developed."""
+    found = published_layouts.judge_all(published_layouts.HELD_OUT, every=4)
+    by_source: dict[str, list[float]] = {name: [] for name in published_layouts.HELD_OUT}
+    for j in found:
+        if j.error is not None:
+            by_source[j.source].append(j.error)
+    means = {source: sum(signed) / len(signed) for source, signed in by_source.items()}
+    assert all(abs(mean) < 0.2 for mean in means.values()), means
+    assert abs(means["mpt-h100"]) < 0.05
+
+
 def test_rows_with_layouts_are_plans() -> None:
     """Every row of the file makes a plan of its GPUs; a few are predicted."""
     rows = [r for source in published_layouts.DATA["sources"] for r in published_layouts.DATA["rows"][source]]
-    assert len(rows) == 214
+    assert len(rows) == 214 + 123
     for r in rows:
         plan = published_layouts.plan_of(r)
         assert plan.mesh.ranks == r["gpus"] == published_layouts.cluster_of(r).ranks, r
