@@ -242,7 +242,7 @@ def errors_line(name: str, errors: Sequence[float]) -> str:
 
 
 def model_sweeps(rows: Sequence[Judged]) -> list[list[Judged]]:
-    """Rows of one source, model, cluster, length, batch and number of GPUs, whose order is the planner's to find: at least five."""
+    """Five or more rows of one source, model, cluster, length, batch and number of GPUs: the planner should find their order."""
     groups: dict[object, list[Judged]] = {}
     for j in rows:
         r = j.facts
@@ -298,4 +298,6 @@ def report(rows: Sequence[Judged]) -> None:
     ran = [j for j in rows if not j.facts.get("oom")]
     print(f"of {len(ran)} runs {sum(j.fits for j in ran)} are predicted to fit")
     if failed := [j for j in rows if j.facts.get("oom")]:
-        print(f"of {len(failed)} published out-of-memory runs {sum(not j.fits for j in failed)} are predicted not to fit")
+        print(
+            f"of {len(failed)} published out-of-memory runs {sum(not j.fits for j in failed)} are predicted not to fit"
+        )
