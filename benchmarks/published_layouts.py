@@ -86,8 +86,9 @@ MEGATRON_2021 = replace(ENGINES["megatron"], name="megatron, 2021", fused_accumu
 """Before its matmuls of weight gradients added to those of earlier micro-batches."""
 SYSTEMS: dict[str, str | TrainingEngine] = {
     "titan-a100": "torchtitan",
-    # Composer's FSDP on torch 1.13 and 2.0: fused LayerNorm and GELU, the first FlashAttention, all of a block is recomputed
-    "mpt": replace(ENGINES["torchtitan"], name="composer", traffic={}, skipped=(), attention="flash-1"),
+    # Composer's FSDP on torch 1.13 and 2.0: fused LayerNorm and GELU, the first FlashAttention, all of a block is recomputed;
+    # the fused loss holds bf16 logits and their gradient, 4 bytes per logit
+    "mpt": replace(ENGINES["torchtitan"], name="composer", traffic={}, skipped=(), attention="flash-1", logits=-8.0),
     # XLA fuses operators, leaves out what is not read, and needs no Python in a step
     "jax": TrainingEngine("xla", fused=True, skipped=("down",), logits=2.0),
     # the residual stream is cast to fp32 for every norm and sum; SiLU and the product are two kernels; rotary embedding and loss
@@ -99,6 +100,7 @@ SYSTEMS: dict[str, str | TrainingEngine] = {
         skipped=(),
         broadcasts=True,
         logits=0.0,
+        fp32_shards=False,
     ),
     # CUDA_LAUNCH_BLOCKING=1, as its chronicles say: about 60 kernels of a unit, one after another, at 40 µs of the host each
     "bigscience": replace(MEGATRON_2021, name="megatron, blocking", synchronous=True, host_unit=1.7e-3),

@@ -52,6 +52,7 @@ def test_rows_that_were_held_out() -> None:
     for j in found:
         if j.error is not None:
             by_source[j.source].append(j.error)
+    assert all(j.fits for j in found if not j.facts.get("oom"))
     means = {source: sum(signed) / len(signed) for source, signed in by_source.items()}
     assert all(abs(mean) < 0.2 for mean in means.values()), means
     assert abs(means["mpt-h100"]) < 0.05

@@ -14,8 +14,10 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
 from fourfold.planner.api import judge
 from fourfold.planner.engines import ENGINES, FOURFOLD, TrainingEngine, own_engine
+from fourfold.planner.layouts import layout_of_plan
 from fourfold.planner.plan_export import export
 from fourfold.planner.problem import PlanProblem
+from fourfold.planner.unit_cost import UnitChoice, sharding_cost, unit_cost
 
 LLAMA = ModelSpec.from_config(
     ModelConfig(family="llama", layers=16, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=4096)
@@ -65,6 +67,44 @@ def test_full_recomputation_leaves_out_what_the_engine_does() -> None:
     found = {name: ff.predict(plan, LLAMA, A100, global_batch=16, engine=name).recompute for name in ENGINES}
     assert found["fourfold"] < found["torchtitan"]
     assert found["fourfold"] < found["megatron"]
+
+
+def test_memory_of_fsdp_with_fp32_shards() -> None:
+    """Shards are the masters: 4 bytes of parameters, 8 of state. Reduced gradients are fp32, whatever they were reduced in."""
+    narrow = replace(FSDP, precision=replace(HALF, reduce="bf16"), batch=Batch(micro_batches=2))
+    ours = ff.predict(narrow, LLAMA, A100, global_batch=16).peak
+    theirs = ff.predict(narrow, LLAMA, A100, global_batch=16, engine="torchtitan").peak
+    shard = LLAMA.parameters / 8
+    assert ours.parts["parameters"] == pytest.approx(2 * shard, rel=0.01)
+    assert theirs.parts["parameters"] == pytest.approx(4 * shard, rel=0.01)
+    assert ours.parts["optimizer"] == pytest.approx(12 * shard, rel=0.01)
+    assert theirs.parts["optimizer"] == pytest.approx(8 * shard, rel=0.01)
+
+    def sharded_gradients(engine: str) -> float:
+        problem = PlanProblem(LLAMA, A100, 16, narrow.precision).with_engine(engine)
+        layout = layout_of_plan(narrow, problem)
+        return sharding_cost(problem, layout, "mlp", UnitChoice("zero3")).reduced_bytes
+
+    assert sharded_gradients("torchtitan") == 2 * sharded_gradients("fourfold")
+
+
+def test_a_block_is_recomputed_from_one_input() -> None:
+    """With both units of a block recomputed in full, torchtitan saves its input alone, and recomputes both before its backward."""
+    plan = replace(FSDP, unit=(UnitRule(match="*", mode="zero3", recompute="full"),))
+    problem = PlanProblem(LLAMA, A100, 16, HALF)
+    layout, choice = layout_of_plan(plan, problem), UnitChoice("zero3", recompute="full")
+    costs = {
+        (name, kind): unit_cost(problem.with_engine(engine), layout, kind, choice)
+        for name, engine in (("ours", FOURFOLD), ("blocks", replace(FOURFOLD, recomputes_blocks=True)))
+        for kind in ("attn", "mlp")
+    }
+    hidden = 2 * 4096 * layout.micro_batch_size * 4096
+    assert [costs["ours", kind].saved_bytes for kind in ("attn", "mlp")] == [hidden, hidden]
+    assert [costs["blocks", kind].saved_bytes for kind in ("attn", "mlp")] == [hidden, 0]
+    assert costs["blocks", "attn"] == costs["ours", "attn"]
+    attention = unit_cost(problem, layout, "attn", UnitChoice("zero3")).saved_bytes - hidden
+    more = costs["blocks", "mlp"].backward_workspace - costs["ours", "mlp"].backward_workspace
+    assert more == pytest.approx(attention + hidden)
 
 
 def test_kernels_of_attention() -> None:

@@ -242,6 +242,12 @@ class ModelSpec:
         """One unit of each kind."""
         return {u.kind: u for u in reversed(self.units)}
 
+    def before_in_block(self, kind: str) -> UnitSpec | None:
+        """The unit before one of this kind in the same layer: the attention before an MLP."""
+        units = self.of_layer(self.kinds[kind].layer)
+        at = next(i for i, u in enumerate(units) if u.kind == kind)
+        return units[at - 1] if at else None
+
     @cached_property
     def alike(self) -> bool:
         """Whether all layers except the first and the last consist of the same kinds of units."""

@@ -54,7 +54,11 @@ class TrainingEngine:
     broadcasts: bool = False
     """ZeRO-1's parameters are broadcast by the ranks of the group in turn, not all-gathered."""
     logits: float = 0.0
-    """Extra bytes per logit, relative to ours: fp32 copies if the loss is not fused."""
+    """Bytes per logit beyond our 12 (in bf16, without chunks): fp32 copies if the loss is not fused; negative if it is."""
+    fp32_shards: bool = False
+    """FSDP with fp32 parameters: shards are the masters, reduced gradients are fp32, and gathers cast to the compute type."""
+    recomputes_blocks: bool = False
+    """Full recomputation keeps one input for a whole block; ours keeps one for each of its units, attention and MLP."""
     margin: float = 0.0
     """Fraction of the memory that its allocator loses, beyond the cluster's margin."""
 
@@ -91,6 +95,8 @@ _TITAN = TrainingEngine(
     host_matmul=0.5e-3,
     host_step=0.02,
     logits=2.0,  # bf16 logits in addition to their fp32 copy
+    fp32_shards=True,
+    recomputes_blocks=True,
     margin=0.03,
 )
 _MEGATRON = TrainingEngine(

@@ -439,9 +439,10 @@ class PlanEvaluation:
         """Seconds to update `updated` parameters: at memory bandwidth, or at the host link's for state on the host."""
         p, cluster = self.problem, self.problem.cluster
         # state is read and written; gradients are zeroed, their norm is computed, they are clipped and read; bf16 weights are
-        # rounded from a master, on a GPU in one pass by a kernel
+        # rounded from a master, on a GPU in one pass by a kernel, unless their shards are the master
         if p.compute_bytes < 4 and not p.on_cpu:
-            moved = 2 * p.state_bytes + 3 * p.reduce_bytes + p.compute_bytes
+            weights = p.compute_bytes if p.parameter_bytes < 4 else 2 * p.parameter_bytes
+            moved = 2 * p.state_bytes + 3 * p.reduce_bytes + weights
         else:
             moved = 2 * p.state_bytes + 5 * p.reduce_bytes + (45 if p.compute_bytes < 4 else 2 * p.compute_bytes)
         on_device = updated * moved / cluster.device.memory_rate  # streamed parameters are updated there, too

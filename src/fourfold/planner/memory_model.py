@@ -87,6 +87,11 @@ class Workspace:
         self.gathered_inputs = 0.0  # inputs of all columns, kept for the backward
         if "inputs" in layout.tensor.keep and mesh.col > 1 and unit.flops and recompute != "selective":
             self.gathered_inputs = problem.spec.hidden * self.width * (tokens - self.scale)
+        self.block = 0.0  # activations of the unit before it, which are recomputed with it
+        before = problem.spec.before_in_block(unit.kind) if problem.engine.recomputes_blocks else None
+        if recompute == "full" and before is not None:
+            whole, kept = (_saved_per_token(problem, before.saved[how], before, how) for how in ("none", "full"))
+            self.block, self.saved = (whole - kept) * self.scale, 0.0
         if recompute == "none":  # every slice has a dropout mask
             masks = (slices - 1) * unit.mask * (self.width if problem.on_cpu else 1)
             self.saved = self.saved_without_recompute + self.gathered_inputs + masks * self.scale
@@ -136,7 +141,7 @@ class Workspace:
         """Bytes of activations that are recomputed before a backward begins."""
         if self.recompute == "none":
             return 0.0
-        size = max(0.0, self.saved_without_recompute - self.saved) / self.slices + self.gathered_inputs
+        size = max(0.0, self.saved_without_recompute - self.saved) / self.slices + self.gathered_inputs + self.block
         if self.recompute == "selective":
             size += self.unit.output * self.width * self.scale  # the output of the last matmul, which is not read
         return size

@@ -116,9 +116,14 @@ class PlanProblem:
         return self.precision.reduce_bytes
 
     @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of a parameter between uses: of a weight, or of its fp32 master, of which gathers make weights."""
+        return max(4, self.compute_bytes) if self.engine.fp32_shards else self.compute_bytes
+
+    @cached_property
     def state_bytes(self) -> float:
         """Bytes of optimizer state per parameter on the device: two moments, and an fp32 master of narrow weights."""
-        return (0 if self.compute_bytes >= 4 else 4) + self._moment_bytes
+        return (0 if self.parameter_bytes >= 4 else 4) + self._moment_bytes
 
     @cached_property
     def streamed_bytes(self) -> float:
