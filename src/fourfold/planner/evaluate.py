@@ -102,6 +102,8 @@ class Prediction:
     """Share of the optimizer's state on the host."""
     usable: float = inf
     """Bytes of a device that are available to tensors."""
+    host_memory: float = inf
+    """Bytes of a host's memory for each device."""
     engine: str = "fourfold"
     """The system that it is predicted for."""
     units: tuple[tuple[UnitPrediction, ...], ...] = ()
@@ -122,8 +124,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's tensors fit on its device."""
-        return self.peak.peak <= self.usable
+        """Whether every rank's tensors fit on its device, and what it keeps on the host fits there."""
+        return all(m.peak <= self.usable and m.host <= self.host_memory for m in self.memory)
 
     @property
     def peak(self) -> RankMemory:
@@ -298,6 +300,7 @@ class PlanEvaluation:
             message=max(map(max, self._messages)) if self.schedule.ranks > 1 else 0.0,
             host_state=0.0 if problem.on_cpu else 1 - self.device_share,
             usable=self.limit,
+            host_memory=problem.cluster.host_memory,
             engine=problem.engine.name,
             units=predict_units(problem, layout, self.stages) if problem.engine.name == "fourfold" else (),
             updates=tuple(self._update(updated, self.device_share) for updated in self.updated),

@@ -102,6 +102,10 @@ def explain_no_fit(problem: PlanProblem, constraints: Constraints, smallest: Can
 def _remedies(problem: PlanProblem, constraints: Constraints, need: float, host: float) -> Iterator[str]:
     """Changes with which a plan fits."""
     cluster = problem.cluster
+    if constraints.max_ranks and constraints.max_ranks < cluster.devices:
+        alone = replace(cluster, nodes=1).with_devices(constraints.max_ranks)  # has the host's whole memory
+        if _has_plan(replace(problem, cluster=alone), constraints):
+            yield f"--devices {alone.devices} instead of --max-ranks {alone.devices}, if the node has no more"
     if constraints.max_ranks and constraints.max_ranks < cluster.ranks:
         if _has_plan(problem, Constraints(constraints.fixed)):
             yield f"all {cluster.ranks} devices instead of --max-ranks {constraints.max_ranks}"

@@ -95,7 +95,9 @@ def binding(best: Candidate) -> str:
 
 
 def _break_even_tokens(best: Candidate, problem: PlanProblem) -> float:
-    """Minimum tokens per micro-batch for which gathering a unit's parameters overlaps fully with computing it."""
+    """Minimum tokens per micro-batch for which gathering a unit's parameters overlaps fully with computing it; 0: no replicas."""
+    if best.layout.replicas == 1:
+        return 0.0
     kinds, seq_len = problem.spec.kinds, problem.spec.seq_len
     kind = max(kinds, key=lambda k: kinds[k].flops if kinds[k].layer not in (0, problem.spec.layers - 1) else -1.0)
     few, more = (
