@@ -170,6 +170,7 @@ def test_sizes() -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         schema.parse_bytes("16 potatoes", "x")
     assert schema.format_bytes(1536) == "1.50 KiB"
+    assert schema.format_bytes(2**20 - 4) == "1.00 MiB"
     assert [nearest_divisor(12, n) for n in (5, 7, 100)] == [4, 6, 12]
 
 

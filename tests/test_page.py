@@ -129,6 +129,8 @@ def test_a_run_of_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert {"F", "B", "M", "S", "U"} <= {s[2] for s in row["spans"]}
         assert all(s[4] > 0 for s in row["spans"] if s[2] in "MGSX")
         assert {"bubble", "exposed", "data"} <= row["lost"].keys()
+        forwards = {s[3].split(" ")[-1] for s in row["spans"] if s[2] == "F"}
+        assert {"blocks.1.mlp" if "pipe 1" in row["name"] else "blocks.0.mlp"} <= forwards  # by unit
     assert measured["path"]
     assert measured["memory"]
     assert all(set(peak[2]) >= {"parameters", "optimizer state", "everything else"} for peak in measured["peaks"])

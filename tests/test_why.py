@@ -245,7 +245,7 @@ def test_units_that_fell_out_of_the_compiler_are_named_first(
     seconds: float,
 ) -> None:
     monkeypatch.setattr(RECORD, "uncompiled", {"blocks.0": "an earlier run of this process"})
-    run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing, seconds)
+    run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing, seconds, timeout=600)
     found = explain_run(tmp_path / "run")
     said = "\n".join(found.lines())
     print(said)

@@ -325,6 +325,6 @@ def format_seconds(seconds: float) -> str:
 def format_bytes(count: float) -> str:
     """Bytes as text: `1.50 GiB`."""
     for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= size:
+        if abs(count) >= size * (1 - 0.005 / 1024):  # 1.00 MiB, not 1024.00 KiB
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"

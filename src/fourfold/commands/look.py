@@ -252,9 +252,8 @@ def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) 
     took = next(s.seconds for s in steps if s.step == traced.step)
     takes = schema.format_seconds(float(planned.timeline.makespan))
     summary = f"Step {traced.step} took {schema.format_seconds(took)}; {name}, it takes {takes}."
-    if why.findings:
-        lost = schema.format_seconds(why.findings[0].seconds)
-        summary += f" The largest loss is {lost} a step, {why.findings[0].text}."
+    if worst := next((f for f in why.findings if f.label not in ("save", "evaluation")), None):  # of the step drawn
+        summary += f" Largest loss ({schema.format_seconds(worst.seconds)} a step): {worst.text}."
     title = f"{run.path.name}, step {traced.step}"
     return _write_views(args, run.path / "timeline", title, summary, panels, more="\n".join(why.lines()))
 

@@ -23,6 +23,7 @@ from fourfold import files
 from fourfold.errors import RunDirError
 from fourfold.program.instructions import Gather, Reduce, Release, Send, Stream
 from fourfold.program.timeline import Timeline
+from fourfold.view.steps import CAUSES
 
 __all__ = ["KINDS", "PageSpan", "Panel", "Row", "inline_json", "panel_of", "write_page", "write_perfetto"]
 
@@ -47,7 +48,7 @@ class PageSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One rank; `lost` has seconds by cause, for the margin and the table."""
+    """One rank; `lost` has seconds by cause (steps.CAUSES), for the margin and the table."""
 
     name: str
     spans: tuple[PageSpan, ...]
@@ -69,8 +70,8 @@ class Panel:
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
     """By row: points (time, held)."""
     memory_name: str = "activations held"
-    memory_unit: str = ""
-    """"bytes", or nothing: in units of the costs."""
+    memory_unit: str = "micro-batches"
+    """"bytes", or micro-batches whose activations a rank holds."""
     budget: float = 0.0
     """Memory that a rank may use; 0: unknown."""
     peaks: tuple[tuple[float, float, Mapping[str, float]], ...] = ()
@@ -96,7 +97,7 @@ def panel_of(
     rows = []
     for i, found in enumerate(spans):
         idle = float(timeline.idle[i])
-        rows.append(Row(names[i] if names else f"rank {i}", tuple(found), {"waiting": idle} if idle > 0 else {}))
+        rows.append(Row(names[i] if names else f"rank {i}", tuple(found), {"bubble": idle} if idle > 0 else {}))
     path = tuple((s.row, float(s.start), float(s.end)) for s in timeline.critical_path if s.lane == "compute")
     memory = tuple(tuple((float(t), float(m)) for t, m in timeline.memory(row)) for row in range(timeline.rows))
     marks = []
@@ -182,6 +183,7 @@ def write_page(
         "length": length,
         "ticks": TICKS,
         "kinds": KINDS,
+        "causes": CAUSES,
         "panels": [shown(p) for p in panels],
     }
     data["names"] = list(names)

@@ -230,7 +230,7 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
         waits = _waits(spans[row], length)
         shared = (*spans[row], *waits)
         lost = {
-            "waiting": sum(w.end - w.start for w in waits if w.kind == "_"),
+            "bubble": sum(w.end - w.start for w in waits if w.kind == "_"),
             "exposed": sum(w.end - w.start for w in waits if w.kind == "E"),
             "recompute": sum(s.end - s.start for s in shared if s.kind == "R"),
             "update": sum(s.end - s.start for s in shared if s.kind == "U"),
