@@ -203,6 +203,10 @@ def test_a_plan_has_the_collectives_of_every_rank(tmp_path: Path) -> None:
         assert all(a[1] == pytest.approx(b[0], abs=close) for a, b in pairwise(busy))  # no gap: waits are spans
         assert any(s[2] == "E" and s[3].startswith("waiting: ") for s in busy)
     assert data_of(tmp_path / "plan.html")["length"] == pytest.approx(plan.predicted["seconds"], rel=0.1)
+    times, held = panel["memory"][0][::2], panel["memory"][0][1::2]
+    change = max(abs(b - a) for a, b in pairwise(held))
+    assert 0 < change < 0.1 * (max(held) - min(held))  # within an op, not at once
+    assert panel["peaks"][0][0] == times[held.index(max(held))]
 
 
 def test_a_run_with_a_promise_shows_its_collectives(tmp_path: Path) -> None:
