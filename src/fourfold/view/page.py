@@ -23,7 +23,6 @@ from fourfold import files
 from fourfold.errors import RunDirError
 from fourfold.program.instructions import Gather, Reduce, Release, Send, Stream
 from fourfold.program.timeline import Timeline
-from fourfold.view.steps import CAUSES
 
 __all__ = ["KINDS", "PageSpan", "Panel", "Row", "inline_json", "panel_of", "write_page", "write_perfetto"]
 
@@ -133,6 +132,8 @@ def write_page(
     path: Path, title: str, summary: str, panels: Sequence[Panel], *, unit: str = "s", more: str = ""
 ) -> None:
     """Write the page; `unit` is "s", or "" for times in units of the costs. `more` is shown on demand."""
+    from fourfold.view.steps import CAUSES  # not above: the planner's page in a browser has this module, and no runs
+
     length = max(panel.length for panel in panels) or 1.0
     names: dict[str, int] = {}
 
