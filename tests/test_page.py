@@ -372,6 +372,10 @@ def test_plans_and_schedules_from_the_command_line(tmp_path: Path, capsys: pytes
     assert main(["view", str(tmp_path / "plan.toml")]) == 0
     assert "makespan" in capsys.readouterr().out
     assert main(["view", str(tmp_path / "plan.toml"), "--step", "3"]) == 2
+    assert main(["view", str(tmp_path / "plan.toml"), "--html", "--json"]) == 2
+    assert "use one or the other" in capsys.readouterr().err
+    assert main(["simulate", "wave", "--html", str(tmp_path / "none" / "p.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     assert main(["simulate", "wave", "--ranks", "2", "--html", str(tmp_path / "s.html")]) == 0
     assert len(data_of(tmp_path / "s.html")["panels"][0]["rows"]) == 2
     assert main(["simulate", "wave", "--html", str(tmp_path / "nowhere" / "s.html")]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -192,6 +193,8 @@ def view(args: ViewArgs) -> int:
 
     if (args.run_dir is None) == (args.compare is None):
         raise RunDirError("name one run directory or plan file, or two run directories with --compare A B")
+    if args.json and (args.html or args.perfetto or args.open):
+        raise RunDirError("--json prints figures and --html, --perfetto and --open write files; use one or the other")
     if args.compare is not None:
         return _view_two(args, RunDir.find(args.compare[0]), RunDir.find(args.compare[1]))
     assert args.run_dir is not None
@@ -273,7 +276,8 @@ def _view_two(args: ViewArgs, a: RunDir, b: RunDir) -> int:
     for run in (a, b):
         found = [s for s in read_steps(run) if args.step in (None, s.step)]
         if not found:
-            raise RunDirError(f"{run.path}: step {args.step} was not traced")
+            traced = ", ".join(str(s.step) for s in read_steps(run))
+            raise RunDirError(f"{run.path}: step {args.step} was not traced; traced: {traced}")
         steps.append(found[-1])
     spent = [{c: mean(r.spent(c) for r in s.ranks.values()) for c in CAUSES} for s in steps]
     if args.json:
@@ -378,7 +382,8 @@ def _write_views(
         if args.open:
             import webbrowser
 
-            webbrowser.open(page.resolve().as_uri())
+            if not webbrowser.open(page.resolve().as_uri()):
+                print("no browser was found; the page is", file=sys.stderr)
     if args.perfetto:
         trace = base.with_name(f"{base.name}.trace.json")
         write_perfetto(trace, panels)
