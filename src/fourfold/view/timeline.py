@@ -4,7 +4,7 @@
 
 An op that is wide enough shows its micro-batch. A measured step has every rank of the mesh, and also shows what is no op:
 
-    R recomputation   E exposed communication   D data   U optimizer   h host   · waiting for another rank
+    R recomputation   E exposed communication   D data   U optimizer   h host   · waiting for another rank   ? not explained
 
 A character shows what took most of its time. With more than 64 ranks, only some are shown.
 """
@@ -136,6 +136,7 @@ _WORDS = {
     "U": "optimizer",
     "h": "host",
     "·": "waiting",
+    "?": "not explained",
 }
 
 
