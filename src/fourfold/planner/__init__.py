@@ -11,6 +11,7 @@ In reading order; each file imports only files above it (`memory_model` also imp
     memory_model      workspace of a unit; the peak of a rank
     unit_cost         seconds and bytes of a unit, for every choice of mode, split and recomputation
     op_times          times of a stage's ops, with their gathers and reductions
+    prediction        what is predicted of a plan: seconds by part, memory by rank, units
     evaluate          a whole plan: `PlanEvaluation.step_time` adds up a step
     stage_partition   layers into stages
     knapsack          the fastest options within a memory budget
@@ -22,5 +23,4 @@ In reading order; each file imports only files above it (`memory_model` also imp
     search            branch and bound over layouts
     report            the report of a plan, as fields of its file (view/explain.py has it as text)
     api               make_plan, predict, judge
-    plan_export       options of torchtitan and Megatron-LM
 """

@@ -14,11 +14,12 @@ from math import inf
 
 from fourfold.model.operators import UnitSpec
 from fourfold.plan import Plan
-from fourfold.planner.evaluate import PlanEvaluation, Prediction, evaluate
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.grid_cost import chosen_flows
 from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.memory_model import RankMemory
 from fourfold.planner.op_times import units_of_stages
+from fourfold.planner.prediction import Prediction
 from fourfold.planner.problem import PlanProblem, SearchConfig
 from fourfold.planner.stage_partition import RankLoad, partition_layers
 from fourfold.planner.unit_cost import UnitChoice, rules_of
@@ -70,7 +71,7 @@ class _PartitionedLayout:
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         flows = chosen_flows(self.problem, self.layout)
         plan = self.layout.plan(self.problem, rules_of(choices), self._layers, flows=flows)
-        return plan, evaluate(plan, self.problem, choices, limit)
+        return plan, PlanEvaluation(plan, self.problem, choices, limit)
 
 
 class _RankBudget:

@@ -14,9 +14,9 @@ from typing import Literal, NoReturn
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.plan import Mesh, Precision
 from fourfold.planner.build import Candidate, smallest_plan
-from fourfold.planner.evaluate import fits
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, may_consume
 from fourfold.planner.lower_bounds import least_bytes
+from fourfold.planner.prediction import fits
 from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.planner.unit_options import OptionTable
 from fourfold.schema import format_bytes

@@ -10,8 +10,9 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan
 from fourfold.planner.build import Candidate
 from fourfold.planner.engines import FOURFOLD, own_engine
-from fourfold.planner.evaluate import StepTime, predict
+from fourfold.planner.evaluate import predict
 from fourfold.planner.grid_cost import flow_report
+from fourfold.planner.prediction import StepTime
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.search import SearchResult
 from fourfold.planner.unit_cost import UnitChoice, unit_cost
