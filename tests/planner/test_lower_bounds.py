@@ -23,13 +23,12 @@ from fourfold.planner.grid_cost import chosen_flows
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
 from fourfold.planner.lower_bounds import (
     compute_bound,
-    in_flight_at_least,
     in_flight_of_schedule,
     least_bytes,
     memory_bound,
 )
 from fourfold.planner.problem import PlanProblem, parse_fixes
-from fourfold.planner.stage_partition import compute_only_seconds, partition_layers
+from fourfold.planner.stage_partition import compute_only_seconds, in_flight_at_least, partition_layers
 from fourfold.planner.unit_cost import UnitChoice, rules_of
 from fourfold.planner.unit_options import OptionTable, UnitOption, sharding_options
 from fourfold.program.from_plan import schedule_of_plan

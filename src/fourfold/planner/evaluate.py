@@ -20,70 +20,25 @@ from typing import Any, NamedTuple
 from fourfold import schema
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES, STREAM_BUCKET, STREAM_SLOTS
-from fourfold.plan import Mesh, Plan
+from fourfold.plan import Plan
 from fourfold.planner.layouts import layout_of_plan
 from fourfold.planner.memory_model import RankExtras, RankMemory, message_buffer_bytes, replay_rank
-from fourfold.planner.op_times import StageTimes, plan_units, stage_times, units_of_stages, whole_step
+from fourfold.planner.op_times import StageTimes, plan_units, stage_times, whole_step
 from fourfold.planner.prediction import Prediction, StepTime, fits, predict_units
-from fourfold.planner.problem import PlanProblem, per_problem
+from fourfold.planner.problem import PlanProblem
+from fourfold.planner.stage_partition import schedule_of, stage_layers, units_of_stages
 from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, choice_of, tied_elements
 from fourfold.program import modes
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
-from fourfold.program.from_plan import schedule_of_plan
-from fourfold.program.ops import Op, Schedule, ends_of_step
-from fourfold.program.partition import partition
+from fourfold.program.ops import Op, ends_of_step
 
-__all__ = ["PlanEvaluation", "predict", "schedule_of", "stage_layers"]
-
-_MOST_OPS = 30_000
-"""Maximum ops of a simulated schedule; longer ones are simulated without some of the repeating micro-batches in the middle."""
+__all__ = ["PlanEvaluation", "predict"]
 
 
 def predict(plan: Plan, problem: PlanProblem, limit: float | None = None) -> Prediction:
     """Time and memory of a plan; `limit`: bytes of a device, by default all usable ones."""
     return PlanEvaluation(plan, problem, limit=limit).prediction()
-
-
-# ---- schedule and stages of a plan ----
-
-
-def schedule_of(problem: PlanProblem, plan: Plan) -> Schedule:
-    """A plan's schedule, with the number of micro-batches that is simulated."""
-    pipeline, micro_batches = plan.pipeline, plan.micro_batches(problem.global_batch)
-    if pipeline.schedule != "synthesized":  # a synthesized schedule chooses its number of stages itself
-        pipeline = replace(pipeline, layers="auto")
-    per, few = 3 * layout_of_plan(plan, problem).stages, 4 * plan.mesh.pipe
-    if micro_batches * per > _MOST_OPS:
-        micro_batches = max(few, _MOST_OPS // per // few * few)
-    return _schedule(problem, Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline), micro_batches)
-
-
-@per_problem
-def _schedule(problem: PlanProblem, shape: Plan, micro_batches: int) -> Schedule:
-    """`shape`: the values of a plan that determine its schedule."""
-    return schedule_of_plan(shape, micro_batches, layers=problem.spec.layers)
-
-
-def stage_layers(problem: PlanProblem, schedule: Schedule, requested: tuple[int, ...] | str) -> tuple[int, ...]:
-    """Layers per stage, with the embedding and the head as layers: as requested, or partitioned by FLOPs."""
-    layers, stages = problem.spec.layers - 2, schedule.stages
-    if isinstance(requested, tuple):
-        if len(requested) != stages or sum(requested) != layers:
-            raise PlanError(
-                f"pipeline.layers = {list(requested)} must be {stages} numbers that sum to the model's {layers} layers"
-            )
-        return tuple(n + (s == 0) + (s == stages - 1) for s, n in enumerate(requested))
-    return _partition_by_flops(problem, schedule.placement)
-
-
-@per_problem
-def _partition_by_flops(problem: PlanProblem, placement: tuple[int, ...]) -> tuple[int, ...]:
-    spec = problem.spec
-    return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
-
-
-# ---- a plan, evaluated ----
 
 
 class _StepEnds(NamedTuple):
