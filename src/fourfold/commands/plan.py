@@ -31,7 +31,7 @@ from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
 from fourfold.view.text import printable
 
 if TYPE_CHECKING:
-    from fourfold.planner.plan_export import ExportedPlan
+    from fourfold.view.plan_export import ExportedPlan
 
 NO_LORA = LoraConfig()
 
@@ -214,7 +214,7 @@ def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> ExportedPlan | N
         plan.save(args.out)
     if not args.export:
         return None
-    from fourfold.planner.plan_export import export
+    from fourfold.view.plan_export import export
 
     exported = export(plan, problem, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
     if args.out:
