@@ -21,7 +21,8 @@ from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.engines import ENGINES, TrainingEngine
-from fourfold.planner.evaluate import Prediction, StepTime, predict
+from fourfold.planner.evaluate import predict
+from fourfold.planner.prediction import Prediction, StepTime
 from fourfold.planner.problem import PlanProblem
 from fourfold.presets import CLOUD_CONGESTION
 from fourfold.schema import parse_bytes

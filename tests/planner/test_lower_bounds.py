@@ -18,18 +18,17 @@ from fourfold.errors import ScheduleError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Pipeline, Plan, Precision
 from fourfold.planner.api import find_plan
-from fourfold.planner.evaluate import evaluate
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.grid_cost import chosen_flows
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
 from fourfold.planner.lower_bounds import (
     compute_bound,
-    in_flight_at_least,
     in_flight_of_schedule,
     least_bytes,
     memory_bound,
 )
 from fourfold.planner.problem import PlanProblem, parse_fixes
-from fourfold.planner.stage_partition import compute_only_seconds, partition_layers
+from fourfold.planner.stage_partition import compute_only_seconds, in_flight_at_least, partition_layers
 from fourfold.planner.unit_cost import UnitChoice, rules_of
 from fourfold.planner.unit_options import OptionTable, UnitOption, sharding_options
 from fourfold.program.from_plan import schedule_of_plan
@@ -110,7 +109,7 @@ def test_no_plan_beats_its_lower_bounds_in_the_memory_that_it_takes() -> None:
             for style in chance.sample(STYLES, 2):
                 choices = random_choices(chance, table, layout, style)
                 plan = layout.plan(problem, rules_of(choices), layers, flows=chosen_flows(problem, layout))
-                found = evaluate(plan, problem, choices, chance.choice((0.0, 1e15)))
+                found = PlanEvaluation(plan, problem, choices, chance.choice((0.0, 1e15)))
                 peak = max(m.peak for m in found.memory)
                 first = memory_bound(table, layout, peak)
                 then = memory_bound(table, layout, peak, schedule)

@@ -205,7 +205,7 @@ def view(args: ViewArgs) -> int:
     if args.save_schedule:
         traced.schedule.save(args.save_schedule)
     if args.html or args.perfetto or args.open:
-        print(*view_run(args, run, traced), sep="\n")
+        print(*map(printable, view_run(args, run, traced)), sep="\n")
         return 0
     both = {"measured": traced.measured, "simulated": traced.simulated}
     if args.json:
@@ -295,7 +295,8 @@ def _view_two(args: ViewArgs, a: RunDir, b: RunDir) -> int:
             for run, s in zip((a, b), steps, strict=True)
         ]
         base = b.path / f"timeline-with-{a.path.name}"
-        print(*_write_views(args, base, f"{a.path.name} and {b.path.name}", summary, panels), sep="\n")
+        written = _write_views(args, base, f"{a.path.name} and {b.path.name}", summary, panels)
+        print(*map(printable, written), sep="\n")
         return 0
     console = Console(highlight=False)
     for run, s in zip((a, b), steps, strict=True):
@@ -365,7 +366,7 @@ def _view_plan(args: ViewArgs, path: Path) -> int:
         summary += f"The planner's own figure, with what is not drawn, is {promised}."
     elif plan.predicted:
         summary += " Collectives are not drawn."
-    print(*_write_views(args, path.with_suffix(""), path.name, summary, [panel], unit), sep="\n")
+    print(*map(printable, _write_views(args, path.with_suffix(""), path.name, summary, [panel], unit)), sep="\n")
     return 0
 
 
@@ -479,7 +480,7 @@ def _doctor_of_run(args: DoctorArgs) -> int:
     console = Console(highlight=False, soft_wrap=True)
     style = {"failed": "red", "gone": "red", "finished": "green"}.get(found.state, "yellow")
     name = f"{found.state}: {found.cause}" if found.cause and found.cause not in found.state else found.state
-    console.print(f"[{style}]{name}[/]  {markup(found.happened)}.")
+    console.print(f"[{style}]{markup(name)}[/]  {markup(found.happened)}.")
     console.print(markup(found.advice.rstrip(".") + "."))
     if found.ranks:
         table = Table("rank", "ended", "at", "last", "memory", box=None, header_style="dim")

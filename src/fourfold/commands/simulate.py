@@ -20,6 +20,7 @@ from fourfold.program.schedules import build, names
 from fourfold.program.simulator import simulate
 from fourfold.program.synthesis.synthesizer import search
 from fourfold.program.timeline import Timeline
+from fourfold.view.text import printable
 
 __all__ = ["SimulateArgs", "compare", "simulate_command"]
 
@@ -100,7 +101,7 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
         )
         summary = f"{rows[0][0]}: makespan {measure}, bubble {float(best.bubble):.1%}."
         write_page(Path(args.html), f"simulated: {rows[0][0]}", summary, panels, unit=unit)
-        print(args.html, file=file)
+        print(printable(args.html), file=file)
         return 0
     if args.json:
         whole = not args.compare

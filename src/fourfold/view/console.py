@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold import schema
-from fourfold.view.text import markup
+from fourfold.view.text import markup, printable
 
 __all__ = ["Progress", "braille", "duration", "facts", "number", "short_duration"]
 
@@ -49,7 +49,7 @@ def facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
         rows = list(rows)
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            console.print(f"{name.ljust(width)}  {value}", markup=False, soft_wrap=True)
+            console.print(f"{name.ljust(width)}  {printable(value)}", markup=False, soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")

@@ -75,7 +75,11 @@ def compare_step(run: RunDir, step: int | None = None) -> StepComparison:
     ranks = _ranks(run, plan.mesh.ranks // plan.mesh.pipe, plan.mesh.pipe)
     traces = [_read(run, rank, set(ops)) for rank, ops in zip(ranks, layout.schedule.order, strict=True)]
     common = sorted(set.intersection(*({s.step for s in t} for t in traces)))
-    chosen = common[-1] if step is None and common else step
+    if not common:
+        raise RunDirError(
+            f"{run.path}: no step was traced by all ranks of a pipeline with the ops of its plan (damaged lines are skipped)"
+        )
+    chosen = common[-1] if step is None else step
     if chosen not in common:
         raise RunDirError(f"{run.path}: step {step} was not traced; traced: {', '.join(map(str, common)) or 'none'}")
     rows = [next(s for s in t if s.step == chosen) for t in traces]
