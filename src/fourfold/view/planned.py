@@ -252,8 +252,8 @@ def _span(s: TimelineSpan, step: PlannedStep, over: str, stride: int) -> PageSpa
         case Op() | UnitOp():
             return PageSpan(start, end, what.kind, str(what))
         case Send(stage, kind, micro_batch, peer):
-            told = f"{kind} of stage {stage}, micro-batch {micro_batch}, to pipe {peer}"
-            return PageSpan(start, end, "M", told, step.message_bytes, (peer - s.row) * stride)
+            title = f"{kind} of stage {stage}, micro-batch {micro_batch}, to pipe {peer}"
+            return PageSpan(start, end, "M", title, step.message_bytes, (peer - s.row) * stride)
         case Gather(unit):
             return PageSpan(start, end, "G", f"gather {unit} over {over}", step.sizes.get(what, 0))
         case Reduce(unit):
