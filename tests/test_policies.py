@@ -134,8 +134,6 @@ def test_benchmarks_and_tests_do_not_import_each_other() -> None:
     """Tests of benchmarks are `benchmarks/test_*.py`; what both need is in fourfold.testing."""
     for name, other in (("benchmarks", "tests"), ("tests", "benchmarks"), ("examples", "tests")):
         for path in TREES[name]:
-            if path.name in ("test_lower_bounds.py", "test_search.py"):
-                continue  # they draw from the benchmark's list of models
             found = {i for i in imports(path) if i.split(".")[0] == other}
             assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
 

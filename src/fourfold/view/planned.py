@@ -193,7 +193,7 @@ def _buckets(
 
 def _state_bytes(plan: Plan, memory: Memory) -> int:
     """Bytes of optimizer state per parameter, as the streamed optimizer holds it."""
-    width = {"bf16": 2, "fp32": 4, "fp64": 8}[plan.precision.compute]
+    width = plan.precision.compute_bytes
     return 2 * (2 if memory.moments == "bf16" else max(4, width)) + (2 if width == 2 else 0)
 
 
