@@ -1,7 +1,7 @@
 """Published runs with their layouts (published_layouts.toml), each as a plan, and what the planner predicts for it.
 
 Some sources are held out: no term or constant of the model was chosen with them at hand, so they show how well it predicts runs
-that it was not built on. They are summarized apart from the others.
+that it was not built on. They are summarized separately.
 
 `python -m benchmarks.published` prints them by source. The error is signed: predicted over published tokens a second, less 1;
 above 0 the planner promises more than was measured. Clusters are presets, changed only where a source states its hardware.
@@ -21,7 +21,8 @@ from fourfold.config import LoraConfig, ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.engines import ENGINES, TrainingEngine
-from fourfold.planner.evaluate import Prediction, StepTime, predict
+from fourfold.planner.evaluate import predict
+from fourfold.planner.prediction import Prediction, StepTime
 from fourfold.planner.problem import PlanProblem
 from fourfold.presets import CLOUD_CONGESTION
 from fourfold.schema import parse_bytes

@@ -215,13 +215,14 @@ QUIET = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The runs of this module share what they compile."""
+    """The runs of this module share what they compile, in every worker of xdist."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp().parent / "inductor"))
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         yield
 
 
+@pytest.mark.timeout(400)  # the first one compiles
 @pytest.mark.usefixtures("compiled_code")
 @pytest.mark.parametrize(
     ("ranks", "opaque", "failing", "named", "seconds"),
@@ -245,7 +246,8 @@ def test_units_that_fell_out_of_the_compiler_are_named_first(
     seconds: float,
 ) -> None:
     monkeypatch.setattr(RECORD, "uncompiled", {"blocks.0": "an earlier run of this process"})
-    run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing, seconds)
+    slow = {"timeout": 300.0, "group_timeout": 200.0}
+    run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing, seconds, **slow)
     found = explain_run(tmp_path / "run")
     said = "\n".join(found.lines())
     print(said)

@@ -15,9 +15,9 @@ from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
 from fourfold.planner.api import judge
 from fourfold.planner.engines import ENGINES, FOURFOLD, TrainingEngine, own_engine
 from fourfold.planner.layouts import layout_of_plan
-from fourfold.planner.plan_export import export
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import UnitChoice, sharding_cost, unit_cost
+from fourfold.view.plan_export import export
 
 LLAMA = ModelSpec.from_config(
     ModelConfig(family="llama", layers=16, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=4096)

@@ -28,9 +28,10 @@ from fourfold.planner.api import (
     uniform_plans,
 )
 from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
+from fourfold.view.text import printable
 
 if TYPE_CHECKING:
-    from fourfold.planner.plan_export import ExportedPlan
+    from fourfold.view.plan_export import ExportedPlan
 
 NO_LORA = LoraConfig()
 
@@ -98,7 +99,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         return serve(args.port)
     cluster = Cluster.find(args.cluster, args.nodes, args.devices)
     if ASSUMED in cluster.source:
-        print(f"{args.cluster}: {ASSUMED}{cluster.source.partition(ASSUMED)[2]}", file=sys.stderr)
+        print(printable(f"{args.cluster}: {ASSUMED}{cluster.source.partition(ASSUMED)[2]}"), file=sys.stderr)
     problem = read_problem(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
     given = Plan.load(args.judge) if args.judge else None
@@ -145,9 +146,12 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         print("\nnot written or exported: the plan does not fit", file=file)
     elif args.out:
         files = [args.out, *(exported.files if exported is not None else ())]
-        print(f"\nwritten to {' and '.join(files)}", file=file)
+        print(f"\nwritten to {printable(' and '.join(files))}", file=file)
     if args.html:
-        print(f"\nreport: {args.html}" if isinstance(plan, Plan) else "\nno report: there is no plan", file=file)
+        print(
+            f"\nreport: {printable(args.html)}" if isinstance(plan, Plan) else "\nno report: there is no plan",
+            file=file,
+        )
     return status
 
 
@@ -212,7 +216,7 @@ def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> ExportedPlan | N
         plan.save(args.out)
     if not args.export:
         return None
-    from fourfold.planner.plan_export import export
+    from fourfold.view.plan_export import export
 
     exported = export(plan, problem, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
     if args.out:

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from fourfold.planner.build import Candidate, build_plan
-from fourfold.planner.evaluate import PlanEvaluation, evaluate
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.knapsack import Group, choose
 from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig
 from fourfold.planner.unit_cost import UnitChoice, choice_of, pattern_of, rules_of
@@ -96,7 +96,7 @@ class _Climb:
         choices = self.after(move)
         key = tuple(choices.values())
         if key not in self._evaluated:
-            self._evaluated[key] = evaluate(self._bare, self.problem, choices)
+            self._evaluated[key] = PlanEvaluation(self._bare, self.problem, choices)
         return self._evaluated[key]
 
     def after(self, move: _Move) -> dict[str, UnitChoice]:

@@ -33,8 +33,8 @@ __all__ = [
     "RankChoice",
     "RankOptions",
     "UnitOption",
-    "rank_options",
     "group_sizes",
+    "rank_options",
     "sharding_options",
 ]
 
