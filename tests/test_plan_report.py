@@ -469,8 +469,9 @@ def test_a_browser_asks_the_server(tmp_path: Path, served: Served) -> None:
         page.wait("return document.querySelector('#report h2').textContent.startsWith(arguments[0])", HOSTILE[:20])
         assert page.run("return document.querySelector('#report h2').textContent").startswith(HOSTILE[:80])
         for name, value, sentence in (
-            ("config", "{", "Config.json: not valid JSON"),
-            ("config", '{"model_type": "mamba"}', "Config.json: model_type 'mamba' is not supported"),
+            ("config", "", "Paste the contents of the model's config.json."),
+            ("config", "{", "config.json: not valid JSON"),
+            ("config", '{"model_type": "mamba"}', "config.json: model_type 'mamba' is not supported"),
             ("config", json.dumps(config), ""),
             ("batch", "0", "The batch = 0 must be a whole number of at least 1."),
         ):

@@ -215,15 +215,15 @@ QUIET = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The runs of this module share what they compile."""
+    """The runs of this module share what they compile, in every worker of xdist."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp().parent / "inductor"))
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         yield
 
 
+@pytest.mark.timeout(400)  # the first one compiles
 @pytest.mark.usefixtures("compiled_code")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("ranks", "opaque", "failing", "named", "seconds"),
     [

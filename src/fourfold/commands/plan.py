@@ -28,6 +28,7 @@ from fourfold.planner.api import (
     uniform_plans,
 )
 from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
+from fourfold.view.text import printable
 
 if TYPE_CHECKING:
     from fourfold.view.plan_export import ExportedPlan
@@ -96,7 +97,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         return serve(args.port)
     cluster = Cluster.find(args.cluster, args.nodes)
     if ASSUMED in cluster.source:
-        print(f"{args.cluster}: {ASSUMED}{cluster.source.partition(ASSUMED)[2]}", file=sys.stderr)
+        print(printable(f"{args.cluster}: {ASSUMED}{cluster.source.partition(ASSUMED)[2]}"), file=sys.stderr)
     problem = read_problem(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
     given = Plan.load(args.judge) if args.judge else None
@@ -143,9 +144,12 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         print("\nnot written or exported: the plan does not fit", file=file)
     elif args.out:
         files = [args.out, *(exported.files if exported is not None else ())]
-        print(f"\nwritten to {' and '.join(files)}", file=file)
+        print(f"\nwritten to {printable(' and '.join(files))}", file=file)
     if args.html:
-        print(f"\nreport: {args.html}" if isinstance(plan, Plan) else "\nno report: there is no plan", file=file)
+        print(
+            f"\nreport: {printable(args.html)}" if isinstance(plan, Plan) else "\nno report: there is no plan",
+            file=file,
+        )
     return status
 
 

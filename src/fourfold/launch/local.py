@@ -41,6 +41,7 @@ import psutil
 import torch.distributed as dist
 
 from fourfold.errors import CommunicationError, FourfoldError, HangError, Interrupted, RankFailure, ReplicaError
+from fourfold.files import append_to
 from fourfold.launch.place import Place
 from fourfold.record import MIRROR, RECORD, read_mirror
 from fourfold.view.text import printable
@@ -424,9 +425,9 @@ def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, conso
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    log = os.open(logs / f"rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    with append_to(logs / f"rank{place.rank}.log") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable()
