@@ -1,7 +1,7 @@
 """Published runs with their layouts (published_layouts.toml), each as a plan, and what the planner predicts for it.
 
 Some sources are held out: no term or constant of the model was chosen with them at hand, so they show how well it predicts runs
-that it was not built on. They are summarized apart from the others.
+that it was not built on. They are summarized separately.
 
 `python -m benchmarks.published` prints them by source. The error is signed: predicted over published tokens a second, less 1;
 above 0 the planner promises more than was measured. Clusters are presets, changed only where a source states its hardware.

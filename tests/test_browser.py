@@ -114,9 +114,9 @@ def test_the_page(browser: Browser, tmp_path: Path) -> None:
     assert "0F4 blocks.4.mlp" in hover["tip"]
     assert "stage 0, micro-batch 4, unit blocks.4.mlp" in hover["tip"]
     assert "from 4 to 4.8" in hover["tip"]
-    beside = browser.painted(f"{move}; const l = layout()[1]; put(X(data.ticks / data.length * 3), l.y + l.h + 3)")
-    assert "3.00 MiB" in beside["tip"]
-    assert bad in beside["tip"]
+    under = browser.painted(f"{move}; const l = layout()[1]; put(X(data.ticks / data.length * 3), l.y + l.h + 3)")
+    assert "3.00 MiB" in under["tip"]
+    assert bad in under["tip"]
     held = browser.painted(f"{move}; const l = layout()[1]; put(X(data.ticks / data.length * 6), l.bottom + 30)")
     assert browser.run("return data.panels.map(p => p.least)") == [0, 0]  # with a limit from 0
     assert "at its peak" in held["tip"]

@@ -133,7 +133,7 @@ def test_uniform_plans_are_plain_and_judged() -> None:
 
 
 def test_uniform_plans_obey_what_was_fixed() -> None:
-    """They stand beside the search's plans and its lower bound, which are those of the constrained search."""
+    """They are listed with the plans and the lower bound of the constrained search."""
     problem = problem_of(Question(model="gpt2", cluster=Described(preset="a100-40g", nodes=2), batch=32))
     for fix, count in (
         ("pipe=4 col=2 schedule=wave waves=1", 20),

@@ -121,7 +121,7 @@ def train(
     each: Callable[[int, StreamedAdamW], None] = lambda step, optimizer: None,
     **options: Any,
 ) -> tuple[Reference, StreamedAdamW]:
-    """Train a net with the streamed optimizer, beside a reference; they are compared every `check` steps.
+    """Train a net with the streamed optimizer, and a reference; they are compared every `check` steps.
 
     The loss of a step is multiplied by `scale(step)`; `each` is called after it.
     """

@@ -1,4 +1,4 @@
-"""Exports: files beside the plan, stages where the other system puts them, arguments that it accepts."""
+"""Exports: files in the plan's folder, stages where the other system puts them, arguments that it accepts."""
 
 from __future__ import annotations
 

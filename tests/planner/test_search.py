@@ -485,8 +485,8 @@ def test_what_more_memory_saves_in_any_layout() -> None:
     size, saves, plan = run._with_more_memory(best)
     more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(int(s.cluster.memory + size))})), wanted).best
     assert 0 < saves == pytest.approx(best.prediction.seconds - more.prediction.seconds, rel=0.3)
-    told = replace(best, price=0.0, with_more=(size, saves, plan))
-    text = with_report(SearchResult(told, (told,), {}), s).explain()
+    changed = replace(best, price=0.0, with_more=(size, saves, plan))
+    text = with_report(SearchResult(changed, (changed,), {}), s).explain()
     assert f"more would save about {saves * 1e3:.3g} ms a step, with {plan}" in text
 
 

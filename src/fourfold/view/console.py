@@ -83,10 +83,10 @@ class Progress:
     def step(self, m: dict[str, Any]) -> None:
         """Show one step's metrics."""
         self._recent = [*self._recent[-19:], m["seconds"]]
-        lasting = m["step"] % self.every == 0 or m["step"] in (1, self.steps)
+        logged = m["step"] % self.every == 0 or m["step"] in (1, self.steps)
         if self.live:
             self._remember(m)
-        if lasting:
+        if logged:
             self.note(self._line(m))
         elif self.live and time.monotonic() - self._at > 0.25:
             self._erase()

@@ -195,7 +195,7 @@ def _buckets(
 
 def _state_bytes(plan: Plan, memory: Memory) -> int:
     """Bytes of optimizer state per parameter, as the streamed optimizer holds it."""
-    width = {"bf16": 2, "fp32": 4, "fp64": 8}[plan.precision.compute]
+    width = plan.precision.compute_bytes
     return 2 * (2 if memory.moments == "bf16" else max(4, width)) + (2 if width == 2 else 0)
 
 
@@ -257,8 +257,8 @@ def _span(s: TimelineSpan, step: PlannedStep, over: str, stride: int) -> PageSpa
         case Op() | UnitOp():
             return PageSpan(start, end, what.kind, str(what))
         case Send(stage, kind, micro_batch, peer):
-            told = f"{kind} of stage {stage}, micro-batch {micro_batch}, to pipe {peer}"
-            return PageSpan(start, end, "M", told, step.message_bytes, (peer - s.row) * stride)
+            title = f"{kind} of stage {stage}, micro-batch {micro_batch}, to pipe {peer}"
+            return PageSpan(start, end, "M", title, step.message_bytes, (peer - s.row) * stride)
         case Gather(unit):
             return PageSpan(start, end, "G", f"gather {unit} over {over}", step.sizes.get(what, 0))
         case Reduce(unit):
