@@ -116,6 +116,7 @@ class PlanEvaluation:
             message=max(map(max, self._messages)) if self.schedule.ranks > 1 else 0.0,
             host_state=0.0 if problem.on_cpu else 1 - self.device_share,
             usable=self.limit,
+            host_memory=problem.cluster.host_memory,
             engine=problem.engine.name,
             units=predict_units(problem, layout, self.stages) if problem.engine.name == "fourfold" else (),
             updates=tuple(self._update(updated, self.device_share) for updated in self.updated),

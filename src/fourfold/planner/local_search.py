@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from fourfold.planner.build import Candidate, build_plan
@@ -17,7 +18,7 @@ from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.knapsack import Group, choose
 from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig
 from fourfold.planner.unit_cost import UnitChoice, choice_of, pattern_of, rules_of
-from fourfold.planner.unit_options import SPLITS, OptionTable
+from fourfold.planner.unit_options import SPLITS, OptionTable, group_sizes
 
 __all__ = ["improve", "price_of_memory"]
 
@@ -40,6 +41,7 @@ def improve(problem: PlanProblem, constraints: Constraints, config: SearchConfig
     best = start
     if start.layout.mesh.pipe == 1:
         climb = _Climb(problem, constraints, start)
+        climb.shard_all_alike()
         climb.fill_memory(config.fill_rounds)
         best = climb.candidate() if climb.moved else start
     return _simplest(problem, constraints, config, best) if problem.on_cpu else best
@@ -125,6 +127,16 @@ class _Climb:
             first, last = (pattern_of(self.problem.spec.units[i].name) for i in (0, -1))
             kinds[first] += kinds.pop(last)
         return list(kinds.values())
+
+    # ---- changes of all units ----
+
+    def shard_all_alike(self) -> None:
+        """One mode and group for all units: where communication binds, no change of a single unit may be faster."""
+        groups = group_sizes(self.problem, self.start.layout)
+        for mode, within in product(self.modes, groups):
+            if mode[0] != "replicate":
+                move = {name: _in_mode(c, *mode)._replace(within=within) for name, c in self.choices.items()}
+                self.take_if_faster(move)
 
     # ---- changes of single units ----
 
