@@ -389,7 +389,7 @@ def test_searches_are_few_and_end_with_their_client(served: Served) -> None:
     deadline = time.monotonic() + 30
     while served.busy() > 1 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert served.busy() == 1, "the client left, and its search goes on"
+    assert served.busy() == 1, "the client left, and its search continues"
 
 
 # ---- in a browser ----

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.cluster import Cluster
-from fourfold.config import ModelConfig
+from fourfold.config import LoraConfig, ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, serial_model
 from fourfold.model.operators import ModelSpec, Operator
@@ -529,3 +529,12 @@ def test_dropout_beside_a_hugging_face_file_is_the_one(tmp_path: Path) -> None:
         assert spec.config.dropout == asked
     where.write_text(json.dumps(GPT2))
     assert ModelConfig(hf=str(where), seq_len=64).resolve().dropout == 0.1
+
+
+def test_a_rank_of_zero_adapts_nothing() -> None:
+    """As the config says: 0 means no LoRA, so all weights are trained."""
+    whole = ModelConfig(family="llama", layers=2, hidden=128, heads=2, vocab=256, seq_len=64)
+    without = replace(whole, lora=LoraConfig())
+    assert without == whole
+    assert not any(u.frozen for u in ModelSpec.from_config(without).units)
+    assert all(u.frozen for u in ModelSpec.from_config(replace(whole, lora=LoraConfig(rank=4))).units)

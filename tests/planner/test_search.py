@@ -53,6 +53,15 @@ def problem(
     return PlanProblem(spec or llama(), c, batch, Precision(compute="bf16"))
 
 
+def test_parameters_are_sharded_over_several_nodes_where_it_is_faster() -> None:
+    """8 nodes that all replicas' gathers would cross, and too little memory for shards within one."""
+    slow = {"latency": "x30", "bandwidth": "x0.5"}
+    s = problem("5GiB", nodes=32, batch=256, **slow)
+    plan = with_report(find_plan(s, parse_fixes(["data=256", "optimizer=device"])), s)
+    groups = {plan.rule_for(u.name).within for u in s.spec.units if plan.rule_for(u.name).mode != "replicate"}
+    assert groups & {16, 32, 64}, groups
+
+
 def test_with_hardly_enough_memory_nothing_is_prefetched() -> None:
     s = problem(spec=llama(4), batch=8)
     constraints = parse_fixes(["data=8", "recompute=none", "optimizer=device", "activations=device"])

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from fourfold import schema
 from fourfold.cluster import Cluster
-from fourfold.config import Config
+from fourfold.config import MOST, Config
 from fourfold.errors import FourfoldError, PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Plan, Precision, UnitRule
@@ -120,11 +120,10 @@ def plan_problem(
         if not narrow or precision.compute != "bf16" or precision.reduce == "bf16":
             raise
         halved = replace(problem, precision=replace(precision, reduce="bf16"))
-        plan: Plan | None = None
-        with suppress(PlanError):
+        try:
             plan = reported(halved)
-        if plan is None:
-            raise
+        except PlanError as e:
+            raise PlanError(str(e).replace("no plan fits:", "no plan fits, even with gradients in bf16:", 1)) from None
     note = "gradients are accumulated and reduced in bf16: with fp32 no plan fits (--precision bf16 insists on fp32)"
     return replace(plan, predicted=(plan.predicted or {}) | {"note": note})
 
@@ -142,7 +141,7 @@ def predict(
     `cluster`: a cluster, the name of a preset (one node), or a file. `engine`: the system that runs the plan ("fourfold",
     "torchtitan", "megatron", "nemo"). Searches nothing; `fourfold plan --judge` prints the same.
     """
-    schema.check_count("global_batch", global_batch, PlanError)
+    _check_batch(global_batch)
     cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
     _, problem = _checked(plan, PlanProblem(spec, cluster, global_batch, plan.precision).with_engine(engine))
     return PlanEvaluation(plan, problem).prediction()
@@ -156,7 +155,7 @@ def find_plan(
     config: SearchConfig | None = None,
 ) -> SearchResult:
     """The search, after checking the problem."""
-    schema.check_count("global_batch", problem.global_batch, PlanError)
+    _check_batch(problem.global_batch)
     collects = gc.isenabled()
     gc.disable()  # most objects live until the search ends; scanning them would take a tenth of the time
     try:
@@ -164,6 +163,12 @@ def find_plan(
     finally:
         if collects:
             gc.enable()
+
+
+def _check_batch(sequences: int) -> None:
+    schema.check_count("global_batch", sequences, PlanError)
+    if sequences > MOST["train.global_batch"]:
+        raise PlanError(f"global_batch = {sequences} must be at most {MOST['train.global_batch']} sequences")
 
 
 def named_precision(name: str) -> Precision:

@@ -71,6 +71,8 @@ class Prediction:
     """Share of the optimizer's state on the host."""
     usable: float = inf
     """Bytes of a device that are available to tensors."""
+    host_memory: float = inf
+    """Bytes of a host's memory for each device."""
     engine: str = "fourfold"
     """The system that it is predicted for."""
     units: tuple[tuple[UnitPrediction, ...], ...] = ()
@@ -91,8 +93,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's tensors fit on its device."""
-        return self.peak.peak <= self.usable
+        """Whether every rank's tensors fit on its device, and what it keeps on the host fits there."""
+        return all(m.peak <= self.usable and m.host <= self.host_memory for m in self.memory)
 
     @property
     def peak(self) -> RankMemory:

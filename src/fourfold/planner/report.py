@@ -104,7 +104,9 @@ def binding(best: Candidate) -> str:
 
 
 def _break_even_tokens(best: Candidate, problem: PlanProblem) -> float:
-    """Minimum tokens per micro-batch for which gathering a unit's parameters overlaps fully with computing it."""
+    """Minimum tokens per micro-batch for which gathering a unit's parameters overlaps fully with computing it; 0: no replicas."""
+    if best.layout.replicas == 1:
+        return 0.0
     kinds, seq_len = problem.spec.kinds, problem.spec.seq_len
     kind = max(kinds, key=lambda k: kinds[k].flops if kinds[k].layer not in (0, problem.spec.layers - 1) else -1.0)
     few, more = (
@@ -160,6 +162,10 @@ def explain_no_fit(problem: PlanProblem, constraints: Constraints, smallest: Can
 def _remedies(problem: PlanProblem, constraints: Constraints, need: float, host: float) -> Iterator[str]:
     """Changes with which a plan fits."""
     cluster = problem.cluster
+    if constraints.max_ranks and constraints.max_ranks < cluster.devices:
+        alone = replace(cluster, nodes=1).with_devices(constraints.max_ranks)  # has the host's whole memory
+        if _has_plan(replace(problem, cluster=alone), constraints):
+            yield f"--devices {alone.devices} instead of --max-ranks {alone.devices}, if the node has no more"
     if constraints.max_ranks and constraints.max_ranks < cluster.ranks:
         if _has_plan(problem, Constraints(constraints.fixed)):
             yield f"all {cluster.ranks} devices instead of --max-ranks {constraints.max_ranks}"
