@@ -123,7 +123,9 @@ def test_uniform_plans_are_plain_and_judged() -> None:
     plans = list(uniform_plans(problem, 30))
     assert len(plans) == 30 == len({json.dumps(p.to_dict()) for p in plans})
     assert all(len(p.unit) == 1 and p.mesh.ranks == 8 for p in plans)
-    assert plans[3].predicted == judge(plans[3], problem).predicted
+    whole = judge(plans[3], problem).predicted or {}
+    assert whole["not_deterministic"] < whole["seconds"]  # not asked of thirty plans: it takes as long as all the rest
+    assert plans[3].predicted == {k: v for k, v in whole.items() if k != "not_deterministic"}
     fitting = [p for p in plans if p.predicted and not p.predicted["misfit"]]
     assert 0 < len(fitting) < 30
     best = make_plan(problem.spec, problem.cluster, global_batch=64, fix="mode=zero3 pipe=1 col=1")
