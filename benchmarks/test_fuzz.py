@@ -128,3 +128,19 @@ def test_nothing_that_a_terminal_obeys_is_printed(tmp_path: Path, capsys: pytest
     assert r"\x1b]0;owned\x07[bold]x[⁄].toml" in shown.err.replace("\n", "")
     assert "\x07" not in shown.err + shown.out
     assert "\x1b]" not in shown.err + shown.out
+
+
+def test_paths_are_escaped_where_no_terminal_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name of a run directory was printed raw by `train --resume` and `view --html` if stdout was not a terminal."""
+    from rich.console import Console
+
+    from fourfold.cli import main
+    from fourfold.view.console import facts
+
+    facts([("run", "\x1b[2Jrun")], Console(highlight=False))
+    plan = tmp_path / "\x1b[2Jplan.json"
+    Plan().save(plan)
+    assert main(["view", str(plan), "--html"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(r"\x1b[2J") == 2
+    assert "\x1b[2J" not in shown

@@ -140,7 +140,7 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(tmp_path: Path) -
     for step in range(1, 4):
         x.fill_(step)
         saver.save(step, [holding_of("x", x)], {"step": step})
-        x.fill_(-1)  # training goes on at once
+        x.fill_(-1)  # training continues at once
     saver.wait()
     assert [p.name for p in saver.finished()] == ["step-000001", "step-000002", "step-000003"]
     for step in range(1, 4):
@@ -615,6 +615,7 @@ def test_the_checkpoint_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
         saver.save(step, [holding_of("x", torch.zeros(3))], {"step": step})
     (run.checkpoints / "step-000002" / "complete.json").unlink()
     (run.checkpoints / "damaged-step-000009").mkdir()
+    (run.checkpoints / "damaged-step-notes").write_text("a file of the user's own")
     assert main(["checkpoint", "list", str(run.path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(r["step"], r["state"]) for r in rows] == [
@@ -640,6 +641,16 @@ def test_the_checkpoint_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["checkpoint", "prune", str(run.path)]) == 2
     assert "is in use by process" in capsys.readouterr().err
     run.unlock()
+
+
+def test_a_marker_that_is_a_folder_does_not_end_a_save(tmp_path: Path) -> None:
+    saver = Checkpointer(tmp_path, keep=2)
+    for step in (1, 3):
+        (tmp_path / f"step-{step:06d}" / "complete.json").mkdir(parents=True)
+    for step in (2, 3):
+        saver.save(step, [holding_of("x", torch.zeros(3))], {"step": step})
+    assert [step for step, _ in save_load.complete(tmp_path)] == [2, 3]
+    assert not (tmp_path / "step-000001").exists()
 
 
 # ---- disks ----
@@ -674,7 +685,7 @@ def test_full_disk_gives_one_error_and_loses_nothing(small_disk: Path, backgroun
     small.zero_()
     save_load.load(small_disk / "c" / "step-000001", [holding_of("x", small)])
     assert (small == 1).all()
-    saver.save(3, [holding_of("x", small)], {"step": 3})  # and goes on when there is room
+    saver.save(3, [holding_of("x", small)], {"step": 3})  # and works again when there is room
     saver.wait()
 
 

@@ -201,12 +201,39 @@ def test_files_that_a_run_writes_do_not_go_through_links(tmp_path: Path) -> None
         run.lock()
     (run.path / ".lock").unlink()
     os.link(precious, run.path / ".lock")
-    with pytest.raises(RunDirError, match="hard link to another file"):
+    with pytest.raises(RunDirError, match="is a hard link"):
         run.lock()
     for name in (".plan.json.partial", ".config.json.partial"):
         (run.path / name).symlink_to(precious)
     run.write(*run.read())
     assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "logs/rank0.log", "trace/rank0.jsonl"])
+def test_a_run_does_not_append_to_hard_links(tmp_path: Path, name: str) -> None:
+    """A rank's log was appended to whatever file its name was a hard link to; history.jsonl was left out without a word."""
+    run = make_run(tmp_path / "run")
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (run.path / "trace").mkdir()
+    os.link(precious, run.path / name)
+    with pytest.raises(
+        RunDirError, match=f"{name}: is a hard link to another file, and a run appends to it. Put a copy"
+    ):
+        RunDir.reopen(run.path)
+
+
+@pytest.mark.parametrize("name", [".lock", "env.json", "metrics.jsonl", "history.jsonl", "logs/rank1.log"])
+def test_a_run_directory_with_a_fifo_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    """Opening one for writing waits for a reader: a resumed run hung, and so did `fourfold doctor` on `.lock`."""
+    run = make_run(tmp_path / "run")
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    with pytest.raises(RunDirError, match=f"{name}: is neither a file nor a folder"):
+        RunDir.reopen(run.path)
+    with pytest.raises(FileError, match="cannot be written: it is not a regular file"):
+        files.append_to(run.path / name)
+    assert not run.in_use()
 
 
 def test_metrics_after_a_broken_line_are_kept(tmp_path: Path) -> None:

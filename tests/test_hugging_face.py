@@ -249,7 +249,7 @@ def test_bf16_in_bf16_out(folders: dict[str, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_a_checkpoint_of_torchtitan_is_a_source(newer: bool, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Its names, its rotary layout (neighbouring rows are a pair), and an optimizer beside the model."""
+    """Its names, its rotary layout (neighbouring rows are a pair), and an optimizer in the model's folder."""
     names = {
         **{"model.embed_tokens": "tok_embeddings", "model.layers": "layers", "model.norm": "norm"},
         **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
@@ -468,7 +468,7 @@ def test_names_of_older_files(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """A byte-level tokenizer and a chat template beside a model."""
+    """A byte-level tokenizer and a chat template in a model's folder."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -133,7 +133,7 @@ def test_uniform_plans_are_plain_and_judged() -> None:
 
 
 def test_uniform_plans_obey_what_was_fixed() -> None:
-    """They stand beside the search's plans and its lower bound, which are those of the constrained search."""
+    """They are listed with the plans and the lower bound of the constrained search."""
     problem = problem_of(Question(model="gpt2", cluster=Described(preset="a100-40g", nodes=2), batch=32))
     for fix, count in (
         ("pipe=4 col=2 schedule=wave waves=1", 20),
@@ -387,7 +387,7 @@ def test_searches_are_few_and_end_with_their_client(served: Served) -> None:
     deadline = time.monotonic() + 30
     while served.busy() > 1 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert served.busy() == 1, "the client left, and its search goes on"
+    assert served.busy() == 1, "the client left, and its search continues"
 
 
 # ---- in a browser ----
@@ -469,8 +469,9 @@ def test_a_browser_asks_the_server(tmp_path: Path, served: Served) -> None:
         page.wait("return document.querySelector('#report h2').textContent.startsWith(arguments[0])", HOSTILE[:20])
         assert page.run("return document.querySelector('#report h2').textContent").startswith(HOSTILE[:80])
         for name, value, sentence in (
-            ("config", "{", "Config.json: not valid JSON"),
-            ("config", '{"model_type": "mamba"}', "Config.json: model_type 'mamba' is not supported"),
+            ("config", "", "Paste the contents of the model's config.json."),
+            ("config", "{", "config.json: not valid JSON"),
+            ("config", '{"model_type": "mamba"}', "config.json: model_type 'mamba' is not supported"),
             ("config", json.dumps(config), ""),
             ("batch", "0", "The batch = 0 must be a whole number of at least 1."),
         ):

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.errors import RunDirError
 from fourfold.plan import Plan
 from fourfold.program import Gather
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_metrics
+from fourfold.view.run import compare_step
 from fourfold.view.steps import read_steps
 from tests.helpers import make_config, run_training
 
@@ -51,19 +53,24 @@ def test_what_is_recorded(run: RunDir) -> None:
 
 
 def test_collectives_match_across_ranks(run: RunDir) -> None:
-    for traced in read_steps(run):
+    steps = list(read_steps(run))
+    assert steps
+    for traced in steps:
         found: dict[tuple[str, tuple[int, ...], int], list[tuple[int, str, int]]] = {}
         for rank, r in traced.ranks.items():
             for e in r.events:
                 if e.ranks:
                     found.setdefault((e.group, e.ranks, e.number), []).append((rank, e.what, e.size))
+        assert found
         for key, members in found.items():
             assert [rank for rank, *_ in members] == list(key[1])
             assert len({(what, size) for _, what, size in members}) == 1
 
 
 def test_every_rank_is_accounted_for(run: RunDir) -> None:
-    for traced in read_steps(run):
+    steps = list(read_steps(run))
+    assert steps
+    for traced in steps:
         for r in traced.ranks.values():
             assert sum(p.seconds for p in r.parts) == pytest.approx(r.seconds)
             assert r.spent("other") < 0.05 * r.seconds
@@ -131,3 +138,17 @@ def test_waits_are_divided(tmp_path: Path) -> None:
     ]
     path = [(rank, p.cause, round(p.seconds, 6)) for rank, p in traced.path]
     assert path[:3] == [(0, "forward", 4.0), (1, "exposed", 2.0), (1, "forward", 2.0)]
+
+
+def test_a_line_whose_spans_are_no_ops_is_skipped(run: RunDir) -> None:
+    path = run.path / "trace" / "rank0.jsonl"
+    before = path.read_text()
+    lines = [json.loads(line) for line in before.splitlines()]
+    lines[0]["spans"][0][0] = "\x1b[2J"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    steps = read_steps(run)
+    assert [list(s.ranks) for s in steps] == [[1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:1]))
+    with pytest.raises(RunDirError, match="no step was traced by all ranks of a pipeline"):
+        compare_step(run)
+    path.write_text(before)

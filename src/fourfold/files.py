@@ -328,6 +328,7 @@ def why(e: OSError) -> str:
         errno.ELOOP: "it is a link; links are not followed here",
         errno.ENAMETOOLONG: "the name is too long",
         errno.EMFILE: "too many files are open",
+        errno.ENXIO: "it is not a regular file",
     }.get(e.errno or 0, e.strerror or str(e) or type(e).__name__)
 
 
@@ -379,13 +380,14 @@ def write_json(path: str | Path, data: Any, error: type[FourfoldError] = FileErr
 def append_to(path: str | Path, error: type[FourfoldError] = FileError) -> IO[str]:
     """A text file open for appending, created if missing; never a symbolic or hard link."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(path, flags, 0o644)
     except OSError as e:
         raise error(f"{path}: cannot be written: {why(e)}") from None
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(handle)
-        raise error(f"{path}: cannot be written: it is a hard link to another file")
+        raise error(f"{path}: cannot be written: it is a hard link to another file, or not a regular one")
     return os.fdopen(handle, "a", buffering=1, encoding="utf-8")
 
 

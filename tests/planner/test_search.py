@@ -53,6 +53,15 @@ def problem(
     return PlanProblem(spec or llama(), c, batch, Precision(compute="bf16"))
 
 
+def test_parameters_are_sharded_over_several_nodes_where_it_is_faster() -> None:
+    """8 nodes that all replicas' gathers would cross, and too little memory for shards within one."""
+    slow = {"latency": "x30", "bandwidth": "x0.5"}
+    s = problem("5GiB", nodes=32, batch=256, **slow)
+    plan = with_report(find_plan(s, parse_fixes(["data=256", "optimizer=device"])), s)
+    groups = {plan.rule_for(u.name).within for u in s.spec.units if plan.rule_for(u.name).mode != "replicate"}
+    assert groups & {16, 32, 64}, groups
+
+
 def test_with_hardly_enough_memory_nothing_is_prefetched() -> None:
     s = problem(spec=llama(4), batch=8)
     constraints = parse_fixes(["data=8", "recompute=none", "optimizer=device", "activations=device"])
@@ -485,8 +494,8 @@ def test_what_more_memory_saves_in_any_layout() -> None:
     size, saves, plan = run._with_more_memory(best)
     more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(int(s.cluster.memory + size))})), wanted).best
     assert 0 < saves == pytest.approx(best.prediction.seconds - more.prediction.seconds, rel=0.3)
-    told = replace(best, price=0.0, with_more=(size, saves, plan))
-    text = with_report(SearchResult(told, (told,), {}), s).explain()
+    changed = replace(best, price=0.0, with_more=(size, saves, plan))
+    text = with_report(SearchResult(changed, (changed,), {}), s).explain()
     assert f"more would save about {saves * 1e3:.3g} ms a step, with {plan}" in text
 
 

@@ -101,7 +101,8 @@ def remove(checkpoint: Path) -> None:
     if checkpoint.is_symlink():
         checkpoint.unlink()
         return
-    (checkpoint / MARKER).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        (checkpoint / MARKER).unlink()
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 

@@ -32,6 +32,7 @@ from fourfold.checkpoint.index import MARKER, FileInfo, parse_marker
 from fourfold.errors import CheckpointError, ConfigError, FourfoldError
 from fourfold.supervision.flight import note, read_history
 from fourfold.train.rundir import RunDir
+from fourfold.view.text import printable
 
 __all__ = ["RemoteFolder", "check_own", "check_url", "fetch", "fetch_newest", "is_url", "local_run", "publish"]
 
@@ -341,7 +342,7 @@ def fetch_newest(url: str, checkpoints: Path) -> Path | None:
         try:
             fetch(remote, name, checkpoints)
         except CheckpointError as e:
-            print(f"{e}; using the previous checkpoint", flush=True)
+            print(printable(f"{e}; using the previous checkpoint"), flush=True)
             continue
         return publish(remote, name, checkpoints)
     return None

@@ -88,6 +88,7 @@ from fourfold.checkpoint.remote import RemoteFolder, fetch, publish
 from fourfold.checkpoint.tensor_files import FileWriter, HashedReader, HostCopies
 from fourfold.errors import CheckpointError, ConfigError, FileError
 from fourfold.piece import Box, intersect, offset_box, shape_of
+from fourfold.view.text import printable
 
 if TYPE_CHECKING:
     from fourfold.train.loop import Loop
@@ -304,7 +305,7 @@ def resume(
     if directory is None:
         return 0
     for line in lines if loop.info.rank == 0 else ():
-        print(f"{line}; resuming from {directory.name}", file=console, flush=True)
+        print(printable(f"{line}; resuming from {directory.name}"), file=console, flush=True)
     check_state(state, directory)
     for unit in loop.units:
         loop.optimizer.publish(unit)

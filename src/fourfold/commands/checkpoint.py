@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from fourfold import schema
+from fourfold import files, schema
 from fourfold.checkpoint.folder import complete, doomed, is_file, remove, steps_in, verify
 from fourfold.checkpoint.index import MARKER
 from fourfold.checkpoint.remote import RemoteFolder, is_url
@@ -66,6 +66,8 @@ def _list(args: CheckpointArgs) -> int:
         state = "complete" if is_file(path / MARKER) else "unfinished"
         rows.append({"step": step, "path": str(path), "state": state, "bytes": _size(path)})
     for path in sorted(folder.glob("damaged-step-*")) if folder is not None and folder.is_dir() else ():
+        if path.is_symlink() or not path.is_dir():
+            continue
         rows.append({"step": None, "path": str(path), "state": "set aside: damaged", "bytes": _size(path)})
     for step, name in remote.steps() if remote is not None else ():
         state = remote.state(name).replace("damaged", "set aside: damaged") if remote is not None else ""
@@ -73,7 +75,7 @@ def _list(args: CheckpointArgs) -> int:
     if args.json:
         print(json.dumps({"run": args.path, "checkpoints": rows}))
         return 0
-    table = Table("step", "state", "size", "path", box=None, header_style="dim")
+    table = Table("step", "state", "size", Column("path", overflow="fold"), box=None, header_style="dim")
     for row in rows:
         number = "" if row["step"] is None else str(row["step"])
         table.add_row(number, row["state"], schema.format_bytes(row["bytes"]), markup(row["path"]))
@@ -141,5 +143,10 @@ def _prune(args: CheckpointArgs) -> int:
 
 def _size(path: Path) -> int:
     """Bytes of the files of a checkpoint."""
-    with os.scandir(path) as entries:
-        return sum(e.stat(follow_symlinks=False).st_size for e in entries)
+    try:
+        with os.scandir(path) as entries:
+            return sum(e.stat(follow_symlinks=False).st_size for e in entries)
+    except FileNotFoundError:  # a run that is training removes old ones
+        return 0
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read: {files.why(e)}") from None

@@ -12,6 +12,7 @@ import tyro
 
 from fourfold import schema
 from fourfold.errors import ConfigError
+from fourfold.view.text import printable
 
 __all__ = ["ExportArgs", "export_command"]
 
@@ -61,7 +62,7 @@ def export_command(args: ExportArgs) -> int:
         return 0
     what = f"{made.tensors} tensors, {schema.format_bytes(made.bytes)}, {made.dtype}"
     kind = "PEFT adapter" if lora and not args.merge else f"model_type {made.model_type or 'none'}"
-    print(f"{out}: step {made.step}, {what}, {kind}")
+    print(f"{printable(out)}: step {made.step}, {what}, {kind}")
     if not made.model_type:
         print("no Hugging Face architecture computes this model: tensors have our names, config.json is ours")
     return 0

@@ -20,6 +20,7 @@ from fourfold.program.schedules import build, names
 from fourfold.program.simulator import simulate
 from fourfold.program.synthesis.synthesizer import search
 from fourfold.program.timeline import Timeline
+from fourfold.view.text import printable
 
 __all__ = ["SimulateArgs", "compare", "simulate_command"]
 
@@ -75,6 +76,10 @@ class SimulateArgs:
 
 def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
     """Run the command: print a table and a drawing, or JSON, to `file` (default: standard output); returns 0."""
+    if args.html:
+        if args.json:
+            raise ScheduleError("--json prints and --html writes a page; use one of them")
+        schema.check_writable(args.html, "a page", ScheduleError, (".html", ".htm"))
     target, costs = _target(args)
     rows: list[tuple[str, Timeline]] = []
     if isinstance(target, Schedule):
@@ -96,7 +101,7 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
         )
         summary = f"{rows[0][0]}: makespan {measure}, bubble {float(best.bubble):.1%}."
         write_page(Path(args.html), f"simulated: {rows[0][0]}", summary, panels, unit=unit)
-        print(args.html, file=file)
+        print(printable(args.html), file=file)
         return 0
     if args.json:
         whole = not args.compare

@@ -77,7 +77,7 @@ class RunDir:
     def in_use(self) -> bool:
         """Whether a process holds the lock."""
         try:
-            handle = os.open(self.path / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            handle = os.open(self.path / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return False
         try:
@@ -144,19 +144,30 @@ class RunDir:
         return run
 
     def check_links(self) -> None:
-        """Raise RunDirError if a file that a run writes, or a folder of it, is a link."""
+        """Raise RunDirError if a file that a run writes, or a folder of it, is a link or a FIFO (opening one would block)."""
         folders = [self.path, self.logs, self.path / "trace", self.final, self.checkpoints, self.flight]
         for folder in folders:
             try:
                 with os.scandir(folder) as entries:
-                    links = sorted(e.name for e in entries if e.is_symlink())
+                    found = sorted(entries, key=lambda e: e.name)
             except OSError:
                 continue  # not there yet
-            if links:
-                raise RunDirError(
-                    f"{folder / links[0]}: is a link; a run writes into its directory, and does not follow links out of it. "
-                    "Move what the link points to in its place"
-                )
+            for entry in found:
+                path = folder / entry.name
+                if entry.is_symlink():
+                    raise RunDirError(
+                        f"{path}: is a link; a run writes into its directory, and does not follow links out of it. "
+                        "Move what the link points to in its place"
+                    )
+                if not entry.is_dir() and not entry.is_file():
+                    raise RunDirError(
+                        f"{path}: is neither a file nor a folder (a FIFO, a socket or a device); remove it"
+                    )
+                if path.suffix in (".log", ".jsonl") and entry.stat().st_nlink > 1:
+                    raise RunDirError(
+                        f"{path}: is a hard link to another file, and a run appends to it. Put a copy in its place: "
+                        f"cp {path} {path}.copy && mv {path}.copy {path}"
+                    )
 
     def _refuse(self, found: list[str]) -> None:
         if "config.json" in found:
@@ -170,7 +181,8 @@ class RunDir:
     def lock(self) -> None:
         """Take the lock; held until `unlock`, or until the last process that inherited it ends."""
         try:
-            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            handle = os.open(self.path / ".lock", flags, 0o644)
         except OSError as e:
             if e.errno != errno.ELOOP:
                 raise
@@ -178,7 +190,7 @@ class RunDir:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             os.close(handle)
-            raise RunDirError(f"{self.path / '.lock'}: is a hard link to another file; remove it")
+            raise RunDirError(f"{self.path / '.lock'}: is a hard link, or not a regular file; remove it")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

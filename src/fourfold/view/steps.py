@@ -21,7 +21,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
-from fourfold.errors import RunDirError
+from fourfold.errors import RunDirError, ScheduleError
 from fourfold.plan import AXES
 from fourfold.program.groups import coordinates_of
 from fourfold.program.ops import Op
@@ -158,7 +158,7 @@ def read_steps(run: RunDir) -> list[TracedStep]:
     for rank in range(plan.mesh.ranks):
         path = run.path / "trace" / f"rank{rank}.jsonl"
         for line in read_trace(path) if path.is_file() else ():
-            if line is not None and line["spans"]:
+            if line is not None and line["spans"] and _of_ops(line):
                 lines.setdefault(line["step"], {})[rank] = line
     if not lines:
         raise RunDirError(f"{run.path}: no step was traced; train with --log.trace 10")
@@ -173,6 +173,14 @@ def read_steps(run: RunDir) -> list[TracedStep]:
         _divide(traced)
         found.append(traced)
     return found
+
+
+def _of_ops(line: dict[str, Any]) -> bool:
+    """Whether the spans of a trace's line are named after ops; in a damaged line they may not be."""
+    try:
+        return all(Op.parse(what.partition(" ")[0]) for what, *_ in line["spans"])
+    except ScheduleError:
+        return False
 
 
 def _aligned(step: int, lines: dict[int, dict[str, Any]]) -> dict[int, RankStep]:
