@@ -141,6 +141,7 @@ def count_kept(rank: int, ranks: int, folder: Path) -> list[tuple[float, float]]
 
 def test_keeping_saves_the_bytes_of_the_formulas(tmp_path: Path) -> None:
     for found in run_ranks(count_kept, 4, tmp_path):
+        assert found
         for received, said in found:
             assert received == said > 0
 

@@ -214,7 +214,7 @@ SAVED: list[tuple[int, dict[str, Any]]] = [
 
 
 def test_checkpoints_open_in_every_other_mode(tmp_path: Path) -> None:
-    """Saved in each way and gone on with in the next; then every tensor of the checkpoint is what it was."""
+    """Saved in each way and resumed in the next; then every tensor of the checkpoint is what it was."""
     from safetensors.torch import load_file
 
     from fourfold.checkpoint.export import write_final

@@ -1,4 +1,4 @@
-"""The watchdog: a job in which no rank proceeds ends with a report that names the right rank; a slow one goes on."""
+"""The watchdog: a job in which no rank proceeds ends with a report that names the right rank; a slow one continues."""
 
 from __future__ import annotations
 

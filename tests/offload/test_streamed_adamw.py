@@ -418,7 +418,9 @@ def test_zeroed_gradients_are_zeroed_after_the_update() -> None:
             theirs["lr"] = theirs["initial_lr"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        assert all(not p.grad.any() for p in net.parameters() if p.grad is not None)
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        assert grads
+        assert not any(grad.any() for grad in grads)
 
 
 # ---- memory ----

@@ -180,7 +180,7 @@ def test_invalid_arguments(asked: dict[str, Any], message: str) -> None:
         (["mode=zero1"], None, "no mode has this name; use mode=keep"),
         (["tp=four"], None, "tp is a whole number"),
         (["tp=2", "col=4"], None, "--fix col=2 and col=4 contradict each other"),
-        (["col=3"], None, "col 3 = 3, which does not divide 8 ranks"),
+        (["col=3"], None, "col 3, which does not divide 8 ranks"),
         (["pipe=2", "data=2", "row=1", "col=1"], None, "= 4 ranks, but there are 8"),
         (["schedule=wave"], "1f1b", "contradict"),
         (["micro_batches=3"], None, "leave micro_batches"),

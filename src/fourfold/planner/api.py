@@ -201,12 +201,15 @@ def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = Non
     return max(1, round(sequences / ranks)) * ranks
 
 
-def judge(plan: Plan, problem: PlanProblem) -> Plan:
-    """The same plan with the planner's prediction; if it does not fit, the field `misfit` says why."""
+def judge(plan: Plan, problem: PlanProblem, *, brief: bool = False) -> Plan:
+    """The same plan with the planner's prediction; if it does not fit, the field `misfit` says why.
+
+    `brief`: without the step time under `train.deterministic = false`, which takes as long as the rest.
+    """
     layout, problem = _checked(plan, problem)
     plan = replace(plan, tensor=replace(plan.tensor, flows=chosen_flows(problem, layout)))
     candidate = Candidate(layout, plan, PlanEvaluation(plan, problem).prediction())
-    judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1)
+    judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1, brief=brief)
     assert judged.predicted is not None
     # the value of more memory is known only after a search
     predicted = judged.predicted | {"binding": "", "price": 0.0, "misfit": no_fit(candidate, problem)}
@@ -326,7 +329,7 @@ def uniform_plans(
             placed = replace(layout, optimizer=choice.place, activations=choice.place)
             rules = (UnitRule(match="*", mode=choice.mode, recompute=choice.recompute),)
             with suppress(FourfoldError):  # this model may not support this mesh
-                judged = judge(placed.plan(problem, rules, None), problem)
+                judged = judge(placed.plan(problem, rules, None), problem, brief=True)
                 count += 1
                 yield judged
 

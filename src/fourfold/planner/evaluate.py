@@ -36,9 +36,9 @@ from fourfold.program.ops import Op, ends_of_step
 __all__ = ["PlanEvaluation", "predict"]
 
 
-def predict(plan: Plan, problem: PlanProblem, limit: float | None = None) -> Prediction:
-    """Time and memory of a plan; `limit`: bytes of a device, by default all usable ones."""
-    return PlanEvaluation(plan, problem, limit=limit).prediction()
+def predict(plan: Plan, problem: PlanProblem) -> Prediction:
+    """Time and memory of a plan."""
+    return PlanEvaluation(plan, problem).prediction()
 
 
 class _StepEnds(NamedTuple):
@@ -81,7 +81,7 @@ class PlanEvaluation:
         self.stages = plan_units(problem, layout, units_of_stages(spec, counts), choices)
         self._state_on_device = _bytes(memory.device_state, "device_state") if memory.device_state else None
         self._staging = _bytes(memory.staging, "staging")  # of prefetched optimizer state
-        self._streams = layout.streams_optimizer(problem)
+        self._streams = layout.optimizer != "device" or problem.moments != "fp32"  # by the streamed optimizer
         self._rollback = 0.0  # maximum host bytes for rolling updates back
         hosted = layout.optimizer != "device" and not problem.on_cpu and problem.engine.name == "fourfold"
         if hosted and problem.needs_norm:

@@ -103,10 +103,6 @@ class ParallelLayout:
     def waves(self) -> int:
         return max(1, self.stages_per_rank // 2)
 
-    def streams_optimizer(self, problem: PlanProblem) -> bool:
-        """Whether the streamed optimizer is used: state is on the host, or moments are bf16."""
-        return self.optimizer != "device" or problem.moments != "fp32"
-
     def host_activation_bytes(self, problem: PlanProblem) -> float:
         """Host bytes available for the activations of one device."""
         return Memory(optimizer=self.optimizer).host_share * problem.cluster.host_memory

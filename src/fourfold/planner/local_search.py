@@ -142,23 +142,8 @@ class _Climb:
 
     def fill_memory(self, rounds: int) -> None:
         for _ in range(rounds):
-            before, changes = self.now.seconds, self._unit_changes()
-            self.take_if_faster(_choose_changes(changes, self.now.room))
-            if self.now.seconds >= before:
-                for change in changes:  # try one change at a time, for as many units as fit
-                    self._take_many(change)
-            if self.now.seconds >= before:
+            if not self.take_if_faster(_choose_changes(self._unit_changes(), self.now.room)):
                 return
-
-    def _take_many(self, change: _UnitChange) -> None:
-        """Change one unit if that is faster; then as many units as fit."""
-        if not self.take_if_faster(dict(change.moves[:1])):
-            return
-        low, high = 1, len(change.moves) + 1
-        while high - low > 1:
-            half = (low + high) // 2
-            low, high = (half, high) if self.evaluate(dict(change.moves[:half])).fits else (low, half)
-        self.take_if_faster(dict(change.moves[:low]))
 
     def _unit_changes(self) -> list[_UnitChange]:
         """Alternatives for one unit of each kind, with their effect on the plan."""

@@ -29,8 +29,8 @@ _NODE_FACTORS = (2, 4, 8, 16, 32, 64)
 """Multiples of the number of nodes to try as a remedy."""
 
 
-def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan:
-    """The best plan with its prediction, its certificate and the alternatives."""
+def with_report(found: SearchResult, problem: PlanProblem, top: int = 5, *, brief: bool = False) -> Plan:
+    """The best plan with its prediction, its certificate and the alternatives; `brief`: without the time of other kernels."""
     best = found.best
     predicted = best.prediction.to_dict() | {
         "model": problem.spec.name,
@@ -48,7 +48,7 @@ def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan
         "break_even_tokens": round(_break_even_tokens(best, problem)),
         "tokens_per_micro_batch": best.layout.micro_batch_size * problem.spec.seq_len,
         "flows": flow_report(problem, best.layout),
-        **_without_determinism(best, problem),
+        **({} if brief else _without_determinism(best, problem)),
     }
     others = tuple(_alternative(c, problem.spec) for c in found.ranked[:top])
     return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)

@@ -201,7 +201,7 @@
   function changed() {
     dress();
     clearTimeout(timer);
-    timer = setTimeout(() => { linked = null; resetWhatIf(); writeAddress(); glance(); if (base) $("report").classList.add("old"); }, 250);
+    timer = setTimeout(() => { linked = null; resetWhatIf(); writeAddress(); glance(); if (base) $("report").classList.add("old"); }, 150);
   }
 
   // ---- the search ----
