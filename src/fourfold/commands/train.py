@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +82,22 @@ class TrainArgs:
 
 
 def train(args: TrainArgs) -> int:
+    if _launched() or threading.current_thread() is not threading.main_thread():
+        return _train(args)
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return _train(args)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Requests to stop end the command like Ctrl-C while there are no ranks that could save."""
+    raise KeyboardInterrupt
+
+
+def _train(args: TrainArgs) -> int:
     restarts = _restarts(args)
     if restarts.most and _launched() and not args.dry_run and "FOURFOLD_SUPERVISED" not in os.environ:
         return _supervise(args, restarts)
@@ -104,11 +122,13 @@ def train(args: TrainArgs) -> int:
     except Interrupted as e:
         note(run, "end", outcome="killed")
         raise Interrupted(f"{e}; {_how_to_continue(run.path, config)}") from None
+    except KeyboardInterrupt:  # no ranks were running: before the first start, or between two
+        begun = False
     finally:
         run.unlock()
     if not begun:
         note(run, "end", outcome="stopped")
-        console.print(f"stopped before training began; {_how_to_continue(run.path, config)}", soft_wrap=True)
+        console.print(f"stopped while no rank was training; {_how_to_continue(run.path, config)}", soft_wrap=True)
         return 130
     _say_end(console, run.path, config)
     return 0
