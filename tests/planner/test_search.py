@@ -67,6 +67,17 @@ def test_parameters_are_sharded_over_several_nodes_where_it_is_faster() -> None:
         assert seconds < 0.95 * predict(alike, plenty).seconds, within
 
 
+@pytest.mark.parametrize(("slower", "rows"), [(1.005, 1), (1.02, 2)])
+def test_rows_must_gain_something(slower: float, rows: int) -> None:
+    """On GPUs a plan without rows is preferred if it takes at most 1 % longer."""
+    s = problem()
+    run = _Search(s, parse_fixes([]), None, 5, SearchConfig())
+    best = find_plan(s, parse_fixes(["data=2", "row=2", "col=2"])).best
+    other = find_plan(s, parse_fixes(["pipe=2", "data=2", "col=2"])).best
+    other = replace(other, prediction=replace(other.prediction, seconds=slower * best.prediction.seconds))
+    assert run._without_rows(best, [best, other]).layout.mesh.row == rows
+
+
 def test_with_hardly_enough_memory_nothing_is_prefetched() -> None:
     s = problem(spec=llama(4), batch=8)
     constraints = parse_fixes(["data=8", "recompute=none", "optimizer=device", "activations=device"])

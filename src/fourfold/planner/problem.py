@@ -306,6 +306,8 @@ class SearchConfig:
 
     outside_gain: float = 0.01
     """Layouts outside the searched space replace the best plan if they gain at least this share."""
+    rows_gain: float = 0.01
+    """On GPUs, a plan with rows must gain at least this share."""
     synthesized_ranks: int = 4
     """Maximum pipeline ranks for which a schedule is synthesized after the search."""
     more_memory: float = 1.2

@@ -334,6 +334,7 @@ class _Search:
             other = improve(problem, self.constraints, config, prefetching[0])
             if best.prediction.seconds > (1 - config.cpu_link_gain) * other.prediction.seconds:
                 best = other
+        best = self._without_rows(best, built)
         best = self._outside_the_grid(best)
         price = price_of_memory(problem, self.table, config, best)
         full = best.prediction.peak.peak > 0.95 * self.limit
@@ -342,6 +343,17 @@ class _Search:
             state = replace(best.plan.memory, device_state=str(int(best.prediction.device_state)))
             best = replace(best, plan=replace(best.plan, memory=state))
         return replace(best, price=price, with_more=more)
+
+    def _without_rows(self, best: Candidate, built: list[Candidate]) -> Candidate:
+        """On GPUs, the best plan without rows if rows gain next to nothing: no other system has them, and few measurements."""
+        if best.layout.mesh.row == 1 or self.problem.on_cpu:
+            return best
+        plain = [c for c in built if c.layout.mesh.row == 1]
+        unpiped = [c for c in plain if c.layout.mesh.pipe == 1][:1]
+        unpiped = [improve(self.problem, self.constraints, self.config, c) for c in unpiped]
+        found = min([*plain[:1], *unpiped], key=lambda c: rounded(c.prediction.seconds), default=best)
+        worse = found.prediction.seconds > (1 + self.config.rows_gain) * best.prediction.seconds
+        return best if worse else found
 
     def _outside_the_grid(self, best: Candidate) -> Candidate:
         """The best plan, or a faster one outside the searched space: rows without columns, or a synthesized schedule."""
