@@ -524,7 +524,10 @@ def soak(count: int, chance: random.Random, folder: Path) -> Promise:
 
 @dataclass
 class Held:
-    """What processes held, at most, in the first and in the last third of a run: MiB, open files, threads, sockets."""
+    """What processes held in the first and in the last third of a run: MiB, the maximum; files, threads and sockets, the median.
+
+    A start opens two files for a moment, which a sample may or may not see.
+    """
 
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
@@ -581,7 +584,8 @@ def _counts(process: psutil.Process) -> tuple[int, int, int, int]:
 
 def _thirds(samples: list[tuple[int, ...]]) -> Held:
     third = max(1, len(samples) // 3)
-    return Held(*(tuple(map(max, zip(*part, strict=True))) for part in (samples[:third], samples[-third:])))
+    columns = [list(zip(*part, strict=True)) for part in (samples[:third], samples[-third:])]
+    return Held(*((max(memory), *(sorted(c)[len(c) // 2] for c in counts)) for memory, *counts in columns))
 
 
 SECTIONS: dict[str, Callable[[int, random.Random, Path], Promise]] = {

@@ -144,6 +144,7 @@ QUESTIONS: dict[str, tuple[Question, ...]] = {
 
 PASSES: dict[str, dict[str, Any]] = {
     "fill": {"fill_rounds": 0},
+    "others": {"most_improved": 1},
 }
 """Refinement passes by name, and the fields of `SearchConfig` that switch them off."""
 

@@ -643,6 +643,27 @@ def test_the_checkpoint_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run.unlock()
 
 
+def test_code_in_a_tensor_file_with_right_sums_is_not_run(tmp_path: Path) -> None:
+    """torch's own text recommends weights_only = False, which would run it."""
+    x = torch.arange(6.0)
+    Checkpointer(tmp_path).save(1, [holding_of("x", x)], {"step": 1})
+    path = tmp_path / "step-000001"
+    file, marker = next(path.glob("*.distcp")), json.loads((path / "complete.json").read_text())
+    data = bytearray(file.read_bytes())
+    at = data.index(b"ctorch._utils") - 2
+    name = str(tmp_path / "made").encode()
+    code = b"\x80\x02cos\nmkdir\n(X" + len(name).to_bytes(4, "little") + name + b"tR."
+    assert len(code) < data.index(b"PK", at) - at
+    data[at : at + len(code)] = code
+    file.write_bytes(data)
+    marker["files"][file.name]["sha256"] = hashlib.sha256(data).hexdigest()
+    (path / "complete.json").write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match=r"damaged at byte 0: .*it was not run") as caught:
+        save_load.load(path, [holding_of("x", x)])
+    assert "weights_only" not in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001"]
+
+
 def test_a_marker_that_is_a_folder_does_not_end_a_save(tmp_path: Path) -> None:
     saver = Checkpointer(tmp_path, keep=2)
     for step in (1, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import COMMANDS, main
+from fourfold.commands.look import DoctorArgs
 from fourfold.plan import Plan
 from fourfold.schema import format_bytes
 from fourfold.train.rundir import RunDir
@@ -257,3 +259,19 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     assert found["gloo"] == "two ranks agree over loopback"
     assert main(["doctor"]) == 0
     assert "torch" in capfd.readouterr().out
+
+
+def test_an_error_of_the_file_system_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that may not be looked at ended five commands with a traceback. (Root may look everywhere.)"""
+
+    def refused(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", "run/checkpoints/\x1b[2J")
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert f"{tmp_path}: cannot be read: permission denied" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setitem(COMMANDS, "doctor", (DoctorArgs, refused))
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: run/checkpoints/\\x1b[2J: permission denied\n"

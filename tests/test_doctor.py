@@ -177,6 +177,8 @@ def test_the_first_cause_is_found_among_its_consequences(tmp_path: Path) -> None
     )
     found = diagnose(run)
     assert found.happened.startswith("rank 1 raised ValueError at step 7: a broken gradient")
+    note(run, "failure", kind="exit", rank=1, message="rank 1 ended with exit code 1")  # all that its launcher knew
+    assert diagnose(run).happened.startswith("rank 1 raised ValueError at step 7: a broken gradient")
     write_flight(run, 1, {"state": "killed"})  # what others know does not replace what it wrote
     assert read_flights(run)[1].text("error") == "ValueError"
 

@@ -384,6 +384,18 @@ def test_folders_without_weights(folders: dict[str, Path], tmp_path: Path) -> No
     assert "save_pretrained" in refused(folder)
 
 
+def test_weights_are_checked_before_data_is_encoded(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(folders["gpt2"], tmp_path)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    monkeypatch.setattr("fourfold.data.samples.open_corpus", lambda *_: pytest.fail("the data was opened first"))
+    monkeypatch.setattr("fourfold.train.objective.open_run", lambda *_: pytest.fail("the data was opened first"))
+    assert main(["train", str(folder), "--data", str(tmp_path / "text.txt"), "--data.tokenizer", "bytes"]) == 2
+    assert "truncated" in capfd.readouterr().err
+
+
 def test_damaged_files(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders["gpt2"], tmp_path)
     file = folder / "model.safetensors"

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import psutil
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.cli import main
-from fourfold.errors import ConfigError, RankFailure, RunDirError
+from fourfold.errors import CheckpointError, ConfigError, FileError, RankFailure, RunDirError
 from fourfold.launch import local
 from fourfold.launch.local import launch_local
 from fourfold.launch.place import Place, join_group
@@ -258,6 +259,26 @@ def test_a_signal_saves_and_exits_with_0(tmp_path: Path, request_to_stop: signal
     assert f"fourfold train --resume {tmp_path / 'run'}" in out
 
 
+@pytest.mark.parametrize("request_to_stop", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_there_are_no_ranks_ends_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], request_to_stop: signal.Signals
+) -> None:
+    """Before the ranks were started, and between two starts, SIGTERM and SIGUSR1 killed the launcher without a word."""
+
+    def starts_slowly(*args: object) -> bool:
+        os.kill(os.getpid(), request_to_stop)
+        time.sleep(60)
+        return True
+
+    before = signal.getsignal(request_to_stop)
+    monkeypatch.setattr("fourfold.commands.train.start_ranks", starts_slowly)
+    assert main(["train", write_config(tmp_path, steps=2), "--nproc", "1"]) == 130
+    assert signal.getsignal(request_to_stop) == before
+    assert "stopped while no rank was training; no checkpoint was saved yet. Continue with" in capfd.readouterr().out
+    history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["outcome"]) for line in history] == [("end", "stopped")]
+
+
 def signal_when(ready: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
     """A thread that sends this process signals, 0.3 s apart, once `ready`."""
 
@@ -292,6 +313,34 @@ def test_two_interrupts_end_a_run_that_may_restart(
     assert "out of memory" not in said.err
     assert "killed at the second request to stop; no checkpoint was saved yet" in " ".join(said.err.split())
     assert f"fourfold train --resume {tmp_path / 'run'}" in said.err
+
+
+def test_an_error_is_told_although_the_log_is_on_a_full_disk(tmp_path: Path) -> None:
+    """The traceback that did not fit into the log hid the error: "rank 0 ended with exit code 1", and no reason."""
+
+    def job(place: Place, store: dist.Store, console: IO[str] | None) -> None:
+        full = os.open("/dev/full", os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(full, number)
+        raise CheckpointError("step-000004: cannot be saved: no space left on the disk")
+
+    with pytest.raises(RankFailure, match="no space left on the disk$") as caught:
+        launch_local(job, 1, tmp_path)
+    assert caught.value.kind == "CheckpointError"
+
+
+def test_signals_at_once_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timeout(1) sends SIGTERM to its child and to its group: the second one killed the ranks, and nothing was saved."""
+    now = 5.0
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
+    with local._forwarding([], "stopping") as asked:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.stopped
+        assert not asked.killed
+        now += 0.5
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.killed
 
 
 def test_a_stop_while_the_final_weights_are_written(
@@ -341,3 +390,10 @@ def test_ranks_die_with_the_agent_of_torchrun(tmp_path: Path) -> None:
     agent.wait()
     _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not alive
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank1.log").mkdir()
+    with pytest.raises(FileError, match=r"rank1\.log: cannot be written: Is a directory"):
+        launch_local(in_group(lambda place: None), 2, tmp_path)
+    assert "Traceback" not in capfd.readouterr().err

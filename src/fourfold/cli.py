@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import fourfold
-from fourfold import schema
+from fourfold import files, schema
 from fourfold.commands.calibrate import CalibrateArgs, calibrate_command
 from fourfold.commands.checkpoint import CheckpointArgs, checkpoint_command
 from fourfold.commands.demo import DemoArgs, demo
@@ -93,12 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {markup(e)}")
         return e.exit_code
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader closed the pipe, as in `fourfold … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    except OSError as e:  # a file or folder that may not be looked at, say
+        if debug or e.filename is None:
+            raise
+        text = f"{os.fsdecode(e.filename)}: {files.why(e)}"
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {markup(text)}")
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
 
 
 def _parse(kind: type, name: str, args: list[str]) -> Any:

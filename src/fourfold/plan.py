@@ -532,6 +532,11 @@ class Plan:
         units = list(units)
         for rule in self.unit:
             if not fnmatch.filter(units, rule.match):
+                number = rule.match.split(".")[1:2]
+                if number and number[0].isdigit() and rule.match.startswith("blocks."):
+                    raise PlanError(
+                        f"no unit matches '{rule.match}': this model's last is {units[-2]}; the plan is for another"
+                    )
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
     def check_sharding(self, units: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import fourfold as ff
 from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
-from fourfold.errors import PlanError
+from fourfold.errors import ClusterError, PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
 from fourfold.planner.api import judge
@@ -66,6 +66,11 @@ def test_weight_gradients_in_fp8_are_the_engines() -> None:
 
 
 def test_predict_refuses_what_cannot_run() -> None:
+    with pytest.raises(ClusterError, match="cluster = None: give a Cluster, the name of a preset, or a file's name"):
+        ff.predict(FSDP, LLAMA, None, global_batch=16)  # type: ignore[arg-type]
+    deeper = replace(FSDP, unit=(UnitRule(match="blocks.16.mlp", mode="keep"), *FSDP.unit))
+    with pytest.raises(PlanError, match=r"no unit matches 'blocks.16.mlp': this model's last is blocks.15.mlp"):
+        ff.predict(deeper, LLAMA, A100, global_batch=16)
     with pytest.raises(PlanError, match=r"engine = 'torchtitn'; did you mean 'torchtitan'\?"):
         ff.predict(FSDP, LLAMA, A100, global_batch=16, engine="torchtitn")
     with pytest.raises(PlanError, match="global batch 12 does not divide"):

@@ -21,7 +21,7 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Plan, Precision
+from fourfold.plan import Plan, Precision, UnitRule
 from fourfold.planner.api import find_plan, judge, make_plan
 from fourfold.planner.build import build_plan
 from fourfold.planner.evaluate import predict
@@ -54,12 +54,17 @@ def problem(
 
 
 def test_parameters_are_sharded_over_several_nodes_where_it_is_faster() -> None:
-    """8 nodes that all replicas' gathers would cross, and too little memory for shards within one."""
-    slow = {"latency": "x30", "bandwidth": "x0.5"}
-    s = problem("5GiB", nodes=32, batch=256, **slow)
-    plan = with_report(find_plan(s, parse_fixes(["data=256", "optimizer=device"])), s)
-    groups = {plan.rule_for(u.name).within for u in s.spec.units if plan.rule_for(u.name).mode != "replicate"}
-    assert groups & {16, 32, 64}, groups
+    """One sequence on each of 256 devices: neither a node nor all replicas is the best group, and memory makes nothing slower."""
+    little, plenty = (problem(memory, nodes=32, batch=256) for memory in ("8GiB", "20GiB"))
+    found = {s: with_report(find_plan(s, parse_fixes(["data=256"])), s) for s in (little, plenty)}
+    plan = found[plenty]
+    assert {plan.rule_for(u.name).within for u in plenty.spec.units} & {16, 32, 64}
+    assert plan.predicted is not None
+    seconds = plan.predicted["seconds"]
+    assert seconds <= 1.01 * (found[little].predicted or {})["seconds"]
+    for within in (0, 8):
+        alike = replace(plan, unit=(UnitRule(match="*", mode="zero2", within=within),))
+        assert seconds < 0.95 * predict(alike, plenty).seconds, within
 
 
 def test_with_hardly_enough_memory_nothing_is_prefetched() -> None:
@@ -175,7 +180,7 @@ def test_invalid_arguments(asked: dict[str, Any], message: str) -> None:
         (["mode=zero1"], None, "no mode has this name; use mode=keep"),
         (["tp=four"], None, "tp is a whole number"),
         (["tp=2", "col=4"], None, "--fix col=2 and col=4 contradict each other"),
-        (["col=3"], None, "col 3 = 3, which does not divide 8 ranks"),
+        (["col=3"], None, "col 3, which does not divide 8 ranks"),
         (["pipe=2", "data=2", "row=1", "col=1"], None, "= 4 ranks, but there are 8"),
         (["schedule=wave"], "1f1b", "contradict"),
         (["micro_batches=3"], None, "leave micro_batches"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -137,7 +138,10 @@ def load_tensor(data: IO[bytes], chunk: StoredChunk, dtype: torch.dtype) -> Tens
     if not stored or sum(r.file_size for r in records) > chunk.bytes:
         raise ValueError("a record is compressed")
     data.seek(0)
-    tensor = torch.load(data, map_location="cpu", weights_only=True)
+    try:
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # torch's text recommends to run it
+        raise ValueError("its pickle holds more than a tensor, maybe code; it was not run") from None
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
         raise ValueError("it is not the tensor that the index says")
     return tensor

@@ -40,7 +40,7 @@ from fourfold.checkpoint.remote import fetch_newest, is_url, local_run
 from fourfold.checkpoint.weights import check_weights, family_of_source, fill
 from fourfold.config import Config, ModelConfig
 from fourfold.data.samples import load_tokenizer
-from fourfold.errors import CheckpointError, ConfigError
+from fourfold.errors import CheckpointError, ConfigError, FileError
 from fourfold.model.build import build_model, materialize_buffers
 from fourfold.model.families import Link, Run, links
 from fourfold.model.lora import adapter_links
@@ -91,7 +91,7 @@ def write_own_final(
     known = {link.theirs: link for link in found}
     found += [dataclasses.replace(known[n], theirs=alias) for alias, n in (aliases or {}).items() if alias not in known]
     tensors = [_Tensor(link, DTYPES[_trained_type(stored)]) for link in found]
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     _write_safetensors(tensors, _Parameters(directory, stored, shapes, frozen), out)
 
 
@@ -123,7 +123,7 @@ def export(
     found = links(family, m) if family else _as_they_are(parameter_shapes(m))
     tensors = [_Tensor(link, DTYPES[others.get(link.theirs, common)]) for link in found]
     source = _Parameters(directory, stored, parameter_shapes(m)) if m.lora is None else _Merged(directory, stored, m)
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     if form == "dcp":
         _write_dcp(tensors, source, out)
     else:
@@ -140,7 +140,7 @@ def _export_adapter(config: Config, directory: Path, kept: Path, out: Path, dtyp
     family = family_of_source(m)
     kind = dtype or _trained_type(stored)
     tensors = [_Tensor(link, DTYPES[kind]) for link in adapter_links(family, m)]
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     _write_file(out / WEIGHTS, tensors, _Parameters(directory, stored, parameter_shapes(m)))
     copy(kept, out, TOKENIZER)
     files.write_json(out / ADAPTER, adapter_config(m, family), CheckpointError)
@@ -354,6 +354,13 @@ def find_checkpoint(path: str | Path) -> tuple[RunDir, Path]:
         directory = newest
     save_load.read_state(directory)  # raises if it is incomplete
     return run, directory
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise FileError(f"{out}: cannot be written: {files.why(e)}") from None
 
 
 def check_out(out: Path) -> None:

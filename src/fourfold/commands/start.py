@@ -63,7 +63,7 @@ def start_ranks(
                 smaller = fewer_ranks(config, plan, planned) if restarts.replan else None
                 if smaller is None:
                     raise
-            console.print(f"[red]{markup(str(e).splitlines()[0])}[/]")
+            console.print(f"[red]{markup(str(e).splitlines()[0])}[/]", soft_wrap=True)
             last = newest(run.checkpoints)
             delay = next_delay(delay, restarts.delay, last != before)
             if smaller is None:

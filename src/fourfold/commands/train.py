@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +82,22 @@ class TrainArgs:
 
 
 def train(args: TrainArgs) -> int:
+    if _launched() or threading.current_thread() is not threading.main_thread():
+        return _train(args)
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return _train(args)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Requests to stop end the command like Ctrl-C while there are no ranks that could save."""
+    raise KeyboardInterrupt
+
+
+def _train(args: TrainArgs) -> int:
     restarts = _restarts(args)
     if restarts.most and _launched() and not args.dry_run and "FOURFOLD_SUPERVISED" not in os.environ:
         return _supervise(args, restarts)
@@ -104,11 +122,13 @@ def train(args: TrainArgs) -> int:
     except Interrupted as e:
         note(run, "end", outcome="killed")
         raise Interrupted(f"{e}; {_how_to_continue(run.path, config)}") from None
+    except KeyboardInterrupt:  # no ranks were running: before the first start, or between two
+        begun = False
     finally:
         run.unlock()
     if not begun:
         note(run, "end", outcome="stopped")
-        console.print(f"stopped before training began; {_how_to_continue(run.path, config)}", soft_wrap=True)
+        console.print(f"stopped while no rank was training; {_how_to_continue(run.path, config)}", soft_wrap=True)
         return 130
     _say_end(console, run.path, config)
     return 0
@@ -229,6 +249,8 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
 
     if args.resume:
         check_whole(Path(args.resume) / "checkpoints")
+    else:
+        _check_model(config)
     samples, *_ = open_run(config)
     if args.plan:
         plan = Plan.load(args.plan)
@@ -242,9 +264,6 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
         plan = _planned(config, ranks, samples.context)
     plan = _continued(args, config, plan, samples.context)
     layout = plan.check(config, ranks or _ranks_started() or None)
-    from fourfold.checkpoint.adapters import check_lora
-
-    check_lora(config)
     if config.train.device == "cuda" and not _gpus(config):
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     _backend(config, plan)
@@ -255,16 +274,20 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
     from fourfold.train.callbacks import extra_callbacks
 
     extra_callbacks(config)
-    if not args.resume:
-        from fourfold.model.to_hf import check_written
-
-        check_written(config.model)
-    if config.model.init != "random" and not args.resume:
-        from fourfold.checkpoint.weights import check_weights
-
-        check_weights(config.model)
     data = samples.describe(config.train.global_batch, config.train.steps)
     return config, plan, layout, f"{data}\nfine-tuning: {said}" if said else data
+
+
+def _check_model(config: Config) -> None:
+    """Check the files of a (resolved) new run's model; before the data, whose encoding may take hours."""
+    from fourfold.checkpoint.adapters import check_lora
+    from fourfold.checkpoint.weights import check_weights
+    from fourfold.model.to_hf import check_written
+
+    check_lora(config)
+    check_written(config.model)
+    if config.model.init != "random":
+        check_weights(config.model)
 
 
 def _plan_of(run: str) -> Plan:
@@ -286,6 +309,8 @@ def _config(args: TrainArgs) -> tuple[Config, str]:
     )
     said = ""
     if is_model_folder(args.config):
+        one = dataclasses.replace(config.model, seq_len=config.model.seq_len or 1)
+        _check_model(dataclasses.replace(config, model=one, optim=OptimConfig(warmup=0)).resolve())
         config, said = fit_to_data(config, args.given)
     if "train.steps" in args.given and "optim.warmup" not in args.given:
         config = config.with_short_warmup()

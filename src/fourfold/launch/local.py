@@ -40,7 +40,15 @@ from typing import IO, Any
 import psutil
 import torch.distributed as dist
 
-from fourfold.errors import CommunicationError, FourfoldError, HangError, Interrupted, RankFailure, ReplicaError
+from fourfold.errors import (
+    CheckpointError,
+    CommunicationError,
+    FourfoldError,
+    HangError,
+    Interrupted,
+    RankFailure,
+    ReplicaError,
+)
 from fourfold.files import append_to
 from fourfold.launch.place import Place
 from fourfold.record import MIRROR, RECORD, read_mirror
@@ -61,6 +69,8 @@ TICK = 0.5
 """Seconds between two looks at the heartbeats."""
 LOOKS = 5
 """How many looks in a row must find all ranks silent: after a suspended machine wakes, ranks need a moment to report."""
+TWICE = 0.2
+"""Seconds within which a second signal is the same request: timeout(1) sends one to its child and one to its group."""
 HANGS = "hangs"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that request a stop. SIGUSR1, which Slurm can send before a job's time is up, never kills the ranks."""
@@ -76,6 +86,8 @@ def launch_local(
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder, _console() as console, _mirrors(ranks) as mirrors:
+        for rank in range(ranks):
+            append_to(logs / f"rank{rank}.log").close()  # refused here rather than in every rank
         processes: list[BaseProcess] = []
         with _ended(processes), _forwarding(processes, stopping) as asked:
             with _held():
@@ -175,12 +187,13 @@ class _Asked:
 @contextlib.contextmanager
 def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[_Asked]:
     """Pass the first request to stop on to the ranks as SIGTERM; a second SIGINT or SIGTERM as SIGKILL."""
-    asked, times = _Asked(processes), 0
+    asked, last = _Asked(processes), float("inf")
 
     def forward(number: int, frame: object) -> None:
-        nonlocal times
-        times += number != signal.SIGUSR1
-        asked.killed = times > 1
+        nonlocal last
+        if number != signal.SIGUSR1:
+            asked.killed = asked.killed or time.monotonic() - last > TWICE
+            last = time.monotonic()
         if not asked.stopped:
             asked.stopped = True
             print(f"\n{stopping}", file=sys.stderr, flush=True)
@@ -340,7 +353,8 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
     causes = {r: rec for r, rec in records.items() if r not in waited} or records
     rank, record = min(causes.items(), key=lambda item: item[1]["time"])
     if record["for_user"]:
-        by = "" if record["kind"] == ReplicaError.__name__ else f" (rank {rank})"  # raised by all ranks together
+        together = record["kind"] in (ReplicaError.__name__, CheckpointError.__name__)  # raised by all ranks
+        by = "" if together else f" (rank {rank})"
         made = failure(f"{record['message']}{by}", rank, record["kind"])
         made.exit_code = record["exit_code"]
         return made
@@ -437,11 +451,14 @@ def _rank(job: Job, place: Place, folder: Path, logs: Path, launcher: int, conso
     try:
         job(place, dist.FileStore(str(folder / "store"), place.ranks), screen)
     except BaseException as e:
-        traceback.print_exc()
-        _note_error(folder, place.rank, e, traceback.format_exc())
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            _note_error(folder, place.rank, e, traceback.format_exc())
+        with contextlib.suppress(OSError):  # the log may be on a full disk
+            traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)  # no interpreter clean-up: other ranks may be gone, and threads of a broken group may hang
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from fourfold import schema
 from fourfold.cluster import Cluster
 from fourfold.config import MOST, Config
-from fourfold.errors import FourfoldError, PlanError
+from fourfold.errors import ClusterError, FourfoldError, PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Plan, Precision, UnitRule
 from fourfold.planner.build import Candidate
@@ -73,7 +73,7 @@ def make_plan(
     `fix` constrains the search: {"col": 4, "schedule": "wave"}, ["tp=4", "schedule=wave"] or "col=4"; see docs/planning.md.
     `engine`: the system that will run the plan: "fourfold", "torchtitan", "megatron" or "nemo".
     """
-    cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    cluster = _found(cluster)
     if moments not in _MOMENT_TYPES:
         raise PlanError(f"moments = {moments!r}: AdamW's moments are of type {' or '.join(map(repr, _MOMENT_TYPES))}")
     for name, value in (("top", top), ("max_ranks", 1 if max_ranks is None else max_ranks)):
@@ -142,7 +142,7 @@ def predict(
     "torchtitan", "megatron", "nemo"). Searches nothing; `fourfold plan --judge` prints the same.
     """
     _check_batch(global_batch)
-    cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    cluster = _found(cluster)
     _, problem = _checked(plan, PlanProblem(spec, cluster, global_batch, plan.precision).with_engine(engine))
     return PlanEvaluation(plan, problem).prediction()
 
@@ -163,6 +163,14 @@ def find_plan(
     finally:
         if collects:
             gc.enable()
+
+
+def _found(cluster: Cluster | str) -> Cluster:
+    if isinstance(cluster, str):
+        return Cluster.find(cluster)
+    if not isinstance(cluster, Cluster):
+        raise ClusterError(f"cluster = {cluster!r}: give a Cluster, the name of a preset, or a file's name")
+    return cluster
 
 
 def _check_batch(sequences: int) -> None:

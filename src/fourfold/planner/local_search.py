@@ -82,6 +82,7 @@ class _Climb:
         self.modes: tuple[tuple[Any, Any], ...] = ()
         if start.layout.replicas > 1 and "mode" not in constraints.fixed:
             self.modes = _MODES if start.layout.micro_batches > 1 else _MODES[:4]
+        self._groups = group_sizes(problem, start.layout)
         self.choices = {u.name: choice_of(start.plan, u) for u in problem.spec.units}
         self.now = self.evaluate({})
 
@@ -132,8 +133,7 @@ class _Climb:
 
     def shard_all_alike(self) -> None:
         """One mode and group for all units: where communication binds, no change of a single unit may be faster."""
-        groups = group_sizes(self.problem, self.start.layout)
-        for mode, within in product(self.modes, groups):
+        for mode, within in product(self.modes, self._groups):
             if mode[0] != "replicate":
                 move = {name: _in_mode(c, *mode)._replace(within=within) for name, c in self.choices.items()}
                 self.take_if_faster(move)
@@ -172,6 +172,9 @@ class _Climb:
         """Choices of a unit that differ in one aspect."""
         now, unit = self.choices[name], self._units[name]
         found = [_in_mode(now, *mode) for mode in self.modes]
+        if self.modes and now.mode != "replicate":
+            found += [now._replace(within=group) for group in self._groups]
+            found += [c._replace(within=0) for c in found if c.mode != "replicate"]
         if self._recomputes:
             found += [now._replace(recompute=r, split=1) for r in ("none", "selective", "full")]
             if not self.start.layout.on_grid:

@@ -278,7 +278,7 @@ class SearchConfig:
 
     # ---- branch and bound over layouts ----
     many_layouts: int = 2000
-    """With more layouts than this, `least_gain` applies."""
+    """With more layouts than this, `least_gain` applies, and only the best plan is improved."""
     least_gain: float = 0.02
     """With many layouts, a layout is pruned if its lower bound allows a gain of less than this share."""
     unlikely: float = 0.02
@@ -297,6 +297,10 @@ class SearchConfig:
     """A choice is accepted if it leaves at most this share of the memory free."""
 
     # ---- local search ----
+    improved_share: float = 0.03
+    """Plans within this share of the best are improved."""
+    most_improved: int = 3
+    """Maximum number of plans that are improved; one if there are many layouts."""
     fill_rounds: int = 6
     """Rounds in which changes of single units are evaluated and a knapsack of them is chosen; 0: never."""
 

@@ -7,7 +7,7 @@
 3. The layouts with the best estimates are built into plans (`build`), unless a simulation of their stages with compute time only
    is already too slow.
 4. When the next lower bound is above the best plan, no remaining layout can be faster (with thousands of layouts: by more than a
-   small share). The best plan is improved by local search (`local_search`).
+   small share). The best plans are improved by local search (`local_search`).
 
 The certificate: under the planner's model, no plan of the searched space takes less than `lower_bound`, the lowest of all
 remaining bounds. `choice_gap` is the distance of the choice of units from the optimum of its knapsack; the bound does not use it.
@@ -324,7 +324,10 @@ class _Search:
         """The best plan, after local search, with the price of memory."""
         problem, config = self.problem, self.config
         built = _distinct(self.built)
-        best = improve(problem, self.constraints, config, built[0])
+        near = (1 + config.improved_share) * built[0].prediction.seconds
+        starts = [c for c in built if c.prediction.seconds <= near][: 1 if self._many else config.most_improved]
+        found = [improve(problem, self.constraints, config, c) for c in starts]
+        best = min(found, key=lambda c: rounded(c.prediction.seconds))
         prefetching = [c for c in built if c.layout.prefetch]
         if problem.on_cpu and not best.layout.prefetch and prefetching:
             # on CPUs, gathers and reductions do not slow each other on a link, but are predicted to

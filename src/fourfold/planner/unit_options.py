@@ -193,7 +193,11 @@ def _sharding_option(
         reduce = min(cost.reduce, cost.gradient_bytes / JOIN * reduce)
     if bound and not sharded:
         backward = reduce
-    seconds += (m if each_micro_batch else 1) * (exposed(reduce, backward) + exposed(cost.across, backward))
+    if bound or cost.own_link:
+        sums = exposed(reduce, backward) + exposed(cost.across, backward)
+    else:  # on one link, one after another
+        sums = exposed(reduce + cost.across, backward)
+    seconds += (m if each_micro_batch else 1) * sums
     if each_op and "weights" in layout.tensor.keep:  # the grid gathers them again
         again, once = (unit_times(problem, layout, kind, c).work for c in (choice, UnitChoice()))
         seconds += m * (again - once)

@@ -238,6 +238,8 @@ def _culprit(last: Mapping[str, Any], flights: Mapping[int, Flight]) -> tuple[st
     kind, rank, message = (last.get(name) for name in ("kind", "rank", "message"))
     kind, message = (x if isinstance(x, str) else "" for x in (kind, message))
     rank = rank if isinstance(rank, int) else -1
+    if kind == "exit" and (own := flights.get(rank)) is not None and own.text("error"):
+        return own.text("error"), rank, own.text("message")  # it wrote its record, and nothing else
     if kind != "CommunicationError":
         return kind, rank, message
     others = [f for f in flights.values() if f.text("error") not in ("CommunicationError", "")]

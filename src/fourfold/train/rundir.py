@@ -136,6 +136,8 @@ class RunDir:
         run = cls(path)
         try:
             there, found = run.path.exists(), run.config_file.is_file()
+        except PermissionError:
+            raise RunDirError(f"{run.path}: cannot be read: permission denied") from None
         except (OSError, ValueError):  # a name too long, or with a NUL
             there = found = False
         if not found:
