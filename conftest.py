@@ -37,7 +37,7 @@ if (
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """A later test forks this process: whatever lock another thread holds then stays locked in the ranks for ever."""
+    """A later test forks this process: whatever lock another thread holds stays locked in the ranks."""
     yield
     deadline = time.monotonic() + 5
     while (left := _threads()) and time.monotonic() < deadline:

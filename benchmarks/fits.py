@@ -24,7 +24,7 @@ from fourfold.config import Config
 from fourfold.errors import PlanError, RankFailure
 from fourfold.plan import Plan
 from fourfold.planner.api import find_plan, problem_of_run
-from fourfold.planner.infeasible import least_memory_plan
+from fourfold.planner.build import least_memory_plan
 from fourfold.planner.problem import Constraints, parse_fixes
 from fourfold.planner.report import with_report
 

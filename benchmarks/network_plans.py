@@ -33,8 +33,9 @@ from fourfold.launch.place import Place
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Plan, UnitRule
 from fourfold.planner.api import find_plan
-from fourfold.planner.evaluate import Prediction, evaluate, predict
+from fourfold.planner.evaluate import PlanEvaluation, predict
 from fourfold.planner.layouts import enumerate_layouts, layout_of_plan
+from fourfold.planner.prediction import Prediction
 from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.testing.emulate import emulated_products
 from fourfold.testing.network import Network, measure, missing, parse_rate
@@ -214,7 +215,7 @@ def taking_turns(rank: int, ranks: int, plans: Sequence[Plan], rounds: int) -> l
 def same(a: Plan, b: Plan, cluster: Cluster) -> bool:
     """Whether two plans run the same, however they are written."""
     problem = problem_of(SMALL, a, cluster)
-    one, other = (evaluate(plan, problem) for plan in (a, b))
+    one, other = (PlanEvaluation(plan, problem) for plan in (a, b))
     return replace(one.layout, tensor=other.layout.tensor) == other.layout and one.stages == other.stages
 
 

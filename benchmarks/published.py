@@ -27,8 +27,9 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Memory, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.api import make_plan
 from fourfold.planner.engines import TrainingEngine
-from fourfold.planner.evaluate import Prediction, predict
+from fourfold.planner.evaluate import predict
 from fourfold.planner.knapsack import Group, choose
+from fourfold.planner.prediction import Prediction
 from fourfold.planner.problem import PlanProblem
 
 DATA = tomllib.loads((Path(__file__).parent / "published_runs.toml").read_text(encoding="utf-8"))

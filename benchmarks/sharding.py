@@ -576,13 +576,13 @@ def batch_rows(quick: bool) -> list[Row]:
 # ---- micro-batches of one's own ----
 
 
-def own_rows(wished: Sequence[str], quick: bool, sequences: int = 4) -> list[Row]:
+def own_rows(wanted: Sequence[str], quick: bool, sequences: int = 4) -> list[Row]:
     """Within what FSDP2's ZeRO-3 needs for micro-batches of one sequence: ours, and FSDP2 itself, with fewer and larger ones."""
     rows = []
     for ranks in (4,) if quick else (4, 8):
         lab = Lab(ranks)
         cluster = lab.calibrated()
-        for model in [m for m in SHORT if m.name.split()[0] in wished]:
+        for model in [m for m in SHORT if m.name.split()[0] in wanted]:
             rows += _own(lab, cluster, model, ranks, sequences, 1 if quick else 5)
     goal = GOALS[sequences]
     found = [row.ratio for row in rows if row.peer == "FSDP2 ZeRO-3"]
@@ -670,12 +670,12 @@ def check(models: Sequence[Model] = TINY, ranks: int = 2) -> Iterator[tuple[str,
 # ---- the sections ----
 
 
-def tables(ranks: int, micro_batches: int, wished: Sequence[str], quick: bool, hosts: int = 0) -> list[Row]:
+def tables(ranks: int, micro_batches: int, wanted: Sequence[str], quick: bool, hosts: int = 0) -> list[Row]:
     lab = Lab(hosts or ranks, ranks // hosts if hosts else 1)
     cluster = lab.calibrated()
     models = SHORT if micro_batches > 1 or ranks > 4 else LONG
     rows: list[Row] = []
-    for model in [m for m in models if m.name.split()[0] in wished]:
+    for model in [m for m in models if m.name.split()[0] in wanted]:
         rows += race(Task(model, ranks, micro_batches), lab, cluster, 1 if quick else 3)
     verdict(rows, micro_batches)
     return rows

@@ -148,8 +148,8 @@ def _conduct(page: Browser) -> list[str]:
     page.run(fill, "seq", "64")
     page.run(fill, "model", "paste a config.json")
     for config, batch, expected in (
-        ("{", "8", "Config.json: not valid JSON"),
-        ('{"model_type": "mamba"}', "8", "Config.json: model_type 'mamba' is not supported"),
+        ("{", "8", "config.json: not valid JSON"),
+        ('{"model_type": "mamba"}', "8", "config.json: model_type 'mamba' is not supported"),
         (TINY, "0", "The batch = 0 must be a whole number of at least 1."),
         (TINY, "8", ""),
     ):

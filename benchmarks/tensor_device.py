@@ -1,18 +1,23 @@
 """The grid on one device, as one rank of 16 whose collectives are free: what the flows compute, and what layouts cost.
 
-    python -m benchmarks.tensor_device [--quick] [--json PATH]        # a GPU, under a minute, 12 GiB; --quick: also a CPU, small
+    python -m benchmarks.tensor_device [--quick] [--only SECTION …] [--json PATH]
+                                # a GPU, under a minute, 12 GiB; --quick: also a CPU, small; `--only host`: a CPU, half a minute
 
 - **flows**: the linears of a layer (12 hidden² weights), forward and backward, by each flow on planes of 4 × 4 and 2 × 2; against
   the bare products of the same FLOPs, as torch.mm. What is above them is copying, padding and starting kernels.
 - **padding**: widths that do not divide, against the next that do; heads that leave a column half empty, against full columns.
-- **last-dim copies**: what the residual stream costs when split by features (tokens need none), against one plain copy.
+- **copies**: what the residual stream costs when split by features (tokens need none), against one plain copy.
+- **host**: CPU time of a Llama layer, forward and backward of a micro-batch, with activations so small that the host decides;
+  against the same layer without a grid on as many ranks. Nothing is compiled. The least of many steps, in turns, of ten
+  layers less that of two: what a layer adds.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,42 +25,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import Row, arguments, finish, lower_is_better, show
-from fourfold.plan import Mesh
+from fourfold.config import Config
+from fourfold.plan import Mesh, Plan
 from fourfold.tensor.blocks import even
 from fourfold.tensor.flows import _side_by_side, _stacked
 from fourfold.tensor.grid import Axis, Grid
 from fourfold.tensor.linear import ActivationLayout, GridLinear, GridSettings
 from fourfold.train.mesh import RankMesh
-from fourfold.train.one_rank import one_of_many
+from fourfold.train.one_rank import OneRank, one_of_many
 
 FLOWS = ("auto", "os", "ls", "ws", "summa")
 PLANES = {"4 x 4": Mesh(row=4, col=4), "2 x 2 of 4 planes": Mesh(depth=4, row=2, col=2)}
 SEQ = 512
 
 
+SECTIONS = ("flows", "padding", "copies", "host")
+
+
 def main() -> None:
-    args = arguments("The tensor grid on one device")
-    rows = list(measure(args.quick))
-    show("one rank of 16 on this device", rows)
+    args = arguments("The tensor grid on one device", SECTIONS)
+    rows = list(measure(args.quick, args.only))
+    show("one rank on this device", rows)
     finish("tensor_device", rows, args.json)
 
 
-def measure(quick: bool) -> Iterator[Row]:
+def measure(quick: bool, sections: Sequence[str] = SECTIONS) -> Iterator[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not quick:
-        raise SystemExit("there is no GPU here; --quick runs on a CPU")
+    if device.type == "cpu" and not quick and list(sections) != ["host"]:
+        raise SystemExit("there is no GPU here; --quick or --only host run on a CPU")
     small = quick and device.type == "cpu"
     widths, tokens = ((64,), SEQ) if small else ((1024,), 2048) if quick else ((4096, 8192), 8192)
     dtype = torch.float32 if small else torch.bfloat16
     clock = Clock(device, 2 if quick else 8)
     with one_of_many(16), torch.device(device):
-        for name, mesh in PLANES.items():
-            grid = make_grid(mesh)
-            for hidden in widths:
-                yield from flows(f"{name}, hidden {hidden:,}", grid, hidden, tokens, dtype, clock)
+        if "flows" in sections:
+            for name, mesh in PLANES.items():
+                grid = make_grid(mesh)
+                for hidden in widths:
+                    yield from flows(f"{name}, hidden {hidden:,}", grid, hidden, tokens, dtype, clock)
         grid = make_grid(PLANES["4 x 4"])
-        yield from padding(grid, widths[0], tokens, dtype, clock)
-        yield from copies(widths[-1], tokens, dtype, clock)
+        if "padding" in sections:
+            yield from padding(grid, widths[0], tokens, dtype, clock)
+        if "copies" in sections:
+            yield from copies(widths[-1], tokens, dtype, clock)
+    if "host" in sections:
+        with one_of_many(8):
+            yield from host(device.type, 3 if quick else 60)
 
 
 def make_grid(mesh: Mesh) -> Grid:
@@ -168,6 +183,75 @@ def copies(hidden: int, tokens: int, dtype: torch.dtype, clock: Clock) -> Iterat
         ):
             ours, spread = clock(partial(work, x, parts))
             yield lower_is_better(case, "a plain copy", "ms", ours, plain, spread)
+
+
+# ---- the host's time ----
+
+ALONE = {"data": 4}
+GRIDS: dict[str, tuple[dict[str, int], str]] = {
+    "4 columns": ({"col": 4}, "auto"),
+    "4 rows": ({"row": 4}, "auto"),
+    "2 x 2": ({"row": 2, "col": 2}, "auto"),
+    "2 x 2 of 2 planes": ({"depth": 2, "row": 2, "col": 2}, "auto"),
+    "2 x 2, summa": ({"row": 2, "col": 2}, "summa"),
+}
+LAYERS = (2, 10)
+
+
+def host(device: str, rounds: int) -> Iterator[Row]:
+    torch.set_num_threads(1)
+    cases = {"": (ALONE, "auto"), **GRIDS}
+    for compute in ("bf16", "fp32"):
+        ranks = {
+            (case, layers): tiny_llama(layers, mesh, flow, compute, device)
+            for case, (mesh, flow) in cases.items()
+            for layers in LAYERS
+        }
+        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in ranks}
+        for turn in range(rounds + 3):
+            for key, rank in ranks.items():
+                took = cpu_seconds(rank)
+                if turn > 2:  # the first steps record the order of weights
+                    seconds[key].append(took)
+        few, many = LAYERS
+        each = {
+            case: (min(seconds[case, many]) - min(seconds[case, few])) / (many - few) / MICRO_BATCHES * 1e3
+            for case in cases
+        }
+        for case in GRIDS:
+            found = seconds[case, many]
+            spread = statistics.pstdev(found) / statistics.mean(found)
+            yield lower_is_better(f"{case}, {compute}", "data 4", "host ms a layer", each[case], each[""], spread)
+
+
+MICRO_BATCHES = 2
+
+
+def tiny_llama(layers: int, mesh: dict[str, int], flow: str, compute: str, device: str) -> OneRank:
+    ways = mesh.get("data", 1) * mesh.get("depth", 1) * mesh.get("row", 1)
+    model = {"family": "llama", "layers": layers, "hidden": 32, "heads": 4, "ffn": 64, "seq_len": 8, "vocab": 64}
+    config = {"model": model, "train": {"global_batch": MICRO_BATCHES * ways, "run_dir": "unused"}}
+    plan = {
+        "mesh": mesh,
+        "batch": {"micro_batches": MICRO_BATCHES},
+        "tensor": {"flow": flow},
+        "precision": {"compute": compute, "compile": False},
+    }
+    made = Config.from_dict(config | {"data": {"source": "stdlib"}}).resolve()
+    return OneRank(made, Plan.from_dict(plan), device=device)
+
+
+def cpu_seconds(rank: OneRank) -> float:
+    """CPU time of a step, in all threads of the process."""
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+    gc.disable()
+    start = time.process_time()
+    rank.step()
+    took = time.process_time() - start
+    gc.enable()
+    rank.zero_grad()
+    return took
 
 
 if __name__ == "__main__":

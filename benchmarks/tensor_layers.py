@@ -5,7 +5,7 @@
 
 Attention, norms, biases and activations are left out: they are the same work everywhere. One micro-batch a step, whose
 gradients are summed over all copies. Each contestant holds its share of everything, computes `forward()` and `step()`, and
-tells by `worst()` how far its results of the last step are from those of one process.
+reports by `worst()` how far its results of the last step are from those of one process.
 """
 
 from __future__ import annotations

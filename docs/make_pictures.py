@@ -450,7 +450,7 @@ def planner(path: Path) -> None:
     problem, free = _problem("h100-sxm"), parse_fixes([])
     found = find_plan(problem, free)
     plan = with_report(found, problem, len(found.ranked))
-    data = report_data(plan, problem, tried=plan.alternatives or (), uniform=uniform_plans(problem, 120, free))
+    data = report_data(plan, problem, tried=plan.alternatives or (), uniform=list(uniform_plans(problem, 120, free)))
     points, usable, bound = data["points"], problem.cluster.usable / 2**30, data["lower_bound"]
     d = Drawing(860, 400, "Plans for Llama 3 8B on 8 H100: time against memory")
     d.text(

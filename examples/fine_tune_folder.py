@@ -72,3 +72,7 @@ if __name__ == "__main__":
             return_dict=True,
         )
         print(tokenizer.decode(model.generate(**asked, max_new_tokens=8, do_sample=False)[0]))
+        if len(sys.argv) != 3:
+            print(
+                "(Four steps from random weights: the answer is noise. With FOLDER and CHATS.jsonl it is your model's.)"
+            )

@@ -7,6 +7,7 @@ Weights are large and no norm is 1 and no bias 0, so that every feature of a fam
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,12 +143,12 @@ def wide(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def theirs(name: str, dtype: torch.dtype) -> nn.Module:
-    """The model of transformers; build and run it under `wide`."""
+def theirs(name: str, dtype: torch.dtype, keys: dict[str, Any] | None = None) -> nn.Module:
+    """The model of transformers, with `keys` in config.json (default: EVERY[name]); build and run it under `wide`."""
     import transformers
 
     kind = name.split()[0]
-    config = transformers.AutoConfig.for_model(kind, **EVERY[name])
+    config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(EVERY[name] if keys is None else keys))
     config._attn_implementation = "eager"
     auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
     torch.manual_seed(0)

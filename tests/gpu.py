@@ -134,7 +134,7 @@ class Session:
         for d in failed:
             print(f"FAILED  {d.name}")
         for name in self.left_out:
-            print(f"left out for want of time  {name}")
+            print(f"left out, no time left  {name}")
         return 1 if failed or self.left_out else 0
 
 
@@ -416,7 +416,7 @@ class Case:
     ended: float = math.nan
     """From the fault until the command had ended."""
     right: bool = False
-    """Whether the report names the rank and the phase, and nobody else."""
+    """Whether the report names the rank and the phase, and no other rank."""
     said: str = ""
     code: int = -1
     left: int = 0

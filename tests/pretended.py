@@ -1,4 +1,4 @@
-"""Runs on the pretended GPU (fourfold.testing.pretend_gpu), each beside the same run on the CPU; a program of test_pretend_gpu.
+"""Runs on the pretended GPU (fourfold.testing.pretend_gpu), each compared with the same run on the CPU; a program of test_pretend_gpu.
 
 Prints a line of JSON for every case: its name, and what went wrong, or null.
 """

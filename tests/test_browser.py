@@ -114,10 +114,11 @@ def test_the_page(browser: Browser, tmp_path: Path) -> None:
     assert "0F4 blocks.4.mlp" in hover["tip"]
     assert "stage 0, micro-batch 4, unit blocks.4.mlp" in hover["tip"]
     assert "from 4 to 4.8" in hover["tip"]
-    beside = browser.painted(f"{move}; const l = layout()[1]; put(X(data.ticks / data.length * 3), l.y + l.h + 3)")
-    assert "3.00 MiB" in beside["tip"]
-    assert bad in beside["tip"]
+    under = browser.painted(f"{move}; const l = layout()[1]; put(X(data.ticks / data.length * 3), l.y + l.h + 3)")
+    assert "3.00 MiB" in under["tip"]
+    assert bad in under["tip"]
     held = browser.painted(f"{move}; const l = layout()[1]; put(X(data.ticks / data.length * 6), l.bottom + 30)")
+    assert browser.run("return data.panels.map(p => p.least)") == [0, 0]  # with a limit from 0
     assert "at its peak" in held["tip"]
     assert "limit: 3.73 GiB" in held["tip"]
 
@@ -125,9 +126,18 @@ def test_the_page(browser: Browser, tmp_path: Path) -> None:
     assert 0 < wheel["from"] < wheel["to"] < 10_000_000
     assert browser.key("d")["from"] > wheel["from"]
     assert browser.key("0")["to"] == 10_000_000
+    browser.painted(f"{move}; const l = layout()[1]; put(X(data.ticks / data.length * 6), l.bottom + 30)")
+    assert browser.run("return $('tip').style.display") == "block"
     assert browser.key("w")["from"] > 0
+    assert browser.run("return $('tip').style.display") == "none"  # it told of what was there before
     assert browser.key("0")["from"] == 0
     assert [browser.key("p")["shown"] for _ in range(3)] == [[True, False], [False, True], [True, True]]
+    browser.painted("shown = [false, true]; data.panels[1].end = 4e6")
+    assert browser.key("0")["to"] == 4e6  # the panels that are shown
+    browser.painted("shown = [true, true]; fit()")
+    labels = "return [0, 0.05, 1, 2.5].map(t => tickText(t / data.length * MAX))"
+    assert browser.run(labels) == ["0", "0.05", "1", "2.5"]
+    assert browser.run("data.unit = 's'; " + labels) == ["0", "50 ms", "1 s", "2.5 s"]  # no digits that say nothing
     assert "computes" in browser.key("ArrowDown")["detail"]
     assert "from" in browser.key(".")["detail"]
     assert browser.painted("$('find').value = 'blocks.7.'; search()")["found"] == "4 found"
@@ -136,6 +146,16 @@ def test_the_page(browser: Browser, tmp_path: Path) -> None:
     assert "rank 3" in browser.run("$('numbers').click(); return $('tables').innerText")
     themes = [browser.run("$('theme').click(); return document.documentElement.dataset.theme") for _ in range(2)]
     assert sorted(themes) == ["dark", "light"]
+    clean(browser, page)
+
+
+def test_memory_of_a_process_is_drawn_where_it_changes(browser: Browser, tmp_path: Path) -> None:
+    row = Row("rank 0", (PageSpan(0.0, 10.0, "F", "0F0"),))
+    page = tmp_path / "p.html"
+    memory = (((0.0, 3e8), (5.0, 3.1e8)),)
+    write_page(page, "p", "", [Panel("measured", (row,), memory=memory, memory_name="memory", memory_unit="bytes")])
+    browser.open(page)
+    assert browser.run("return [data.panels[0].least, data.panels[0].most]") == [3e8, 3.1e8]
     clean(browser, page)
 
 

@@ -140,7 +140,7 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(tmp_path: Path) -
     for step in range(1, 4):
         x.fill_(step)
         saver.save(step, [holding_of("x", x)], {"step": step})
-        x.fill_(-1)  # training goes on at once
+        x.fill_(-1)  # training continues at once
     saver.wait()
     assert [p.name for p in saver.finished()] == ["step-000001", "step-000002", "step-000003"]
     for step in range(1, 4):
@@ -717,7 +717,7 @@ def test_full_disk_gives_one_error_and_loses_nothing(small_disk: Path, backgroun
     small.zero_()
     save_load.load(small_disk / "c" / "step-000001", [holding_of("x", small)])
     assert (small == 1).all()
-    saver.save(3, [holding_of("x", small)], {"step": 3})  # and goes on when there is room
+    saver.save(3, [holding_of("x", small)], {"step": 3})  # and works again when there is room
     saver.wait()
 
 

@@ -36,6 +36,7 @@ def config(**sections: Any) -> Config:
     ("sections", "message"),
     [
         ({"modle": {}}, "unknown field 'modle'; did you mean 'model'?"),
+        ({"lr": 1e-3}, "unknown field 'lr'; it is a field of [optim]"),
         ({"model": {"layer": 2}}, "unknown field 'model.layer'; did you mean 'layers'?"),
         ({"model": {"family": "gptt"}}, "model.family = 'gptt' is invalid; did you mean 'gpt'?"),
         ({"model": {"layers": "two"}}, "model.layers must be a whole number; found a string 'two'"),
@@ -170,6 +171,7 @@ def test_sizes() -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         schema.parse_bytes("16 potatoes", "x")
     assert schema.format_bytes(1536) == "1.50 KiB"
+    assert schema.format_bytes(2**20 - 4) == "1.00 MiB"
     assert [nearest_divisor(12, n) for n in (5, 7, 100)] == [4, 6, 12]
 
 
@@ -233,6 +235,7 @@ def test_every_field_of_a_plan_is_read_and_written(tmp_path: Path) -> None:
         ({"mesh": {"pipe": 3}}, 4, "the mesh is pipe 3 = 3 ranks, but there are 4; or start 3 ranks"),
         ({"mesh": {"data": 0}}, None, "mesh.data = 0 must be at least 1"),
         ({"mesh": {"dat": 2}}, None, "unknown field 'mesh.dat'; did you mean 'data'?"),
+        ({"recompute": "full"}, None, "unknown field 'recompute'; it is a field of [[unit]]"),
         ({"mesh": {"data": 3}}, 3, "train.global_batch = 8 does not divide by data 3 = 3; use 6 or 9 sequences"),
         (
             {"mesh": {"data": 2}, "batch": {"micro_batches": 3}},

@@ -60,7 +60,10 @@ def test_a_terminal_has_a_live_view(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loss 0.2000  tok/s 13.6 k  mfu 12.0%  process 3.00 MiB" in view[5]
     assert "exposed communication 12 ms" in view[6]
     assert "bubble 19%" in view[6]
-    assert all(len(line) < 80 for line in view)
+    assert all(len(line) < 80 for line in lines)
+    assert (
+        lines[1] == "step  10/100  loss 0.5000  grad 1.000  lr 1.00e-03  13.6 k tok/s  mfu 12.0%"
+    )  # the rest is below
     for step in range(26, 101):
         progress.step(metrics(step))
     progress.note("saved")

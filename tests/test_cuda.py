@@ -1,4 +1,4 @@
-"""On a GPU: one rank, several ranks that share it, against one process on the CPU. Skipped where there is none."""
+"""On a GPU: one rank, several ranks that share it, against one process on the CPU. Skipped without a GPU."""
 
 from __future__ import annotations
 

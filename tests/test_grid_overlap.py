@@ -1,4 +1,4 @@
-"""The grid's collectives beside its products: the same bits and bytes with and without, and they do run beside them."""
+"""The grid's collectives overlap with its matmuls: the same bits and bytes with and without, and they do overlap."""
 
 from __future__ import annotations
 
@@ -141,6 +141,7 @@ def count_kept(rank: int, ranks: int, folder: Path) -> list[tuple[float, float]]
 
 def test_keeping_saves_the_bytes_of_the_formulas(tmp_path: Path) -> None:
     for found in run_ranks(count_kept, 4, tmp_path):
+        assert found
         for received, said in found:
             assert received == said > 0
 
@@ -156,11 +157,11 @@ def test_selective_recomputation_moves_nothing_for_products(tmp_path: Path) -> N
         assert none == selective < full
 
 
-# ---- what runs beside what ----
+# ---- what overlaps with what ----
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls."""
 
     count = 0
 
@@ -170,36 +171,36 @@ class Products(TorchDispatchMode):
 
 
 class Noted(Pending):
-    """Notes how many products were computed between its start and its wait."""
+    """Notes how many matmuls were computed between its start and its wait."""
 
-    def __init__(self, products: Products, what: str, said: list[tuple[str, int]]):
+    def __init__(self, matmuls: Matmuls, what: str, said: list[tuple[str, int]]):
         super().__init__(None, what)
-        self.products, self.what, self.said, self.start = products, what, said, products.count
+        self.matmuls, self.what, self.said, self.start = matmuls, what, said, matmuls.count
 
     def wait(self) -> None:
-        self.said.append((self.what, self.products.count - self.start))
+        self.said.append((self.what, self.matmuls.count - self.start))
 
 
-def beside(folder: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> dict[str, list[int]]:
-    """By collective that was started ahead of its wait: products beside each, in a step of the first of many ranks."""
+def overlapped_matmuls(folder: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> dict[str, list[int]]:
+    """By collective that was started ahead of its wait: matmuls that ran meanwhile, in a step of the first of many ranks."""
     said: list[tuple[str, int]] = []
     made = Plan.from_dict(plan)
     with one_of_many(made.mesh.ranks):
         rank = make_rank(folder, plan, 0, MODELS["gpt"])
         rank.step()
         rank.zero_grad()
-        products = Products()
-        with monkeypatch.context() as m, products:
+        matmuls = Matmuls()
+        with monkeypatch.context() as m, matmuls:
             for name in ("all_gather", "reduce_scatter"):
-                m.setattr(collectives, name, lambda out, x, group, what, **_: Noted(products, what, said))
+                m.setattr(collectives, name, lambda out, x, group, what, **_: Noted(matmuls, what, said))
             rank.step()
     return {what: [n for w, n in said if w == what] for what, _ in said}
 
 
-def test_collectives_run_beside_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_overlap_with_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, their eight linears alternately by `os` and `ls`, and the head by `os`."""
     plan = {"mesh": {"row": 2, "col": 2}}
-    found = beside(tmp_path, monkeypatch, plan)
+    found = overlapped_matmuls(tmp_path, monkeypatch, plan)
     weights = found["a gather over row"]
     # the table's rows and the first weight of F and of B have nothing before them
     assert len(weights) == 1 + 9 + 9
@@ -209,7 +210,7 @@ def test_collectives_run_beside_products(tmp_path: Path, monkeypatch: pytest.Mon
     )  # of weight gradients all but the last; it is waited for with the op
     assert sum(n > 0 for n in found["a scatter over col"]) == 5  # gradients of the inputs of `os`
     assert sum(n > 0 for n in found["a gather over col"]) == 5  # those inputs, for the weight gradient
-    off = beside(tmp_path, monkeypatch, plan | {"tensor": {"overlap": False}})
+    off = overlapped_matmuls(tmp_path, monkeypatch, plan | {"tensor": {"overlap": False}})
     assert all(n == 0 for counts in off.values() for n in counts)
     assert {what: len(n) for what, n in off.items()} == {what: len(n) for what, n in found.items()}
 

@@ -249,7 +249,7 @@ def test_bf16_in_bf16_out(folders: dict[str, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_a_checkpoint_of_torchtitan_is_a_source(newer: bool, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Its names, its rotary layout (neighbouring rows are a pair), and an optimizer beside the model."""
+    """Its names, its rotary layout (neighbouring rows are a pair), and an optimizer in the model's folder."""
     names = {
         **{"model.embed_tokens": "tok_embeddings", "model.layers": "layers", "model.norm": "norm"},
         **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
@@ -384,6 +384,18 @@ def test_folders_without_weights(folders: dict[str, Path], tmp_path: Path) -> No
     assert "save_pretrained" in refused(folder)
 
 
+def test_weights_are_checked_before_data_is_encoded(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(folders["gpt2"], tmp_path)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    monkeypatch.setattr("fourfold.data.samples.open_corpus", lambda *_: pytest.fail("the data was opened first"))
+    monkeypatch.setattr("fourfold.train.objective.open_run", lambda *_: pytest.fail("the data was opened first"))
+    assert main(["train", str(folder), "--data", str(tmp_path / "text.txt"), "--data.tokenizer", "bytes"]) == 2
+    assert "truncated" in capfd.readouterr().err
+
+
 def test_damaged_files(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders["gpt2"], tmp_path)
     file = folder / "model.safetensors"
@@ -468,7 +480,7 @@ def test_names_of_older_files(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """A byte-level tokenizer and a chat template beside a model."""
+    """A byte-level tokenizer and a chat template in a model's folder."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

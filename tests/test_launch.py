@@ -379,7 +379,7 @@ def test_a_refused_resume_changes_nothing_and_a_good_one_says_where_it_begins(
 
 
 def test_ranks_die_with_the_agent_of_torchrun(tmp_path: Path) -> None:
-    """torchrun starts a rank as its child, with this environment, and does not see to it."""
+    """torchrun starts a rank as its child, with this environment, and does not watch it."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
     command = f"{sys.executable} -m fourfold train {write_config(tmp_path, steps=100000)} & wait"
     agent = subprocess.Popen(["bash", "-c", command], env=os.environ | place, stdout=subprocess.DEVNULL)

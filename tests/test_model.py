@@ -232,7 +232,9 @@ def test_hugging_face_config(tmp_path: Path) -> None:
     assert m.rope_scaling.kind == "llama3"
     assert m.resolve() == m  # the resolved config no longer needs the file
     assert m.hf is None
-    assert ModelConfig(hf=str(tmp_path), seq_len=64, layers=2).resolve().layers == 2  # what is given beside it wins
+    assert (
+        ModelConfig(hf=str(tmp_path), seq_len=64, layers=2).resolve().layers == 2
+    )  # a field given with it overrides it
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_resolving_twice_changes_nothing() -> None:
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recomputation_leaves_the_last_product_out(family: str, dropout: float) -> None:
-    """`again` has the graph of `forward`, bit for bit, with a product less (bert's norm comes after it: all are computed)."""
+    """`again` has the graph of `forward`, bit for bit, with one matmul less (bert's norm comes after it: all are computed)."""
     m = ModelConfig(family=family, layers=1, hidden=32, heads=4, vocab=64, seq_len=8, dropout=dropout).resolve()
     block = serial_model(m, 0).blocks[0]
     x, dy = torch.randn(2, 8, 32, requires_grad=True), torch.randn(2, 8, 32)

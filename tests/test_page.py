@@ -129,6 +129,8 @@ def test_a_run_of_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert {"F", "B", "M", "S", "U"} <= {s[2] for s in row["spans"]}
         assert all(s[4] > 0 for s in row["spans"] if s[2] in "MGSX")
         assert {"bubble", "exposed", "data"} <= row["lost"].keys()
+        forwards = {s[3].split(" ")[-1] for s in row["spans"] if s[2] == "F"}
+        assert {"blocks.1.mlp" if "pipe 1" in row["name"] else "blocks.0.mlp"} <= forwards  # by unit
     assert measured["path"]
     assert measured["memory"]
     assert all(set(peak[2]) >= {"parameters", "optimizer state", "everything else"} for peak in measured["peaks"])
@@ -201,6 +203,10 @@ def test_a_plan_has_the_collectives_of_every_rank(tmp_path: Path) -> None:
         assert all(a[1] == pytest.approx(b[0], abs=close) for a, b in pairwise(busy))  # no gap: waits are spans
         assert any(s[2] == "E" and s[3].startswith("waiting: ") for s in busy)
     assert data_of(tmp_path / "plan.html")["length"] == pytest.approx(plan.predicted["seconds"], rel=0.1)
+    times, held = panel["memory"][0][::2], panel["memory"][0][1::2]
+    change = max(abs(b - a) for a, b in pairwise(held))
+    assert 0 < change < 0.1 * (max(held) - min(held))  # within an op, not at once
+    assert panel["peaks"][0][0] == times[held.index(max(held))]
 
 
 def test_a_run_with_a_promise_shows_its_collectives(tmp_path: Path) -> None:
@@ -366,6 +372,10 @@ def test_plans_and_schedules_from_the_command_line(tmp_path: Path, capsys: pytes
     assert main(["view", str(tmp_path / "plan.toml")]) == 0
     assert "makespan" in capsys.readouterr().out
     assert main(["view", str(tmp_path / "plan.toml"), "--step", "3"]) == 2
+    assert main(["view", str(tmp_path / "plan.toml"), "--html", "--json"]) == 2
+    assert "use one or the other" in capsys.readouterr().err
+    assert main(["simulate", "wave", "--html", str(tmp_path / "none" / "p.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     assert main(["simulate", "wave", "--ranks", "2", "--html", str(tmp_path / "s.html")]) == 0
     assert len(data_of(tmp_path / "s.html")["panels"][0]["rows"]) == 2
     assert main(["simulate", "wave", "--html", str(tmp_path / "nowhere" / "s.html")]) == 2

@@ -123,7 +123,9 @@ def test_uniform_plans_are_plain_and_judged() -> None:
     plans = list(uniform_plans(problem, 30))
     assert len(plans) == 30 == len({json.dumps(p.to_dict()) for p in plans})
     assert all(len(p.unit) == 1 and p.mesh.ranks == 8 for p in plans)
-    assert plans[3].predicted == judge(plans[3], problem).predicted
+    whole = judge(plans[3], problem).predicted or {}
+    assert whole["not_deterministic"] < whole["seconds"]  # not asked of thirty plans: it takes as long as all the rest
+    assert plans[3].predicted == {k: v for k, v in whole.items() if k != "not_deterministic"}
     fitting = [p for p in plans if p.predicted and not p.predicted["misfit"]]
     assert 0 < len(fitting) < 30
     best = make_plan(problem.spec, problem.cluster, global_batch=64, fix="mode=zero3 pipe=1 col=1")
@@ -133,7 +135,7 @@ def test_uniform_plans_are_plain_and_judged() -> None:
 
 
 def test_uniform_plans_obey_what_was_fixed() -> None:
-    """They stand beside the search's plans and its lower bound, which are those of the constrained search."""
+    """They are listed with the plans and the lower bound of the constrained search."""
     problem = problem_of(Question(model="gpt2", cluster=Described(preset="a100-40g", nodes=2), batch=32))
     for fix, count in (
         ("pipe=4 col=2 schedule=wave waves=1", 20),
@@ -387,7 +389,7 @@ def test_searches_are_few_and_end_with_their_client(served: Served) -> None:
     deadline = time.monotonic() + 30
     while served.busy() > 1 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert served.busy() == 1, "the client left, and its search goes on"
+    assert served.busy() == 1, "the client left, and its search continues"
 
 
 # ---- in a browser ----
@@ -469,8 +471,9 @@ def test_a_browser_asks_the_server(tmp_path: Path, served: Served) -> None:
         page.wait("return document.querySelector('#report h2').textContent.startsWith(arguments[0])", HOSTILE[:20])
         assert page.run("return document.querySelector('#report h2').textContent").startswith(HOSTILE[:80])
         for name, value, sentence in (
-            ("config", "{", "Config.json: not valid JSON"),
-            ("config", '{"model_type": "mamba"}', "Config.json: model_type 'mamba' is not supported"),
+            ("config", "", "Paste the contents of the model's config.json."),
+            ("config", "{", "config.json: not valid JSON"),
+            ("config", '{"model_type": "mamba"}', "config.json: model_type 'mamba' is not supported"),
             ("config", json.dumps(config), ""),
             ("batch", "0", "The batch = 0 must be a whole number of at least 1."),
         ):

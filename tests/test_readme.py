@@ -6,7 +6,7 @@
 | bash | README: every line. Other pages: `plan` and `simulate` as they stand, `train` with --dry-run; all lines in full, one |
 | | page after another, with FOURFOLD_SLOW_TESTS=1 (WHOLE). NOT_HERE says which lines are never run, and why |
 | toml | read as a plan, a config or a cluster file |
-| console, text | output; of the README, commands in a console are run |
+| console, text | output; of the README, commands in a console are run, and what `fourfold plan` says is compared |
 
 `test_docs.py` checks that there are no others.
 """
@@ -115,6 +115,24 @@ def test_readme_commands(workplace: Path) -> None:
     lines = commands(ROOT / "README.md")
     assert any(line.startswith("fourfold demo") for line in lines)
     run_all(lines, workplace)
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=name(p)) for p in PAGES if "$ fourfold plan " in p.read_text()])
+def test_plans_that_pages_show_are_those_of_today(
+    page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every line of the output that is shown, but for what `…` leaves out and the seconds of the search."""
+    monkeypatch.setenv("COLUMNS", "140")
+    for block in blocks(page, "console"):
+        command, *lines = block.splitlines()
+        if not command.startswith("$ fourfold plan "):
+            continue
+        main(shlex.split(command)[2:])
+        said = " ".join("".join(capsys.readouterr()).split())
+        for line in lines:
+            shown = re.escape(" ".join(line.split())).replace("…", ".*")
+            shown = re.sub(r"searched\\ in\\ [\d\\.]+\\ s", r"searched in [\\d.]+ s", shown)
+            assert re.search(shown, said), f"{page.name} shows another plan than today's:\n{line}\n{command}\n{said}"
 
 
 @SLOW

@@ -50,7 +50,7 @@ PLANS: dict[str, tuple[str, int, dict[str, int], int, dict[str, Any], list[dict[
     "mix": ("gpt", 3, {"data": 3}, 4, {}, MIX),
     "zero3 in a pipeline": ("untied", 4, {"pipe": 2, "data": 2}, 3, {}, everything("zero3")),
     "mix in a wave": ("gpt", 4, {"pipe": 2, "data": 2}, 3, {"schedule": "wave"}, MIX),
-    "tied apart, queued weight gradients": (
+    "tied on two ranks, queued weight gradients": (
         "llama",
         4,
         {"pipe": 2, "data": 2},
@@ -105,7 +105,7 @@ ON_GRIDS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "unit": everything("zero2", split=4, recompute="full"),
         },
     ),
-    "split 2, tied apart, message-driven": (
+    "split 2, tied on two ranks, message-driven": (
         "llama",
         8,
         {
@@ -214,7 +214,7 @@ SAVED: list[tuple[int, dict[str, Any]]] = [
 
 
 def test_checkpoints_open_in_every_other_mode(tmp_path: Path) -> None:
-    """Saved in each way and gone on with in the next; then every tensor of the checkpoint is what it was."""
+    """Saved in each way and resumed in the next; then every tensor of the checkpoint is what it was."""
     from safetensors.torch import load_file
 
     from fourfold.checkpoint.export import write_final

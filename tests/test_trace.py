@@ -53,19 +53,24 @@ def test_what_is_recorded(run: RunDir) -> None:
 
 
 def test_collectives_match_across_ranks(run: RunDir) -> None:
-    for traced in read_steps(run):
+    steps = list(read_steps(run))
+    assert steps
+    for traced in steps:
         found: dict[tuple[str, tuple[int, ...], int], list[tuple[int, str, int]]] = {}
         for rank, r in traced.ranks.items():
             for e in r.events:
                 if e.ranks:
                     found.setdefault((e.group, e.ranks, e.number), []).append((rank, e.what, e.size))
+        assert found
         for key, members in found.items():
             assert [rank for rank, *_ in members] == list(key[1])
             assert len({(what, size) for _, what, size in members}) == 1
 
 
 def test_every_rank_is_accounted_for(run: RunDir) -> None:
-    for traced in read_steps(run):
+    steps = list(read_steps(run))
+    assert steps
+    for traced in steps:
         for r in traced.ranks.values():
             assert sum(p.seconds for p in r.parts) == pytest.approx(r.seconds)
             assert r.spent("other") < 0.05 * r.seconds

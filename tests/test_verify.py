@@ -46,7 +46,7 @@ def _runs(plan: Plan, config: verify.Config, ranks: int) -> bool:
 
 
 def test_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Two cases pass, one is wrong, one dies; the rest goes on, and the failed plans are there to run again."""
+    """Two cases pass, one is wrong, one dies; the rest runs, and the failed plans are there to run again."""
     some = {"data alone", "stop and resume", "zero3, reduced per step", "1f1b, ordered", "row · col"}
     chosen = [case for case in cases(2) if case.name in some]
     monkeypatch.setattr(verify, "cases", lambda ranks, quick: chosen)

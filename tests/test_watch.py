@@ -1,4 +1,4 @@
-"""The watchdog: a job in which nobody moves ends with a report that names the right rank; a slow one goes on."""
+"""The watchdog: a job in which no rank proceeds ends with a report that names the right rank; a slow one continues."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_rank_that_skips_a_collective_is_named(
     assert "waits in the end of the step (collective 2 of ranks 0, 1, 2) for rank 1, which has not started it" in error
 
 
-# ---- nobody can report ----
+# ---- no rank can report ----
 
 
 def test_the_launcher_ends_ranks_that_send_no_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

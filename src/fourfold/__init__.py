@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fourfold.plan import Plan as Plan
     from fourfold.planner.api import make_plan as make_plan
     from fourfold.planner.api import predict as predict
-    from fourfold.planner.evaluate import Prediction as Prediction
+    from fourfold.planner.prediction import Prediction as Prediction
     from fourfold.train.callbacks import Callback as Callback
     from fourfold.train.parallelize import parallelize as parallelize
     from fourfold.train.worker import fit as fit

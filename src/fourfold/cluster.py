@@ -187,17 +187,22 @@ class Cluster:
     # ---- presets and files ----
 
     @classmethod
-    def preset(cls, name: str, nodes: int = 1) -> Cluster:
-        """A cluster by name: nodes of eight GPUs, NVLink inside, InfiniBand between; or this machine ("local")."""
+    def preset(cls, name: str, nodes: int = 1, devices: int | None = None) -> Cluster:
+        """A cluster by name: `nodes` machines with the preset's devices, or with `devices`; or this machine ("local")."""
         from fourfold.presets import PRESETS
 
         if name == "local":
+            if devices is not None:
+                raise ClusterError(
+                    f"devices = {devices}: 'local' has one device in a node; use nodes = {nodes * devices}"
+                )
             return cls.local(nodes)
         if name not in PRESETS:
-            raise ClusterError(
-                f"unknown cluster '{name}'; choose one of {', '.join(preset_names())}, or give the path of a cluster file"
-            )
-        return replace(PRESETS[name], nodes=nodes)
+            near = [known for known in PRESETS if name.lower() in known] if name else []
+            known = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(preset_names())}"
+            raise ClusterError(f"unknown cluster '{name}'; {known}; or give the path of a cluster file")
+        found = replace(PRESETS[name], nodes=nodes)
+        return found if devices is None else found.with_devices(devices)
 
     @classmethod
     def local(cls, ranks: int) -> Cluster:
@@ -238,12 +243,13 @@ class Cluster:
         )
 
     @classmethod
-    def load(cls, path: str | Path, nodes: int | None = None) -> Cluster:
+    def load(cls, path: str | Path, nodes: int | None = None, devices: int | None = None) -> Cluster:
         """Read a cluster file (TOML, JSON, YAML). With `preset = "h100-sxm"` in it, missing fields come from the preset.
 
-        `nodes` overrides the file's; with `preset = "local"` it is the number of ranks on this machine.
+        `nodes` and `devices` override the file's; with `preset = "local"`, `nodes` is the number of ranks on this machine.
         """
-        data = schema.read(path, ClusterError) | ({} if nodes is None else {"nodes": nodes})
+        given = {"nodes": nodes, "devices": devices}
+        data = schema.read(path, ClusterError) | {k: v for k, v in given.items() if v is not None}
         with schema.in_file(path, ClusterError):
             return cls.from_dict({"name": Path(path).stem} | data)
 
@@ -277,11 +283,11 @@ class Cluster:
         return cluster
 
     @classmethod
-    def find(cls, name: str, nodes: int | None = None) -> Cluster:
-        """A preset or a cluster file, optionally with another number of nodes."""
+    def find(cls, name: str, nodes: int | None = None, devices: int | None = None) -> Cluster:
+        """A preset or a cluster file, optionally with another number of nodes, or of devices in a node."""
         if name in preset_names() or not Path(name).suffix:
-            return cls.preset(name, 1 if nodes is None else nodes)
-        return cls.load(name, nodes)
+            return cls.preset(name, 1 if nodes is None else nodes, devices)
+        return cls.load(name, nodes, devices)
 
     def to_dict(self) -> dict[str, Any]:
         return schema.dump(self)

@@ -9,8 +9,8 @@ the choice depends on the size alone, so all ranks agree. A ring is dispatched a
 which trace ops see it instead of its messages. Asynchronous sums over three or more ranks always use gloo: its all-reduce
 moves as many bytes as a ring, two of them run at a time, and they do not need the interpreter.
 
-All-gather and reduce-scatter are called on the group directly: a layer on the grid issues about twenty, and torch's wrappers take
-as long as starting one (and have other names in 2.13).
+Collectives are called on the group directly: a layer on the grid issues about twenty, and torch's wrappers take as long as
+starting one (and some have other names in 2.13).
 
 The functions in the second half return results that are complete. torch.compile can capture them, as functional collectives.
 """
@@ -24,7 +24,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+)
 
 from fourfold.errors import CommunicationError
 from fourfold.record import RECORD, Ticket
@@ -50,15 +56,7 @@ class _Work(Protocol):
     def wait(self) -> object: ...
 
 
-_gathers, _scatters = AllgatherOptions(), ReduceScatterOptions()
-
-
-def _all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> _Work:
-    return group._allgather_base(out, mine, _gathers)
-
-
-def _reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> _Work:
-    return group._reduce_scatter_base(out, whole, _scatters)
+_gathers, _scatters, _sums = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
 
 
 _here = threading.local()  # `start`: what the op below calls in this thread; `job`: its result
@@ -77,6 +75,8 @@ _op = torch.ops.fourfold.collective.default
 class Pending:
     """A collective in progress. After `wait` its result may be used (CPU: blocks; CUDA: orders streams)."""
 
+    __slots__ = ("_on_device", "_ticket", "_work")
+
     def __init__(self, work: _Work | None, what: str, ticket: Ticket | None = None, on_device: bool = False):
         self._work, self._ticket, self._on_device = work, ticket or Ticket(what), on_device
 
@@ -94,14 +94,14 @@ class Pending:
 def all_gather(out: Tensor, mine: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [ranks · n] = every rank's mine [n], in rank order. Receives (ranks - 1) · n elements."""
     if (lane := lane_for(group, out)) is None:
-        return _start(_all_gather, out, mine, group=group, what=what, kind="all_gather", whole=out)
+        return _start(group._allgather_base, (out, mine, _gathers), group, what, "all_gather", out)
     return _by_ring(lane, lambda: lane.all_gather(out, mine, what, now), group, what, "all_gather", out, mine, now=now)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: out [n] = this rank's part of the sum over ranks of whole [ranks · n]. Receives (ranks - 1) · n elements."""
     if (lane := lane_for(group, whole)) is None:
-        return _start(_reduce_scatter, out, whole, group=group, what=what, kind="reduce_scatter", whole=whole)
+        return _start(group._reduce_scatter_base, (out, whole, _scatters), group, what, "reduce_scatter", whole)
     return _by_ring(
         lane, lambda: lane.reduce_scatter(out, whole, what, now), group, what, "reduce_scatter", whole, out, now=now
     )
@@ -110,42 +110,43 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, what: s
 def all_reduce(x: Tensor, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x [n] = the sum over ranks of x. Receives 2 (ranks - 1) / ranks · n elements."""
     if (lane := lane_for(group, x, overlapped=not now)) is None:
-        return _start(dist.all_reduce, x, group=group, what=what, kind="all_reduce", whole=x, async_op=True)
+        return _start(group.allreduce, ([x], _sums), group, what, "all_reduce", x)
     return _by_ring(lane, lambda: lane.all_reduce(x, what, now), group, what, "all_reduce", x, x, now=now)
 
 
 def broadcast(x: Tensor, source: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = that of the rank `source` of the group. The others receive |x| elements."""
     if (lane := lane_for(group, x)) is None:
-        return _start(
-            dist.broadcast, x, group=group, what=what, kind="broadcast", whole=x, group_src=source, async_op=True
-        )
+        options = BroadcastOptions()
+        options.rootRank = source
+        return _start(group.broadcast, ([x], options), group, what, "broadcast", x)
     return _by_ring(lane, lambda: lane.broadcast(x, source, what, now), group, what, "broadcast", x, x, source, now=now)
 
 
 def reduce(x: Tensor, target: int, group: dist.ProcessGroup, what: str, *, now: bool = False) -> Pending:
     """Start: x = the sum over ranks of x, on the rank `target` of the group; undefined elsewhere. Receives |x| elements."""
     if (lane := lane_for(group, x)) is None:
-        return _start(dist.reduce, x, group=group, what=what, kind="reduce", whole=x, group_dst=target, async_op=True)
+        options = ReduceOptions()
+        options.rootRank = target
+        return _start(group.reduce, ([x], options), group, what, "reduce", x)
     return _by_ring(lane, lambda: lane.reduce(x, target, what, now), group, what, "reduce", x, x, target, now=now)
 
 
 def _start(
     call: Callable[..., _Work | None],
-    *tensors: Tensor,
+    arguments: tuple[object, ...],
     group: dist.ProcessGroup,
     what: str,
     kind: str,
     whole: Tensor,
-    **options: object,
 ) -> Pending:
     RECORD.waiting = ticket = RECORD.start(group, what, kind, whole.nbytes)  # the host may block in the call, too
     try:
-        work = call(*tensors, group=group, **options)
+        work = call(*arguments)
     except RuntimeError as e:
         raise CommunicationError(f"could not start {what}: {plain(e)}") from e
     RECORD.waiting = None
-    return Pending(work, what, ticket, tensors[0].is_cuda)
+    return Pending(work, what, ticket, whole.is_cuda)
 
 
 def _by_ring(
@@ -204,10 +205,9 @@ def summed(x: Tensor, group: dist.ProcessGroup, what: str, op: str = "sum") -> T
     if op == "sum":
         all_reduce(out, group, what, now=True).wait()
     else:
-        maximum = dist.ReduceOp.MAX
-        _start(
-            dist.all_reduce, out, group=group, what=what, kind="all_reduce", whole=out, op=maximum, async_op=True
-        ).wait()
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        _start(group.allreduce, ([out], options), group, what, "all_reduce", out).wait()
     return out
 
 
@@ -219,7 +219,8 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
         return _done(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
     out = torch.empty_like(x)
     if (lane := lane_for(group, out)) is None:
-        _start(dist.all_to_all_single, out, x, group=group, what=what, kind="all_to_all", whole=x, async_op=True).wait()
+        arguments = (out, x, None, None, group, True)
+        _start(dist.all_to_all_single, arguments, group, what, "all_to_all", x).wait()
     else:
         _by_ring(lane, lambda: lane.exchange(out, x, what, True), group, what, "all_to_all", out, x, now=True).wait()
     return out

@@ -262,6 +262,8 @@ class ModelConfig:
     """Adapters on its linear layers, from the section `lora`; all other parameters are then frozen."""
 
     def __post_init__(self) -> None:
+        if self.lora is not None and not self.lora.rank:
+            object.__setattr__(self, "lora", None)
         sizes = ("heads", "kv_heads", "head_dim", "ffn", "positions", "rope_theta", "norm_eps", "rope_dim")
         or_default = (*sizes, "rope_local_theta", "attn_scale", "attn_softcap", "logit_softcap")
         _require(self, "model", **dict.fromkeys(or_default, 0))

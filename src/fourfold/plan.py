@@ -216,7 +216,7 @@ class Memory:
     """Device bytes for prefetched optimizer state."""
     rollback: str = "0GiB"
     """Host bytes that let updates start before the gradient norm is known, and be undone; 0GiB: they wait for it. auto: what is
-    free, on GPUs, if staging is 0GiB and mesh.row is 1. Not measured on a GPU yet, so it has to be asked for."""
+    free, on GPUs, if staging is 0GiB and mesh.row is 1. Not measured on a GPU yet, so it is not the default."""
     gradients: Literal["keep", "consume", "auto"] = "auto"
     """consume: a unit's gradient is freed by its update in the backward. auto: kept; the planner may choose consume."""
     activations: Literal["device", "host"] = "device"
@@ -532,6 +532,11 @@ class Plan:
         units = list(units)
         for rule in self.unit:
             if not fnmatch.filter(units, rule.match):
+                number = rule.match.split(".")[1:2]
+                if number and number[0].isdigit() and rule.match.startswith("blocks."):
+                    raise PlanError(
+                        f"no unit matches '{rule.match}': this model's last is {units[-2]}; the plan is for another"
+                    )
                 raise PlanError(f"no unit matches '{rule.match}'{schema.nearest(rule.match, _patterns(units))}")
 
     def check_sharding(self, units: Iterable[str]) -> None:

@@ -173,7 +173,7 @@ class Record:
         found.started += 1
         found.what = what
         self._note("start", what)
-        ticket = Ticket(what, found, found.started, kind=kind, size=size)
+        ticket = Ticket(what, found, found.started, -1, kind, size)
         if self.trace is not None:
             ticket.issued = self.trace.mark()
         return ticket

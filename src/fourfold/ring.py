@@ -53,9 +53,9 @@ def lane_for(group: dist.ProcessGroup, x: Tensor, *, overlapped: bool = False) -
     if not x.is_cpu:
         return None
     requested = os.environ.get("FOURFOLD_COLLECTIVES", "auto")
-    if requested == "gloo" or (overlapped and requested == "auto" and group.size() > 2):
-        return None
     if x.nbytes < SMALLEST and (requested != "ring" or x.numel() < group.size()):  # or empty parts
+        return None
+    if requested == "gloo" or (overlapped and requested == "auto" and group.size() > 2):
         return None
     try:
         return _lanes[group]

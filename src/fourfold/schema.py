@@ -120,7 +120,11 @@ def build(cls: type[T], data: Mapping[str, Any], where: str = "", error: type[Fo
     names = [f.name for f in dataclasses.fields(cls)]
     for key in data:
         if key not in names:
-            raise error(f"unknown field '{_join(where, key)}'{nearest(str(key), names)}")
+            owner = next((name for name in names if key in _fields_inside(hints[name])), None)
+            section = _join(where, owner or "")
+            section = f"[{section}]" if dataclasses.is_dataclass(hints.get(owner or "")) else f"[[{section}]]"
+            hint = f"; it is a field of {section}" if owner else nearest(str(key), names)
+            raise error(f"unknown field '{_join(where, key)}'{hint}")
     values = {key: _convert(hints[key], value, _join(where, key), error) for key, value in data.items()}
     missing = [
         f.name
@@ -130,6 +134,12 @@ def build(cls: type[T], data: Mapping[str, Any], where: str = "", error: type[Fo
     if missing:
         raise error(f"missing field '{_join(where, missing[0])}'")
     return cls(**values)
+
+
+def _fields_inside(kind: Any) -> set[str]:
+    """Names of fields of a section, or of the rows of a list of sections."""
+    kinds = [kind, *typing.get_args(kind)]
+    return {f.name for k in kinds if dataclasses.is_dataclass(k) for f in dataclasses.fields(k)}
 
 
 def _convert(kind: Any, value: Any, where: str, error: type[FourfoldError]) -> Any:
@@ -325,6 +335,6 @@ def format_seconds(seconds: float) -> str:
 def format_bytes(count: float) -> str:
     """Bytes as text: `1.50 GiB`."""
     for unit, size in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= size:
+        if abs(count) >= size * (1 - 0.005 / 1024):  # 1.00 MiB, not 1024.00 KiB
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"

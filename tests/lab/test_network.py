@@ -202,12 +202,12 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tests_are_skipped_with_the_reason(tmp_path: Path) -> None:
     """A test of this file in two other processes: without root, and with no `tc` on the path."""
     command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", __file__, "-k", "two_levels"]
-    nobody = ["unshare", "--user"]  # in a user namespace without a mapping, root is nobody
-    if subprocess.run([*nobody, "true"], capture_output=True).returncode != 0:
+    unmapped = ["unshare", "--user"]  # in a user namespace without a mapping, root has no rights
+    if subprocess.run([*unmapped, "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine has no user namespaces, so root cannot be given up")
     (tmp_path / "ip").symlink_to(shutil.which("ip") or "")
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
-    without_root = subprocess.Popen([*nobody, *command], **options)
+    without_root = subprocess.Popen([*unmapped, *command], **options)
     without_tc = subprocess.Popen(command, env={**os.environ, "PATH": str(tmp_path)}, **options)
     for process, reason in (
         (without_root, "shaped networks need root"),

@@ -102,7 +102,7 @@ def test_what_came_last_does_not_leave() -> None:
         assert all(map(torch.equal, grads(None, step), grads(offload, step)))
         assert (offload._waiting_bytes, offload._leaving_bytes) == (0, 0)
         moved, before = offload.moved - before, offload.moved
-        stayed = 6000 if step else 3000  # in the first, nobody knows when it ends
+        stayed = 6000 if step else 3000  # in the first, its end is not known
         assert stayed - 2000 < saved.moved - moved <= stayed  # a parcel has at most 1728 bytes
     assert len(offload._waiting) + len(offload._leaving) < 20  # nothing is kept of steps before
     plenty = make_offload(stash=1 << 20, late=True)
@@ -177,8 +177,8 @@ def test_a_stage_holds_nothing_on_the_device(recompute: Any) -> None:
             y = stage.forward(0, x)
         del x
         weights = sum(p.nbytes for link in links for p in link.module.parameters())
-        beside = sum(h.bytes for h in budget.held if h.bytes < 1 << 16) - weights  # host buffers are larger
-        assert (beside <= y.nbytes) == (offload is not None), beside
+        small = sum(h.bytes for h in budget.held if h.bytes < 1 << 16) - weights  # host buffers are larger
+        assert (small <= y.nbytes) == (offload is not None), small
         grad = stage.backward(0, torch.ones_like(y))
         found.append([grad, *(g for link in links for g in link.unit.grads)])
         assert offload is None or offload.moved > 0

@@ -121,7 +121,7 @@ def train(
     each: Callable[[int, StreamedAdamW], None] = lambda step, optimizer: None,
     **options: Any,
 ) -> tuple[Reference, StreamedAdamW]:
-    """Train a net with the streamed optimizer, beside a reference; they are compared every `check` steps.
+    """Train a net with the streamed optimizer, and a reference; they are compared every `check` steps.
 
     The loss of a step is multiplied by `scale(step)`; `each` is called after it.
     """
@@ -418,7 +418,9 @@ def test_zeroed_gradients_are_zeroed_after_the_update() -> None:
             theirs["lr"] = theirs["initial_lr"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        assert all(not p.grad.any() for p in net.parameters() if p.grad is not None)
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        assert grads
+        assert not any(grad.any() for grad in grads)
 
 
 # ---- memory ----

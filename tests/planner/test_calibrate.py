@@ -83,15 +83,15 @@ def test_a_stopped_calibration_says_so_and_writes_nothing(tmp_path: Path) -> Non
     while "products" not in process.stdout.readline():  # a rank is at work
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
-    assert f"stopped: {out} is not written" in told
-    assert "Traceback" not in told
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert f"stopped: {out} is not written" in stderr
+    assert "Traceback" not in stderr
     assert not out.exists()
 
 
 def test_a_ring_from_two_gathers() -> None:
-    """Three ranks, 1 GB/s and 10 µs a hop, beside memory of 10 GB/s."""
+    """Three ranks, 1 GB/s and 10 µs a hop, memory of 10 GB/s."""
     sizes = [1024, 1 << 20, 1 << 23]
     times = [2 * 1e-5 + 2 / 3 * size / 1e9 for size in sizes]
     assert fitted(3, sizes, times, 1e10) == pytest.approx((1e9, 1e-5))
@@ -170,9 +170,9 @@ def test_one_rank_is_planned_too(
     (tmp_path / "c.json").write_text(json.dumps(wide.to_dict()))
     command = ["train", str(tmp_path / "c.json"), "--train.run-dir"]
     assert main([*command, str(tmp_path / "whole")]) == 0
-    told = " ".join(capfd.readouterr().out.split())
-    assert "data 1 = 1 rank, 1 × 48 sequences each, fp32" in told
-    assert "predicted" in told
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "data 1 = 1 rank, 1 × 48 sequences each, fp32" in shown
+    assert "predicted" in shown
     on_a_machine_with(monkeypatch, "270MiB")
     assert main([*command, str(tmp_path / "cut")]) == 0
     plan = Plan.load(tmp_path / "cut" / "plan.json")

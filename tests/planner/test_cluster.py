@@ -55,7 +55,7 @@ def test_faster_devices_have_the_same_share_of_their_peak() -> None:
     ("text", "message"),
     [
         ("nodes = 0", "nodes = 0 must be"),
-        ('preset = "h100"', "unknown cluster 'h100'; choose one of v100-16g, a100-40g"),
+        ('preset = "h100"', "unknown cluster 'h100'; did you mean h100-sxm or h100-pcie?"),
         ("[device]\nmemroy = '1GB'", "unknown field 'device.memroy'; did you mean 'memory'?"),
         ("[device]\nmemory = '1GB'\nreserve = '2GB'", "leaves nothing for tensors"),
         ("[device]\nefficiency = 1.5", "device.efficiency = 1.5 must be a fraction"),

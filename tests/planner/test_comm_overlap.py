@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fourfold.planner.comm_overlap import SharedLink, UnitStep, UnitTimeline
 
@@ -84,27 +82,3 @@ def test_one_sum_across_groups_overlaps() -> None:
     assert takes(short, short, short)[0] == 3.0
     long = UnitStep(1.0, reduce=0.25, across=2.0)  # the second sum waits for the first
     assert takes(long, long, long)[1] > 3 + 2 * 2.0
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
-@given(
-    st.lists(st.tuples(*[st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.7))] * 8), min_size=1, max_size=3),
-    st.integers(4, 40),
-    st.booleans(),
-    st.sampled_from((0.0, 0.2)),
-)
-def test_extrapolated_layers_take_what_they_would_one_by_one(
-    layer: list[tuple[float, ...]], times: int, sharded: bool, queue: float
-) -> None:
-    """A step that is the same object is known to repeat; copies are simulated one by one."""
-    first, *rest = steps = [UnitStep(*fields[:4], sharded, *fields[4:7]) for fields in layer]
-    chain = [first, *(steps * times), *rest, first._replace(compute=0.7)]
-    found = []
-    for units in (chain, [UnitStep(*s) for s in chain]):
-        timeline = UnitTimeline(queue)
-        for _ in range(2):
-            timeline.run(units)
-        ran = timeline.now, timeline.since_compute
-        timeline.finish()
-        found.append((*ran, timeline.now, timeline.exposed, timeline.communicated))
-    assert found[0] == pytest.approx(found[1], rel=1e-6, abs=1e-9)

@@ -9,15 +9,15 @@ import pytest
 import fourfold as ff
 from fourfold.cluster import Cluster
 from fourfold.config import ModelConfig
-from fourfold.errors import PlanError
+from fourfold.errors import ClusterError, PlanError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
 from fourfold.planner.api import judge
 from fourfold.planner.engines import ENGINES, FOURFOLD, TrainingEngine, own_engine
 from fourfold.planner.layouts import layout_of_plan
-from fourfold.planner.plan_export import export
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import UnitChoice, sharding_cost, unit_cost
+from fourfold.view.plan_export import export
 
 LLAMA = ModelSpec.from_config(
     ModelConfig(family="llama", layers=16, hidden=4096, heads=32, ffn=11008, vocab=32000, seq_len=4096)
@@ -41,7 +41,36 @@ def test_predict_is_what_judge_reports() -> None:
     assert found.memory[0].parts["activations"] > 0
 
 
+def test_a_prediction_fits_its_host_too() -> None:
+    hosted = replace(FSDP, memory=replace(FSDP.memory, optimizer="host"))
+    assert ff.predict(hosted, LLAMA, A100, global_batch=16).fits
+    found = ff.predict(hosted, LLAMA, A100.what_if({"host": "8GiB"}), global_batch=16)
+    assert found.peak.peak < found.usable
+    assert found.memory[0].host > found.host_memory == 2**30
+    assert not found.fits
+
+
+def test_weight_gradients_in_fp8_are_the_engines() -> None:
+    """torchao and Transformer Engine multiply all three matmuls of a linear in fp8, Fourfold two."""
+    fp8 = replace(FSDP, precision=replace(HALF, matmul="fp8"))
+    h100 = Cluster.preset("h100-sxm")
+
+    def gain(engine: TrainingEngine) -> float:
+        wide, narrow = (ff.predict(p, LLAMA, h100, global_batch=16, engine=engine).compute for p in (FSDP, fp8))
+        return wide / narrow
+
+    assert not FOURFOLD.fp8_weight_grad
+    for name in ("torchtitan", "megatron", "nemo"):
+        engine = ENGINES[name]
+        assert gain(engine) > 1.1 * gain(replace(engine, fp8_weight_grad=False)), name
+
+
 def test_predict_refuses_what_cannot_run() -> None:
+    with pytest.raises(ClusterError, match="cluster = None: give a Cluster, the name of a preset, or a file's name"):
+        ff.predict(FSDP, LLAMA, None, global_batch=16)  # type: ignore[arg-type]
+    deeper = replace(FSDP, unit=(UnitRule(match="blocks.16.mlp", mode="keep"), *FSDP.unit))
+    with pytest.raises(PlanError, match=r"no unit matches 'blocks.16.mlp': this model's last is blocks.15.mlp"):
+        ff.predict(deeper, LLAMA, A100, global_batch=16)
     with pytest.raises(PlanError, match=r"engine = 'torchtitn'; did you mean 'torchtitan'\?"):
         ff.predict(FSDP, LLAMA, A100, global_batch=16, engine="torchtitn")
     with pytest.raises(PlanError, match="global batch 12 does not divide"):

@@ -14,10 +14,10 @@ from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, Tensor, UnitRule
 from fourfold.planner.api import make_plan, plan_problem
 from fourfold.planner.engines import TrainingEngine
-from fourfold.planner.evaluate import evaluate, predict, stage_layers
+from fourfold.planner.evaluate import PlanEvaluation, predict
 from fourfold.planner.layouts import GridShape, layout_of_plan
-from fourfold.planner.op_times import units_of_stages
 from fourfold.planner.problem import PlanProblem, parse_fixes
+from fourfold.planner.stage_partition import stage_layers, units_of_stages
 from fourfold.planner.unit_cost import UnitChoice, UnitTimes, unit_cost, unit_times_on_grid
 from fourfold.program import Costs, ProgramUnit, lower, simulate
 from fourfold.program.from_plan import schedule_of_plan
@@ -126,7 +126,7 @@ def test_a_step_is_the_sum_of_its_parts(mesh: dict[str, int], mode: Any) -> None
     plan = Plan(
         mesh=Mesh(**mesh), unit=(UnitRule(match="*", mode=mode, recompute="full"),), precision=problem.precision
     )
-    found = evaluate(plan, problem)
+    found = PlanEvaluation(plan, problem)
     assert sum(found.step_time()) == pytest.approx(found.seconds, rel=1e-9)
     assert min(found.step_time()) >= 0
 

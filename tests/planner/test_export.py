@@ -1,4 +1,4 @@
-"""Exports: files beside the plan, stages where the other system puts them, arguments that it accepts."""
+"""Exports: files in the plan's folder, stages where the other system puts them, arguments that it accepts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision
-from fourfold.planner.plan_export import ExportedPlan, export
 from fourfold.planner.problem import PlanProblem
 from fourfold.program.ops import Schedule
+from fourfold.view.plan_export import ExportedPlan, export
 
 SPEC = ModelSpec.from_config(Config.load("configs/llama-8b.toml").model, "llama-8b")  # 32 layers
 

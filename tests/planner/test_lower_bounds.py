@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
-from benchmarks.monotone import MODELS, PRESETS
-from benchmarks.sharding import MixedGpt
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fourfold.cluster import Cluster
+from fourfold.config import ModelConfig
 from fourfold.errors import ScheduleError
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Mesh, Pipeline, Plan, Precision
 from fourfold.planner.api import find_plan
-from fourfold.planner.evaluate import evaluate
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.grid_cost import chosen_flows
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options
 from fourfold.planner.lower_bounds import (
     compute_bound,
-    in_flight_at_least,
     in_flight_of_schedule,
     least_bytes,
     memory_bound,
 )
 from fourfold.planner.problem import PlanProblem, parse_fixes
-from fourfold.planner.stage_partition import compute_only_seconds, partition_layers
+from fourfold.planner.stage_partition import compute_only_seconds, in_flight_at_least, partition_layers
 from fourfold.planner.unit_cost import UnitChoice, rules_of
 from fourfold.planner.unit_options import OptionTable, UnitOption, sharding_options
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Schedule
 
+MODELS = (
+    ModelConfig(family="gpt", layers=12, hidden=768, heads=12, vocab=50304, seq_len=1024),
+    ModelConfig(family="llama", layers=24, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, seq_len=2048),
+    ModelConfig(family="llama", layers=28, hidden=3584, heads=28, kv_heads=4, ffn=18944, vocab=152064, seq_len=4096),
+    ModelConfig(family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192),
+    ModelConfig(family="gpt", layers=40, hidden=5120, heads=40, vocab=50304, seq_len=2048),
+    ModelConfig(family="gpt", layers=6, hidden=4096, heads=32, vocab=50304, seq_len=1024, tie=False),
+)
+PRESETS = ("v100-16g", "a100-40g", "a100-80g", "h100-sxm", "l4-pcie")
 STYLES = ("smallest", "any", "alike", "replicate", "zero2", "zero3", "keep")
 
 
@@ -84,10 +93,29 @@ def random_choices(
     return out
 
 
+class Unlike(nn.Module):
+    """A language model whose layers differ in width."""
+
+    def __init__(self, widths: Sequence[int], vocab: int = 64):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, widths[0])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(a), nn.Linear(a, 4 * b), nn.GELU(), nn.Linear(4 * b, b))
+            for a, b in zip([widths[0], *widths], widths, strict=False)
+        )
+        self.head = nn.Linear(widths[-1], vocab, bias=False)
+
+    def forward(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+        x_btd = self.embed(tokens_bt)
+        for block in self.blocks:
+            x_btd = block(x_btd)
+        return F.cross_entropy(self.head(x_btd).flatten(0, 1), targets_bt.flatten())
+
+
 def unlike_layers() -> PlanProblem:
     """A model whose layers differ, as a module: what pipelines have of it depends on where they cut."""
     sample = torch.zeros(1, 16, dtype=torch.long)
-    spec = ModelSpec.from_module(MixedGpt((128, 224, 128, 160, 224, 96), 64), (sample, sample))
+    spec = ModelSpec.from_module(Unlike((128, 224, 128, 160, 224, 96)), (sample, sample))
     return PlanProblem(spec, Cluster.preset("a100-40g").what_if({"bandwidth": "x0.05"}), 32, Precision())
 
 
@@ -110,7 +138,7 @@ def test_no_plan_beats_its_lower_bounds_in_the_memory_that_it_takes() -> None:
             for style in chance.sample(STYLES, 2):
                 choices = random_choices(chance, table, layout, style)
                 plan = layout.plan(problem, rules_of(choices), layers, flows=chosen_flows(problem, layout))
-                found = evaluate(plan, problem, choices, chance.choice((0.0, 1e15)))
+                found = PlanEvaluation(plan, problem, choices, chance.choice((0.0, 1e15)))
                 peak = max(m.peak for m in found.memory)
                 first = memory_bound(table, layout, peak)
                 then = memory_bound(table, layout, peak, schedule)

@@ -13,7 +13,7 @@ from fourfold.config import ModelConfig
 from fourfold.model.operators import ModelSpec
 from fourfold.plan import Batch, Mesh, Pipeline, Plan, UnitRule
 from fourfold.planner import memory_model
-from fourfold.planner.evaluate import evaluate
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.problem import PlanProblem
 from fourfold.planner.unit_cost import PlannedUnit
 from fourfold.program import ProgramUnit, lower
@@ -95,7 +95,7 @@ def test_the_same_units_are_gathered_as_in_the_program() -> None:
     for _ in range(60):
         plan, prefetch = random_plan(chance), chance.choice((0, 1, 1))
         problem = PlanProblem(spec, Cluster.preset("a100-40g"), 16, plan.precision)
-        found = evaluate(plan, problem)
+        found = PlanEvaluation(plan, problem)
         # one bit for every unit: a sum says which are gathered
         bits = {u.name: 2.0**i for i, u in enumerate(spec.units)}
         stages = [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.cluster import Cluster
-from fourfold.config import ModelConfig
+from fourfold.config import LoraConfig, ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, serial_model
 from fourfold.model.operators import ModelSpec, Operator
@@ -93,7 +93,7 @@ def test_saved_bytes_are_those_of_the_real_modules(family: str, dtype: torch.dty
         for recompute in ("none", "full"):
             want = saved_bytes(model, unit.name, module, dtype, recompute)
             have = _saved_per_token(problem, unit.saved[recompute], unit, recompute) * 64
-            if unit.name == "head":  # the targets are handed over beside the input, also where all is recomputed
+            if unit.name == "head":  # the targets are an input too, also where all is recomputed
                 want = max(want, 64 * 64 * dtype.itemsize + 64 * 8) if recompute == "full" else want
             assert have == pytest.approx(want, rel=0.012), (unit.name, recompute)
 
@@ -234,7 +234,7 @@ def test_parameters_are_where_the_forward_uses_them(head_first: bool) -> None:
     assert set(spec.units[0].shapes) == {"embed.weight"}
     assert set(spec.units[-1].shapes) == {"head.weight", "head.bias"}
     assert not spec.tied
-    layer = 2 * 64 * (4 * 64 + 2 * 160) + 4 * 32 * 64  # FLOPs of a token: products, and attention over 32 keys
+    layer = 2 * 64 * (4 * 64 + 2 * 160) + 4 * 32 * 64  # FLOPs of a token: matmuls, and attention over 32 keys
     assert [u.flops for u in spec.units] == [0, layer, layer, layer, 2 * 64 * 96]
 
 
@@ -296,7 +296,7 @@ def test_convolutions_are_products() -> None:
 
 
 def test_products_of_other_rows_than_tokens_take_their_own_time() -> None:
-    """A pooled sequence has one row in the head, an image many: a product of so many rows, not many products or parts of one."""
+    """A pooled sequence has one row in the head, an image many: one matmul of that many rows, not many matmuls."""
     problem = PlanProblem(ModelSpec.from_config(config("gpt")), Cluster.preset("a100-40g"), 8, Precision())
     pooled = Operator("head", "product", 64, 96, flops=2.0 * 64 * 96 / 32, rows=1 / 32)
     whole = replace(pooled, flops=2.0 * 64 * 96, rows=1.0)
@@ -529,3 +529,12 @@ def test_dropout_beside_a_hugging_face_file_is_the_one(tmp_path: Path) -> None:
         assert spec.config.dropout == asked
     where.write_text(json.dumps(GPT2))
     assert ModelConfig(hf=str(where), seq_len=64).resolve().dropout == 0.1
+
+
+def test_a_rank_of_zero_adapts_nothing() -> None:
+    """As the config says: 0 means no LoRA, so all weights are trained."""
+    whole = ModelConfig(family="llama", layers=2, hidden=128, heads=2, vocab=256, seq_len=64)
+    without = replace(whole, lora=LoraConfig())
+    assert without == whole
+    assert not any(u.frozen for u in ModelSpec.from_config(without).units)
+    assert all(u.frozen for u in ModelSpec.from_config(replace(whole, lora=LoraConfig(rank=4))).units)

@@ -83,7 +83,12 @@ def test_misfits_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([CONFIG, "--cluster", "h1000"], "unknown cluster 'h1000'"),
         (["configs/lama.toml", "--cluster", "h200"], "no such file"),
+        ([CONFIG, "--cluster", "4090"], "did you mean rtx-4090?"),
+        ([CONFIG, "--cluster", "local", "--devices", "3"], "'local' has one device in a node; use nodes = 3"),
+        ([CONFIG, "--cluster", "h200", "--devices", "0"], "--devices 0 must be at least 1"),
+        ([CONFIG, "--cluster", "h200", "--global-batch", str(10**20)], "must be at most 16777216 sequences"),
         ([CONFIG, "--cluster", "h200", "--fix", "cl=2"], "did you mean 'col'"),
+        ([CONFIG, "--cluster", "h200", "--fix", "cp=2"], "context parallelism is not supported"),
         ([CONFIG, "--cluster", "h200", "--global-batch", "0"], "must be at least 1"),
         ([CONFIG, "--cluster", "h200", "--what-if", "memory"], "memory=40GiB"),
         ([CONFIG, "--cluster", "h200", "--top", "0"], "--top 0"),
@@ -291,6 +296,26 @@ def test_nothing_but_plans_is_overwritten(tmp_path: Path, capsys: pytest.Capture
     assert model.read_text() == Path("tests/hub.py").read_text()
     for _ in range(2):
         assert main([*args, "-o", str(tmp_path / "plan.json")]) == 0
+
+
+def test_two_cards_have_their_host_for_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 B train on two RTX 4090; with --max-ranks the other two of the preset keep half of the host, and the error says so."""
+    args = ["plan", "configs/llama-8b.toml", "--cluster", "rtx-4090", "--seq-len", "4096", "--global-batch", "64"]
+    assert main([*args, "--devices", "2"]) == 0
+    report = capsys.readouterr().out
+    assert "on 2 × rtx-4090" in report
+    assert main([*args, "--max-ranks", "2"]) == 2
+    refused = capsys.readouterr().err
+    assert "no plan fits, even with gradients in bf16" in refused
+    assert "--devices 2 instead of --max-ranks 2, if the node has no more" in refused
+
+
+def test_nothing_is_gathered_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", CONFIG, "--cluster", "h200", "--global-batch", "8"]
+    assert main([*args, "--devices", "1"]) == 0
+    assert "break-even" not in capsys.readouterr().out
+    assert main([*args, "--fix", "micro_batch_size=1", "dp=8", "mbs=1"]) == 0
+    assert "break-even" in capsys.readouterr().out
 
 
 def test_one_break_even(capsys: pytest.CaptureFixture[str]) -> None:

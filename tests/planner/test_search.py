@@ -21,7 +21,7 @@ from fourfold.cluster import Cluster
 from fourfold.config import Config, ModelConfig
 from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Plan, Precision
+from fourfold.plan import Plan, Precision, UnitRule
 from fourfold.planner.api import find_plan, judge, make_plan
 from fourfold.planner.build import build_plan
 from fourfold.planner.evaluate import predict
@@ -51,6 +51,20 @@ def problem(
         c = c.what_if({"memory": memory})
     c = c.what_if(cluster) if cluster else c
     return PlanProblem(spec or llama(), c, batch, Precision(compute="bf16"))
+
+
+def test_parameters_are_sharded_over_several_nodes_where_it_is_faster() -> None:
+    """One sequence on each of 256 devices: neither a node nor all replicas is the best group, and memory makes nothing slower."""
+    little, plenty = (problem(memory, nodes=32, batch=256) for memory in ("8GiB", "20GiB"))
+    found = {s: with_report(find_plan(s, parse_fixes(["data=256"])), s) for s in (little, plenty)}
+    plan = found[plenty]
+    assert {plan.rule_for(u.name).within for u in plenty.spec.units} & {16, 32, 64}
+    assert plan.predicted is not None
+    seconds = plan.predicted["seconds"]
+    assert seconds <= 1.01 * (found[little].predicted or {})["seconds"]
+    for within in (0, 8):
+        alike = replace(plan, unit=(UnitRule(match="*", mode="zero2", within=within),))
+        assert seconds < 0.95 * predict(alike, plenty).seconds, within
 
 
 def test_with_hardly_enough_memory_nothing_is_prefetched() -> None:
@@ -166,7 +180,7 @@ def test_invalid_arguments(asked: dict[str, Any], message: str) -> None:
         (["mode=zero1"], None, "no mode has this name; use mode=keep"),
         (["tp=four"], None, "tp is a whole number"),
         (["tp=2", "col=4"], None, "--fix col=2 and col=4 contradict each other"),
-        (["col=3"], None, "col 3 = 3, which does not divide 8 ranks"),
+        (["col=3"], None, "col 3, which does not divide 8 ranks"),
         (["pipe=2", "data=2", "row=1", "col=1"], None, "= 4 ranks, but there are 8"),
         (["schedule=wave"], "1f1b", "contradict"),
         (["micro_batches=3"], None, "leave micro_batches"),
@@ -485,8 +499,8 @@ def test_what_more_memory_saves_in_any_layout() -> None:
     size, saves, plan = run._with_more_memory(best)
     more = find_plan(replace(s, cluster=s.cluster.what_if({"memory": str(int(s.cluster.memory + size))})), wanted).best
     assert 0 < saves == pytest.approx(best.prediction.seconds - more.prediction.seconds, rel=0.3)
-    told = replace(best, price=0.0, with_more=(size, saves, plan))
-    text = with_report(SearchResult(told, (told,), {}), s).explain()
+    changed = replace(best, price=0.0, with_more=(size, saves, plan))
+    text = with_report(SearchResult(changed, (changed,), {}), s).explain()
     assert f"more would save about {saves * 1e3:.3g} ms a step, with {plan}" in text
 
 

@@ -158,7 +158,7 @@ def test_few_receives_are_outstanding(name):
                     waiting.discard((i.stage - 1, "activation", i.micro_batch) if i.kind == "F" else None)
                     waiting.discard((i.stage + 1, "gradient", i.micro_batch) if i.kind in "BI" else None)
                 most = max(most, len(waiting))
-            assert most <= 6
+            assert 0 < most <= 6
 
 
 def test_tied_units_are_reduced_once_and_last():

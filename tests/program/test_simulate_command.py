@@ -151,6 +151,10 @@ def test_the_drawing():
 def test_many_ops_on_few_characters():
     lines = draw(simulate(build("1f1b", 4, 64), Costs(message=0.5)), 20)
     assert all(len(line) == 20 for line in lines)
+    steady = draw(simulate(build("1f1b", 64, 128)), 190)[63].plain.strip("·")  # F and B in turn, 2.9 units a character
+    assert set(steady[:-1]) == {"▒"}
+    assert "▒ " in printed(target="1f1b", ranks=8, micro_batches=64)
+    assert "▒" not in printed(target="1f1b", ranks=4, micro_batches=4)
 
 
 def test_the_example_runs():

@@ -182,9 +182,9 @@ def test_collectives_and_updates_take_time():
     assert compute[0, "0F0 b"] == (4, 7)  # after b's gather
     assert compute[0, "0B0 b"] == (7, 13)
     assert compute[0, "0B0 a"] == (13, 15)
-    beside = spans(timeline, "collective")
-    assert beside[0, "REDUCE b"] == (13, 18)
-    assert beside[0, "REDUCE a"] == (18, 21)
+    collectives = spans(timeline, "collective")
+    assert collectives[0, "REDUCE b"] == (13, 18)
+    assert collectives[0, "REDUCE a"] == (18, 21)
     assert spans(timeline, "stream")[0, "STREAM all"] == (21, 28)
     assert timeline.makespan == 28
     assert [str(s.what) for s in timeline.critical_path][-3:] == ["REDUCE b", "REDUCE a", "STREAM all"]
@@ -252,5 +252,5 @@ def test_an_op_that_does_more_gets_ready_while_it_waits_and_reduces_behind_other
     assert reduces.lanes == [0, 2 + 9]
     both = {(0, "F", 0): OpExtras(puts=9, done=10), (0, "B", 0): OpExtras(lead=1, puts=2, done=4)}
     held = run(problem, schedule.order, more=both)
-    assert held.starts[0] == [0, 9]  # a part of 1 computes beside what was put there
+    assert held.starts[0] == [0, 9]  # a part of 1 computes while the lane is busy
     assert held.lanes[0] == 13

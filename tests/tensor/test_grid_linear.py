@@ -94,7 +94,7 @@ def check_linear(
         mine = hold(x.detach(), ins, place, degrees).requires_grad_()
         found = linear(mine)
         expected = hold(y, outs, place, degrees)
-        real = hold(torch.ones_like(y), outs, place, degrees)  # padding tokens hold the bias, and nobody reads them
+        real = hold(torch.ones_like(y), outs, place, degrees)  # padding tokens hold the bias, and are not read
         worst = max(worst, float(((found.detach() - expected) * real).abs().max()))
         found.backward(hold(dy, outs, place, degrees))
         assert mine.grad is not None

@@ -181,7 +181,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_parameters_of_a_rank() -> None:
-    """Matrices are divided by row · col; norms, biases beside the residual stream and positions are copied."""
+    """Matrices are divided by row · col; norms, biases on the residual stream and positions are copied."""
     config = ModelConfig(family="gpt", layers=2, hidden=32, heads=4, seq_len=8, vocab=64).resolve()
     vectors = sum(p.numel() for p in build_model(config).parameters() if p.dim() == 1)
     copied = 8 * 32  # positions

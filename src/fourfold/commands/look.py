@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -192,6 +193,8 @@ def view(args: ViewArgs) -> int:
 
     if (args.run_dir is None) == (args.compare is None):
         raise RunDirError("name one run directory or plan file, or two run directories with --compare A B")
+    if args.json and (args.html or args.perfetto or args.open):
+        raise RunDirError("--json prints figures and --html, --perfetto and --open write files; use one or the other")
     if args.compare is not None:
         return _view_two(args, RunDir.find(args.compare[0]), RunDir.find(args.compare[1]))
     assert args.run_dir is not None
@@ -252,9 +255,8 @@ def view_run(args: ViewArgs, run: RunDir, traced: StepComparison | None = None) 
     took = next(s.seconds for s in steps if s.step == traced.step)
     takes = schema.format_seconds(float(planned.timeline.makespan))
     summary = f"Step {traced.step} took {schema.format_seconds(took)}; {name}, it takes {takes}."
-    if why.findings:
-        lost = schema.format_seconds(why.findings[0].seconds)
-        summary += f" The largest loss is {lost} a step, {why.findings[0].text}."
+    if worst := next((f for f in why.findings if f.label not in ("save", "evaluation")), None):  # of the step drawn
+        summary += f" Largest loss ({schema.format_seconds(worst.seconds)} a step): {worst.text}."
     title = f"{run.path.name}, step {traced.step}"
     return _write_views(args, run.path / "timeline", title, summary, panels, more="\n".join(why.lines()))
 
@@ -274,7 +276,8 @@ def _view_two(args: ViewArgs, a: RunDir, b: RunDir) -> int:
     for run in (a, b):
         found = [s for s in read_steps(run) if args.step in (None, s.step)]
         if not found:
-            raise RunDirError(f"{run.path}: step {args.step} was not traced")
+            traced = ", ".join(str(s.step) for s in read_steps(run))
+            raise RunDirError(f"{run.path}: step {args.step} was not traced; traced: {traced}")
         steps.append(found[-1])
     spent = [{c: mean(r.spent(c) for r in s.ranks.values()) for c in CAUSES} for s in steps]
     if args.json:
@@ -380,7 +383,8 @@ def _write_views(
         if args.open:
             import webbrowser
 
-            webbrowser.open(page.resolve().as_uri())
+            if not webbrowser.open(page.resolve().as_uri()):
+                print("no browser was found; the page is", file=sys.stderr)
     if args.perfetto:
         trace = base.with_name(f"{base.name}.trace.json")
         write_perfetto(trace, panels)

@@ -31,7 +31,7 @@ from fourfold.planner.problem import Constraints, PlanProblem, parse_fixes
 from fourfold.view.text import printable
 
 if TYPE_CHECKING:
-    from fourfold.planner.plan_export import ExportedPlan
+    from fourfold.view.plan_export import ExportedPlan
 
 NO_LORA = LoraConfig()
 
@@ -48,6 +48,8 @@ class PlanArgs:
     """A preset (a100-80g, h100-sxm, h200, b200, rtx-4090, local, …) or a cluster file."""
     nodes: int | None = None
     """Nodes of the cluster (local: ranks)."""
+    devices: int | None = None
+    """Devices in a node, if not the preset's: two RTX 4090 are --cluster rtx-4090 --devices 2."""
     global_batch: int | None = None
     """Sequences of a step; default: the config's, else about four million tokens."""
     seq_len: int | None = None
@@ -63,7 +65,7 @@ class PlanArgs:
     schedule: str | None = None
     """Only this schedule: 1f1b, interleaved, wave, zb-h1, zb-v, gpipe, synthesized."""
     max_ranks: int | None = None
-    """Use at most this many devices."""
+    """Use at most this many of the cluster's devices; a node's others keep their share of its memory."""
     what_if: tuple[str, ...] = ()
     """Also plan (or judge) with the cluster changed: memory=40GiB nodes=16 bandwidth=x2 flops=x1.5."""
     engine: Literal["fourfold", "torchtitan", "megatron", "nemo"] = "fourfold"
@@ -95,7 +97,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
         from fourfold.site.server import serve
 
         return serve(args.port)
-    cluster = Cluster.find(args.cluster, args.nodes)
+    cluster = Cluster.find(args.cluster, args.nodes, args.devices)
     if ASSUMED in cluster.source:
         print(printable(f"{args.cluster}: {ASSUMED}{cluster.source.partition(ASSUMED)[2]}"), file=sys.stderr)
     problem = read_problem(args, cluster)
@@ -171,8 +173,8 @@ def _check(args: PlanArgs) -> None:
         raise PlanError(f"--port {args.port}: it is the port of --serve, which is missing")
     if args.html:
         schema.check_writable(args.html, "a report", PlanError, (".html", ".htm"))
-    for name, value in (("top", args.top), ("nodes", 1 if args.nodes is None else args.nodes)):
-        if value < 1:
+    for name, value in (("top", args.top), ("nodes", args.nodes), ("devices", args.devices)):
+        if value is not None and value < 1:
             raise PlanError(f"--{name} {value} must be at least 1")
     if args.out:
         schema.check_writable(args.out, "a plan", PlanError)
@@ -214,7 +216,7 @@ def _write(plan: Plan, problem: PlanProblem, args: PlanArgs) -> ExportedPlan | N
         plan.save(args.out)
     if not args.export:
         return None
-    from fourfold.planner.plan_export import export
+    from fourfold.view.plan_export import export
 
     exported = export(plan, problem, args.export, str(Path(args.out).with_suffix(".csv")) if args.out else "")
     if args.out:

@@ -76,6 +76,10 @@ class SimulateArgs:
 
 def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
     """Run the command: print a table and a drawing, or JSON, to `file` (default: standard output); returns 0."""
+    if args.html:
+        if args.json:
+            raise ScheduleError("--json prints and --html writes a page; use one of them")
+        schema.check_writable(args.html, "a page", ScheduleError, (".html", ".htm"))
     target, costs = _target(args)
     rows: list[tuple[str, Timeline]] = []
     if isinstance(target, Schedule):

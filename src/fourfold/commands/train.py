@@ -249,6 +249,8 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
 
     if args.resume:
         check_whole(Path(args.resume) / "checkpoints")
+    else:
+        _check_model(config)
     samples, *_ = open_run(config)
     if args.plan:
         plan = Plan.load(args.plan)
@@ -262,9 +264,6 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
         plan = _planned(config, ranks, samples.context)
     plan = _continued(args, config, plan, samples.context)
     layout = plan.check(config, ranks or _ranks_started() or None)
-    from fourfold.checkpoint.adapters import check_lora
-
-    check_lora(config)
     if config.train.device == "cuda" and not _gpus(config):
         raise ConfigError("train.device = 'cuda', but torch sees no GPU here; use 'auto' or 'cpu'")
     _backend(config, plan)
@@ -275,16 +274,20 @@ def _prepare(args: TrainArgs) -> tuple[Config, Plan, PipelineLayout, str]:
     from fourfold.train.callbacks import extra_callbacks
 
     extra_callbacks(config)
-    if not args.resume:
-        from fourfold.model.to_hf import check_written
-
-        check_written(config.model)
-    if config.model.init != "random" and not args.resume:
-        from fourfold.checkpoint.weights import check_weights
-
-        check_weights(config.model)
     data = samples.describe(config.train.global_batch, config.train.steps)
     return config, plan, layout, f"{data}\nfine-tuning: {said}" if said else data
+
+
+def _check_model(config: Config) -> None:
+    """Check the files of a (resolved) new run's model; before the data, whose encoding may take hours."""
+    from fourfold.checkpoint.adapters import check_lora
+    from fourfold.checkpoint.weights import check_weights
+    from fourfold.model.to_hf import check_written
+
+    check_lora(config)
+    check_written(config.model)
+    if config.model.init != "random":
+        check_weights(config.model)
 
 
 def _plan_of(run: str) -> Plan:
@@ -306,6 +309,8 @@ def _config(args: TrainArgs) -> tuple[Config, str]:
     )
     said = ""
     if is_model_folder(args.config):
+        one = dataclasses.replace(config.model, seq_len=config.model.seq_len or 1)
+        _check_model(dataclasses.replace(config, model=one, optim=OptimConfig(warmup=0)).resolve())
         config, said = fit_to_data(config, args.given)
     if "train.steps" in args.given and "optim.warmup" not in args.given:
         config = config.with_short_warmup()

@@ -578,6 +578,7 @@ class Samples:
             document = np.searchsorted(corpus.starts, found.first[last], side="right") - 1
             last = int(np.searchsorted(found.first, corpus.starts[document]))
         self.segments = found.part(last, len(found)) if self.split == "eval" else found.part(0, last)
+        self.held_out = len(found) - last if self.split == "train" else 0
         if self.weights:
             self.segments = self.segments.chosen(self._repeated(self.segments.first))
         if self.packing == "documents":
@@ -617,7 +618,7 @@ class Samples:
     def describe(self, global_batch: int, steps: int) -> str:
         """One line about the data of a run."""
         tokens, epochs = len(self.corpus.tokens), global_batch * steps / max(1, self.count)
-        runs = f"{steps} steps are {epochs:.3g} epochs"
+        runs = f"{steps} step{'s are' if steps > 1 else ' is'} {epochs:.3g} epochs"
         if self.count < global_batch:
             runs += f", and a step of {global_batch} repeats samples: there are only {self.count:,}"
         if not self.whole:
@@ -631,6 +632,7 @@ class Samples:
         else:
             said.append(f"{filled:.0%} of each {self.seq_len} places filled")
         said.append(runs)
+        said += [f"{self.held_out:,} more held out for evaluation"] if self.held_out else []
         said += [f"{s.cut:,} cut to fit"] if s.cut else []
         said += [f"{s.split:,} too long, split"] if s.split else []
         said += [f"{s.too_long:,} left out: too long"] if s.too_long else []

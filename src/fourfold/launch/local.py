@@ -101,7 +101,7 @@ def launch_local(
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
             raise Interrupted("the ranks were killed at the second request to stop")
-        if (end.failed or end.told or end.silent) and not (
+        if (end.failed or end.reported or end.silent) and not (
             asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}
         ):
             failure = _blame(end, Path(folder), logs)
@@ -219,7 +219,7 @@ class _End:
     """How the ranks ended: exit codes of those that failed, and the state of those that had to be ended."""
 
     failed: dict[int, int] = field(default_factory=dict)
-    told: list[int] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
     """Ranks that have reported a hang; one that uses a GPU then takes a moment to end."""
     hung: dict[int, str] = field(default_factory=dict)
     silent: str = ""
@@ -245,9 +245,11 @@ def _watch(
             if code and not end.hung:  # later deaths are caused by the launcher
                 end.failed[rank] = code
         if deadline == float("inf"):
-            end.told = [r for r in range(len(processes)) if _read_error(folder, r).get("kind") == HangError.__name__]
-        if (end.failed or end.told) and deadline == float("inf"):
-            hang = bool(end.told)
+            end.reported = [
+                r for r in range(len(processes)) if _read_error(folder, r).get("kind") == HangError.__name__
+            ]
+        if (end.failed or end.reported) and deadline == float("inf"):
+            hang = bool(end.reported)
             killed = min(end.failed.values(), default=0) < 0  # the first failure is certain
             deadline = time.monotonic() + GRACE * (1 / 12 if killed else 1 / 3 if hang else 1)
         if deadline == float("inf"):
@@ -318,7 +320,9 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         lines = [f"rank {r} {state}{_doing(end, r)}" for r, state in sorted(known.items())]
         text = "\n".join([end.silent, *lines, f"stacks of all ranks are in {logs}"])
         return failure(text, next(iter(stopped), -1), HangError.__name__)
-    records = {rank: note for rank in {**end.failed, **dict.fromkeys(end.told)} if (note := _read_error(folder, rank))}
+    records = {
+        rank: note for rank in {**end.failed, **dict.fromkeys(end.reported)} if (note := _read_error(folder, rank))
+    }
     killed = [rank for rank, code in end.failed.items() if code < 0 and rank not in records]
     if killed:
         rank = killed[0]
@@ -338,7 +342,7 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         lines = [f"rank {r} {end.hung[r]}{_doing(end, r)}" for r in stopped]
         verdict = _corrected(hangs[0], stopped) if stopped else hangs[0]
         text = "\n".join([verdict, *lines, f"stacks of all ranks are in {logs}"])
-        silent = [r for r in end.hung if r not in end.told]
+        silent = [r for r in end.hung if r not in end.reported]
         return failure(text, next(iter(stopped or silent), -1), HangError.__name__)
     waited = {r: rec for r, rec in records.items() if rec["kind"] == CommunicationError.__name__}
     if len(waited) == len(records) and end.hung:  # only ranks that waited for the remaining ones failed

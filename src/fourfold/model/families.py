@@ -153,6 +153,10 @@ class Family:
     """Suffixes of `architectures` that mean this model with a language modelling head."""
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Keys that must be absent, null, false or 0, with the reason."""
+    implied: tuple[str, ...] = ()
+    """Of `head_dim` and `kv_heads`, those that the family has no choice of: hidden / heads, and heads."""
+    only: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"is_causal": True})
+    """Further keys, and the only value of each that is supported: what a model without the key computes."""
     constant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further keys that are written into config.json."""
     renames: tuple[tuple[str, str], ...] = ()
@@ -256,6 +260,16 @@ INTERLEAVED = _renamed(
 )
 """Tensor names of families whose rotary embedding rotates neighbouring dimensions."""
 
+COHERE_ONLY = {
+    "is_causal": True,
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+}
+"""Keys of Cohere's own files, which transformers does not read."""
 BIDIRECTIONAL = "attention to later tokens is not supported for this family"
 
 TORCHTITAN = (
@@ -316,6 +330,7 @@ GPT2 = Family(
     one_dropout=True,
     tasks=("LMHeadModel", "ForCausalLM"),
     refused={"scale_attn_by_inverse_layer_idx": "attention scaled by layer is not supported"},
+    only={"scale_attn_weights": True, "is_causal": True},
     constant={"activation_function": "gelu_new"},
     renames=((r"^(?!transformer\.|lm_head\.)", "transformer."),),
     unread=(r"\.attn\.(masked_)?bias$",),
@@ -361,6 +376,7 @@ BERT = Family(
     one_dropout=True,
     tasks=("ForMaskedLM",),
     refused={"is_decoder": "BERT with causal attention is not supported"},
+    only={"is_causal": False},
     constant={"hidden_act": "gelu", "position_embedding_type": "absolute"},
     renames=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
     unread=(
@@ -381,6 +397,7 @@ GPT_NEOX = Family(
         Key("block", "use_parallel_residual", "flag", True, values={False: "pre", True: "parallel"}),
         *_attention_bias(True),
     ),
+    implied=("kv_heads", "head_dim"),
     tensors=(
         Rule("gpt_neox.embed_in.weight", "embed.tokens.weight"),
         Rule("gpt_neox.layers.{i}.input_layernorm.{p}", "blocks.{i}.attn.norm.{p}"),
@@ -500,6 +517,7 @@ FAMILIES: dict[str, Family] = {
             fixed={},
             rope=Rope(partial=1.0, longrope=("longrope", "su", "yarn")),
             window=Window(layers="all"),
+            only={"full_attn_mod": 1, "interpolate_factor": 1, "is_causal": True},
             dropouts={"attention_dropout": 0.0, "resid_pdrop": 0.0},
         ),
         replace(
@@ -604,6 +622,7 @@ FAMILIES: dict[str, Family] = {
             ),
             fixed={"block": "parallel-shared", "norm": "layer"},
             rope=Rope(theta=5e5),
+            only=COHERE_ONLY,
         ),
         replace(
             LLAMA,
@@ -618,6 +637,7 @@ FAMILIES: dict[str, Family] = {
             tensors=_renamed(INTERLEAVED, without=("blocks.{i}.mlp.norm.{p}",)),
             fixed={"block": "parallel-shared", "norm": "layer"},
             rope=Rope(layers="windows"),
+            only=COHERE_ONLY,
             window=Window(default=4096, layers="types", full=4, full_key="sliding_window_pattern"),
         ),
         replace(
@@ -636,6 +656,7 @@ FAMILIES: dict[str, Family] = {
                 Key("qk_norm", "qk_layernorm", "flag", False, values={False: False, True: "per-head"}),
                 Key("qkv_bias", "use_qkv_bias", "flag", False),
             ),
+            implied=("head_dim",),
             tensors=_renamed(
                 DECODER,
                 _layer("self_attn.q_layernorm.norms.{h}.weight", "attn.q_norm.weight"),

@@ -188,7 +188,8 @@ def _rotated(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _heads(qkv: Tensor, widths: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
-    return tuple(part.unflatten(-1, (-1, dim)).transpose(1, 2) for part in qkv.split(widths, dim=-1))
+    parts = zip(qkv.split_with_sizes(widths, -1), widths, strict=True)
+    return tuple(part.view(*part.shape[:2], width // dim, dim).transpose(1, 2) for part, width in parts)
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ missing keys have the defaults of transformers.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fourfold.config import RopeScaling, nearest_divisor
 from fourfold.errors import ConfigError
 from fourfold.model.families import FAMILIES, REQUIRED, Family, Key, Rope
 
-__all__ = ["hf_file", "hf_folder", "read_config", "read_fields"]
+__all__ = ["HARMLESS", "HARMLESS_FORMS", "REFUSED", "hf_file", "hf_folder", "known_keys", "read_config", "read_fields"]
 
 EXPERTS = "a mixture of experts is not supported"
 OTHERS = {
@@ -52,6 +53,54 @@ REFUSED = {
     "final_logit_softcapping": "soft-capping is not supported for this family",
 }
 """Keys that are refused, unless the family lists them."""
+HARMLESS = frozenset(
+    """
+    architectures auto_map dtype model_type name_or_path torch_dtype transformers_version transformers_weights
+    base_model_name_or_path finetuning_task id2label label2id language license model_name num_labels problem_type
+    task_specific_params tokenizer_class prefix model_max_length max_sequence_length
+    attn_implementation cache_implementation chunk_size_feed_forward classifier_dropout embd_pdrop gradient_checkpointing
+    initializer_range is_decoder output_attentions output_hidden_states output_scores pretraining_tp
+    reorder_and_upcast_attn return_dict return_dict_in_generate torchscript use_bfloat16 use_cache use_flash_attn
+    use_flash_attention use_flash_attention_2
+    do_sample diversity_penalty early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences remove_invalid_values repetition_penalty temperature top_k top_p typical_p
+    suppress_tokens begin_suppress_tokens bad_words_ids
+    n_ctx layer_switch use_parallel_embedding
+    """.split()  # noqa: SIM905 (a list of as many lines as words)
+)
+"""Keys that change nothing of what a model computes in training: metadata, defaults of generation, ways to load or run it."""
+HARMLESS_FORMS = re.compile(r"_.*|.*_token_ids?|(summary|tokenizer|unsloth|transformers)[._].*")
+"""Forms of further such keys."""
+WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "layer_types", "max_window_layers"})
+ROPE_KEYS = frozenset(
+    {
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+    }
+)
+SCALING_KEYS = {
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "finetuned",
+    },
+    "longrope": {"factor", "short_factor", "long_factor", "attention_factor"},
+    "dynamic": {"factor"},
+    "default": {"factor"},
+}
+"""By type of rope_scaling, its keys beyond those that all have."""
 LONGEST = 4096
 """Default sequence length."""
 
@@ -116,7 +165,37 @@ def _family(c: dict[str, Any], path: Path) -> Family:
         found = f"model_type {kind!r} is not supported" if kind is not None else "model_type is missing"
         raise ConfigError(f"{path}: {found}; known: {', '.join(FAMILIES)}")
     _refuse_task(c, family, path)
+    _refuse_unknown(c, family, path)
     return family
+
+
+def known_keys(family: Family) -> frozenset[str]:
+    """Keys of config.json that are read for a family, or that its models do not depend on."""
+    named = {name for key in family.keys for name in (key.name, *key.others)}
+    rope = family.rope
+    if rope is not None:
+        named |= ROPE_KEYS | {rope.theta_key, rope.partial_key}
+        named |= {"rope_local_base_freq"} if isinstance(rope.local_theta, float) and rope.local_theta else set()
+        named |= {"no_rope_layers", "no_rope_layer_interval"} if rope.layers == "listed" else set()
+    windows = WINDOW_KEYS | ({family.window.full_key} if family.window.full_key else set())
+    return frozenset(named) | windows | set(family.dropouts) | set(family.only) | set(family.refused) | HARMLESS
+
+
+def _refuse_unknown(c: dict[str, Any], family: Family, path: Path) -> None:
+    """Refuse keys that could change the computation and are not read."""
+    for key, value in family.only.items():
+        if c.get(key) is not None and c[key] != value:
+            raise ConfigError(
+                f"{path}: {key} = {c[key]!r} is not supported for model_type {family.model_type!r}; it computes {value!r}"
+            )
+    known = known_keys(family) | REFUSED.keys() | {"quantization_config", "compression_config"}
+    for key, value in c.items():
+        if value and key not in known and not HARMLESS_FORMS.fullmatch(key):
+            shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+            raise ConfigError(
+                f"{path}: {key} = {shown}: models of type {family.model_type!r} have no such key; if it does not change what "
+                "the model computes, remove it from the file"
+            )
 
 
 def _refuse_task(c: dict[str, Any], family: Family, path: Path) -> None:
@@ -135,7 +214,7 @@ def _refuse_task(c: dict[str, Any], family: Family, path: Path) -> None:
 def _fields(c: dict[str, Any], family: Family, path: Path, seq_len: int) -> dict[str, Any]:
     """Fields by the family's keys; raises KeyError for a missing required key."""
     fields: dict[str, Any] = {"family": family.ours, "model_type": family.model_type}
-    names = {key.field: _present(c, key) for key in family.keys}
+    names = {key.field: _present(c, key, path) for key in family.keys}
     for key in family.keys:
         value = _value(c, key, names[key.field] if key.field else key.name, path)
         if key.field and (value != 0 or key.kind == "flag" or key.least == 0):
@@ -151,6 +230,13 @@ def _fields(c: dict[str, Any], family: Family, path: Path, seq_len: int) -> dict
             f"{path}: {names['kv_heads']} = {fields['kv_heads']} does not divide {names['heads']} = {heads}; "
             f"the nearest that does is {nearest_divisor(heads, fields['kv_heads'])}"
         )
+    for name in family.implied:
+        value = heads if name == "kv_heads" else hidden // heads
+        if fields.get(name, value) != value:
+            raise ConfigError(
+                f"{path}: {names[name]} = {fields[name]} is not supported for model_type {family.model_type!r}: it is {value}; "
+                "leave it out"
+            )
     for name, (other, power) in family.derived.items():
         fields[name] = fields[other] ** power
     listed = _listed_rope(c, fields["layers"], path) if family.rope and family.rope.layers == "listed" else ()
@@ -166,9 +252,15 @@ def _fields(c: dict[str, Any], family: Family, path: Path, seq_len: int) -> dict
     return fields | rope | dict(family.fixed)
 
 
-def _present(c: dict[str, Any], key: Key) -> str:
-    """The name that a file uses for a key."""
-    return next((name for name in (key.name, *key.others) if name in c), key.name)
+def _present(c: dict[str, Any], key: Key, path: Path) -> str:
+    """The name that a file uses for a key; a file may use several, with one value."""
+    present = [name for name in (key.name, *key.others) if name in c]
+    for name in present[1:]:
+        if c[name] != c[present[0]]:
+            raise ConfigError(
+                f"{path}: {present[0]} = {c[present[0]]!r} and {name} = {c[name]!r} mean the same; leave one of them"
+            )
+    return present[0] if present else key.name
 
 
 def _value(c: dict[str, Any], key: Key, name: str, path: Path) -> Any:
@@ -218,7 +310,13 @@ def _windows(
     rule, types = family.window, c.get("layer_types")
     _check_layer_types(types, layers, path)
     window = _size({"sliding_window": rule.default} | c, "sliding_window", path, 0, least=0)
-    uses = _flag(c, "use_sliding_window", path, rule.always) and window > 0
+    asked = _flag(c, "use_sliding_window", path, rule.always)
+    if rule.always and rule.layers != "none" and window and not asked:
+        raise ConfigError(
+            f"{path}: use_sliding_window = false, but models of type {family.model_type!r} always apply "
+            f"sliding_window = {window}; set it to null"
+        )
+    uses = asked and window > 0
     match rule.layers:
         case "none":
             if (uses or "sliding_attention" in (types or [])) and window < seq_len:
@@ -230,7 +328,12 @@ def _windows(
         case "all":
             return (window,) if uses else ()
         case "no rope":
-            return tuple(0 if rope else window for rope in listed) if uses else ()
+            sliding = [not rope for rope in listed] if types is None else [kind == TYPES[1] for kind in types]
+            if types is not None and any(sliding) and not uses:
+                raise ConfigError(
+                    f"{path}: layer_types has {TYPES[1]!r}, but use_sliding_window is false or sliding_window is missing"
+                )
+            return tuple(window if slides else 0 for slides in sliding) if uses else ()
     if types is not None:
         if "sliding_attention" in types and not window:
             raise ConfigError(f"{path}: layer_types has 'sliding_attention', but sliding_window is missing")
@@ -309,10 +412,18 @@ def _rope(c: dict[str, Any], rope: Rope, head_dim: int, path: Path) -> dict[str,
     """Fields of the rotary embedding, from the keys of transformers 4 (at the top) or 5 (in rope_parameters)."""
     old, new = _table(c, "rope_scaling", path) or {}, _table(c, "rope_parameters", path) or {}
     local: dict[str, Any] = {}
-    if new and set(new) <= set(TYPES):
+    by_type = bool(new) and set(new) <= set(TYPES)
+    if by_type:
         if not rope.local_theta:
             raise ConfigError(f"{path}: rope_parameters by layer type are not supported for this family")
         local, new = _table(new, "sliding_attention", path) or {}, _table(new, "full_attention", path) or {}
+    elif new and rope.local_theta:
+        raise ConfigError(
+            f"{path}: rope_parameters = {new}: this family has them by layer type, "
+            '{"full_attention": {…}, "sliding_attention": {…}}'
+        )
+    for table in (old, new, local):
+        _check_scaling_keys(table, rope, path)
     theta = _one_number("rope_theta", rope.theta, path, (c, rope.theta_key), (old, "rope_theta"), (new, "rope_theta"))
     partial = _one_number(
         rope.partial_key,
@@ -327,14 +438,27 @@ def _rope(c: dict[str, Any], rope: Rope, head_dim: int, path: Path) -> dict[str,
         )
     if partial > 1:
         raise ConfigError(f"{path}: {rope.partial_key} = {partial} must be at most 1")
-    scaled = old if new.get("rope_type", "default") == "default" else new
-    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(scaled, c, rope, path)}
+    if old and not by_type and theta != rope.theta and not (c.get(rope.theta_key) or old.get("rope_theta")):
+        raise ConfigError(
+            f"{path}: rope_scaling replaces rope_parameters, so its rope_theta = {theta:g} is lost in transformers 5; leave "
+            "rope_scaling out"
+        )
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _one_scaling(old, new, c, rope, path)}
     if partial < 1:
         fields["rope_dim"] = int(head_dim * partial)
     if rope.local_theta:
-        default = theta if rope.local_theta == "same" else float(rope.local_theta)
+        same = rope.local_theta == "same"
+        if same and not by_type and theta != rope.theta:
+            raise ConfigError(  # transformers 4 takes it for all layers, 5 for those without a window
+                f"{path}: rope_theta = {theta:g} is read differently by versions of transformers; give it for "
+                '"full_attention" and "sliding_attention" in rope_parameters'
+            )
         fields["rope_local_theta"] = _one_number(
-            "rope_local_base_freq", default, path, (c, "rope_local_base_freq"), (local, "rope_theta")
+            "rope_local_base_freq",
+            theta if same else float(rope.local_theta),
+            path,
+            ({} if same else c, "rope_local_base_freq"),
+            (local, "rope_theta"),
         )
         if local.get("rope_type", "default") != "default":
             raise ConfigError(
@@ -344,6 +468,30 @@ def _rope(c: dict[str, Any], rope: Rope, head_dim: int, path: Path) -> dict[str,
         if fields["rope_local_theta"] == theta and fields["rope_scaling"] is None:
             del fields["rope_local_theta"]
     return fields
+
+
+def _check_scaling_keys(table: dict[str, Any], rope: Rope, path: Path) -> None:
+    """Refuse keys of one table of rotary parameters that its type does not read."""
+    kind = table.get("rope_type") or table.get("type") or "default"
+    if table.get("rope_type", kind) != table.get("type", kind) or (rope.local_theta and "type" in table):
+        raise ConfigError(f"{path}: type = {table['type']!r} in rope_scaling: name it rope_type, and leave type out")
+    own = SCALING_KEYS.get("longrope" if kind in rope.longrope else str(kind), set())
+    known = own | {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+    for key, value in table.items():
+        if value and key not in known and str(kind) in {*SCALING_KEYS, *rope.longrope}:
+            raise ConfigError(
+                f"{path}: {key} = {value!r} is not supported in rope_scaling of type {kind!r}; leave it out"
+            )
+
+
+def _one_scaling(
+    old: dict[str, Any], new: dict[str, Any], c: dict[str, Any], rope: Rope, path: Path
+) -> RopeScaling | None:
+    """The scaling of `rope_scaling` and `rope_parameters`, which must agree if both have one."""
+    before, now = (_scaling(table, c, rope, path) if table else None for table in (old, new))
+    if old and new and before != now and not (before and new.keys() <= {"rope_type", "rope_theta"} and now is None):
+        raise ConfigError(f"{path}: rope_scaling and rope_parameters differ; leave one of them")
+    return now or before
 
 
 def _one_number(name: str, default: float, path: Path, *places: tuple[dict[str, Any], str]) -> float:
@@ -373,7 +521,14 @@ def _scaling(s: dict[str, Any], c: dict[str, Any], rope: Rope, path: Path) -> Ro
         return None
     kind = "longrope" if kind in rope.longrope else kind
     positions = _size(c, "max_position_embeddings", path)
-    original = _size(s, "original_max_position_embeddings", path, positions)
+    original = positions
+    if kind != "linear":  # transformers 4 prefers the one in the table, 5 the one at the top
+        key = "original_max_position_embeddings"
+        given = {_size(table, key, path) for table in (s, c) if table.get(key) is not None}
+        if len(given) > 1:
+            found = " and ".join(map(str, sorted(given)))
+            raise ConfigError(f"{path}: {key} is given twice, as {found}; leave one of them")
+        original = next(iter(given), positions)
     match kind:
         case "linear":
             return RopeScaling(kind="linear", factor=_number(s, "factor", path))
@@ -398,7 +553,6 @@ def _scaling(s: dict[str, Any], c: dict[str, Any], rope: Rope, path: Path) -> Ro
                 attention_factor=_optional(s, "attention_factor", path),
             )
         case "longrope":
-            original = _size(c, "original_max_position_embeddings", path, original)
             return RopeScaling(
                 kind="longrope",
                 factor=_number(s, "factor", path, max(1.0, positions / original)),

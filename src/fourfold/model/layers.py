@@ -211,7 +211,8 @@ class _Part(nn.Module):
 
     def feed(self, x_btd: Tensor) -> Tensor:
         """The input of the branch."""
-        return x_btd if self.norm is None or self.post_norm else self.norm(x_btd)
+        norm = self.norm
+        return x_btd if norm is None or self.post_norm else norm(x_btd)
 
     def _close(
         self, x_btd: Tensor, h_btd: Tensor, hidden: Tensor, sum_btd: Tensor | None, low: Tensor | None = None
@@ -220,7 +221,9 @@ class _Part(nn.Module):
         y_btd = self.last(hidden) if low is None else self.last(hidden, low)
         if self.out_norm is not None:
             y_btd = self.out_norm(y_btd)
-        return self._join(x_btd, h_btd, F.dropout(y_btd, self.dropout, self.training), sum_btd)
+        if self.dropout:
+            y_btd = F.dropout(y_btd, self.dropout, self.training)
+        return self._join(x_btd, h_btd, y_btd, sum_btd)
 
     def _join(self, x_btd: Tensor, h_btd: Tensor, y_btd: Tensor, sum_btd: Tensor | None) -> Any:
         x_btd = self.add(x_btd, y_btd)
@@ -305,9 +308,10 @@ class Attention(_Part):
 
     def heads(self, qkv: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H or K, T, E], with norms and rotary embedding where the layer has them."""
-        if self.rotary is not None and self.q_norm is None:
+        rotary = self.rotary
+        if rotary is not None and self.q_norm is None:
             positions = None if documents is None else documents.positions
-            return embed_qk(qkv, self.widths, self.head_dim, *self.rotary.tables(qkv.shape[1]), positions)
+            return embed_qk(qkv, self.widths, self.head_dim, *rotary.tables(qkv.shape[1]), positions)
         q_btf, k_btf, v_btf = qkv.split(self.widths, dim=-1)
         if self.q_norm is not None and not self.norms_heads:
             q_btf = self.q_norm(q_btf)

@@ -13,20 +13,20 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from fourfold import schema
 from fourfold.cluster import Cluster
-from fourfold.config import Config
-from fourfold.errors import FourfoldError, PlanError
+from fourfold.config import MOST, Config
+from fourfold.errors import ClusterError, FourfoldError, PlanError
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Mesh, Plan, Precision
+from fourfold.plan import Mesh, Plan, Precision, UnitRule
 from fourfold.planner.build import Candidate
 from fourfold.planner.engines import TrainingEngine, own_engine
-from fourfold.planner.evaluate import Prediction, evaluate
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.grid_cost import chosen_flows
-from fourfold.planner.layouts import ParallelLayout, layout_of_plan
+from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, layout_of_plan
+from fourfold.planner.prediction import Prediction
 from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig, parse_fixes
 from fourfold.planner.report import no_fit, with_report
 from fourfold.planner.search import Progress, SearchResult, search
@@ -73,7 +73,7 @@ def make_plan(
     `fix` constrains the search: {"col": 4, "schedule": "wave"}, ["tp=4", "schedule=wave"] or "col=4"; see docs/planning.md.
     `engine`: the system that will run the plan: "fourfold", "torchtitan", "megatron" or "nemo".
     """
-    cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    cluster = _found(cluster)
     if moments not in _MOMENT_TYPES:
         raise PlanError(f"moments = {moments!r}: AdamW's moments are of type {' or '.join(map(repr, _MOMENT_TYPES))}")
     for name, value in (("top", top), ("max_ranks", 1 if max_ranks is None else max_ranks)):
@@ -120,11 +120,10 @@ def plan_problem(
         if not narrow or precision.compute != "bf16" or precision.reduce == "bf16":
             raise
         halved = replace(problem, precision=replace(precision, reduce="bf16"))
-        plan: Plan | None = None
-        with suppress(PlanError):
+        try:
             plan = reported(halved)
-        if plan is None:
-            raise
+        except PlanError as e:
+            raise PlanError(str(e).replace("no plan fits:", "no plan fits, even with gradients in bf16:", 1)) from None
     note = "gradients are accumulated and reduced in bf16: with fp32 no plan fits (--precision bf16 insists on fp32)"
     return replace(plan, predicted=(plan.predicted or {}) | {"note": note})
 
@@ -142,10 +141,10 @@ def predict(
     `cluster`: a cluster, the name of a preset (one node), or a file. `engine`: the system that runs the plan ("fourfold",
     "torchtitan", "megatron", "nemo"). Searches nothing; `fourfold plan --judge` prints the same.
     """
-    schema.check_count("global_batch", global_batch, PlanError)
-    cluster = Cluster.find(cluster) if isinstance(cluster, str) else cluster
+    _check_batch(global_batch)
+    cluster = _found(cluster)
     _, problem = _checked(plan, PlanProblem(spec, cluster, global_batch, plan.precision).with_engine(engine))
-    return evaluate(plan, problem).prediction()
+    return PlanEvaluation(plan, problem).prediction()
 
 
 def find_plan(
@@ -156,7 +155,7 @@ def find_plan(
     config: SearchConfig | None = None,
 ) -> SearchResult:
     """The search, after checking the problem."""
-    schema.check_count("global_batch", problem.global_batch, PlanError)
+    _check_batch(problem.global_batch)
     collects = gc.isenabled()
     gc.disable()  # most objects live until the search ends; scanning them would take a tenth of the time
     try:
@@ -164,6 +163,20 @@ def find_plan(
     finally:
         if collects:
             gc.enable()
+
+
+def _found(cluster: Cluster | str) -> Cluster:
+    if isinstance(cluster, str):
+        return Cluster.find(cluster)
+    if not isinstance(cluster, Cluster):
+        raise ClusterError(f"cluster = {cluster!r}: give a Cluster, the name of a preset, or a file's name")
+    return cluster
+
+
+def _check_batch(sequences: int) -> None:
+    schema.check_count("global_batch", sequences, PlanError)
+    if sequences > MOST["train.global_batch"]:
+        raise PlanError(f"global_batch = {sequences} must be at most {MOST['train.global_batch']} sequences")
 
 
 def named_precision(name: str) -> Precision:
@@ -188,12 +201,15 @@ def default_batch(spec: ModelSpec, cluster: Cluster, max_ranks: int | None = Non
     return max(1, round(sequences / ranks)) * ranks
 
 
-def judge(plan: Plan, problem: PlanProblem) -> Plan:
-    """The same plan with the planner's prediction; if it does not fit, the field `misfit` says why."""
+def judge(plan: Plan, problem: PlanProblem, *, brief: bool = False) -> Plan:
+    """The same plan with the planner's prediction; if it does not fit, the field `misfit` says why.
+
+    `brief`: without the step time under `train.deterministic = false`, which takes as long as the rest.
+    """
     layout, problem = _checked(plan, problem)
     plan = replace(plan, tensor=replace(plan.tensor, flows=chosen_flows(problem, layout)))
-    candidate = Candidate(layout, plan, evaluate(plan, problem).prediction())
-    judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1)
+    candidate = Candidate(layout, plan, PlanEvaluation(plan, problem).prediction())
+    judged = with_report(SearchResult(candidate, (candidate,), {}), problem, 1, brief=brief)
     assert judged.predicted is not None
     # the value of more memory is known only after a search
     predicted = judged.predicted | {"binding": "", "price": 0.0, "misfit": no_fit(candidate, problem)}
@@ -277,26 +293,26 @@ def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | N
 
 # ---- plans as a user would write them: one mode and one recomputation for all units, no search ----
 
-_Mode = Literal["replicate", "keep", "zero3"]
-_Recompute = Literal["none", "selective", "full"]
-
 
 class _Choice(NamedTuple):
-    mode: _Mode
-    recompute: _Recompute
-    host: bool = False
-    """Optimizer state and activations in host memory."""
+    mode: Literal["replicate", "keep", "zero3"]
+    recompute: Literal["none", "selective", "full"]
+    place: Literal["device", "host"] = "device"
+    """Of optimizer state and activations."""
 
 
 _FEW = (
     _Choice("zero3", "full"),
-    _Choice("zero3", "full", True),
+    _Choice("zero3", "full", "host"),
     _Choice("zero3", "none"),
     _Choice("keep", "selective"),
 )
-_MODES: tuple[_Mode, ...] = ("replicate", "keep", "zero3")
-_RECOMPUTE: tuple[_Recompute, ...] = ("none", "selective", "full")
-_MANY = tuple(_Choice(mode, recompute) for mode in _MODES for recompute in _RECOMPUTE)
+_MANY = (
+    *(_Choice(mode, again) for mode in ("replicate", "keep", "zero3") for again in ("none", "selective", "full")),
+    _FEW[1],
+)
+_SIZES, _PIPES, _COLUMNS = (1, 2, 4), (1, 8, 4, 2, 16), (1, 8, 4, 2)
+"""Sequences of a micro-batch, and degrees, the most common first."""
 
 
 def uniform_plans(
@@ -304,64 +320,38 @@ def uniform_plans(
 ) -> Iterator[Plan]:
     """At most `most` judged plans (with `misfit` if they do not fit), the most common first; `few`: four choices per mesh."""
     count, constraints = 0, constraints or Constraints({})
-    choices = [c for c in (_FEW if few else (*_MANY, _FEW[1])) if _allowed(c, problem, constraints)]
-    for size, mesh in product((1, 2, 4), _meshes(problem, constraints)):  # size: sequences of a micro-batch
-        sequences, rest = divmod(problem.global_batch, mesh.batch_ways)
-        if rest or sequences % size or (mesh.pipe > 1 and sequences // size < mesh.pipe):
-            continue
-        if not constraints.allows(micro_batches=sequences // size, micro_batch_size=size):
-            continue
-        tried = set()
-        for choice in choices:
-            if mesh.data == 1 and constraints.get("mode") is None:  # no replicas to shard over
-                choice = choice._replace(mode="replicate")
-            if choice in tried:
-                continue
+    for layout in _common_layouts(problem, constraints):
+        replicas_only = layout.replicas == 1 and constraints.get("mode") is None  # nothing to shard over
+        choices = [c._replace(mode="replicate") if replicas_only else c for c in (_FEW if few else _MANY)]
+        for choice in dict.fromkeys(c for c in choices if _allowed(c, problem, constraints, replicas_only)):
             if count == most:
                 return
-            tried.add(choice)
-            judged = _judged(problem, constraints, mesh, sequences // size, choice)
-            if judged is not None:
+            placed = replace(layout, optimizer=choice.place, activations=choice.place)
+            rules = (UnitRule(match="*", mode=choice.mode, recompute=choice.recompute),)
+            with suppress(FourfoldError):  # this model may not support this mesh
+                judged = judge(placed.plan(problem, rules, None), problem, brief=True)
                 count += 1
                 yield judged
 
 
-def _allowed(choice: _Choice, problem: PlanProblem, constraints: Constraints) -> bool:
-    place = "host" if choice.host else "device"
-    return not (choice.host and problem.on_cpu) and constraints.allows(
-        mode=choice.mode, recompute=choice.recompute, optimizer=place, activations=place
-    )
+def _allowed(choice: _Choice, problem: PlanProblem, constraints: Constraints, replicas_only: bool) -> bool:
+    mode = {} if replicas_only else {"mode": choice.mode}
+    places = {"optimizer": choice.place, "activations": choice.place}
+    on_host = choice.place == "host" and problem.on_cpu
+    return not on_host and constraints.allows(recompute=choice.recompute, **places, **mode)
 
 
-def _meshes(problem: PlanProblem, constraints: Constraints) -> list[Mesh]:
-    """Meshes of all ranks: data only, then with columns inside a node, with a pipeline, and with both."""
+def _common_layouts(problem: PlanProblem, constraints: Constraints) -> list[ParallelLayout]:
+    """Layouts of all ranks: data only, then with columns inside a node, with a pipeline, and with both."""
     cluster = problem.cluster
-    ranks, layers = min(cluster.ranks, constraints.max_ranks or cluster.ranks), problem.spec.layers - 2
-    columns = [1, *(n for n in (8, 4, 2) if cluster.devices % n == 0 and problem.heads % n == 0)]
-    pipes = [1, *(n for n in (8, 4, 2, 16) if ranks % n == 0 and n <= layers)]
-    if constraints.needs_pipeline:
-        pipes.remove(1)
-    meshes = [Mesh(pipe=p, data=ranks // p // c, col=c) for p, c in product(pipes, columns) if ranks % (p * c) == 0]
-    return sorted((m for m in meshes if constraints.allows(**m.degrees)), key=lambda m: (m.pipe > 1) + (m.col > 1))
-
-
-def _judged(
-    problem: PlanProblem, constraints: Constraints, mesh: Mesh, micro_batches: int, choice: _Choice
-) -> Plan | None:
-    place = "host" if choice.host else "device"
-    fixed = {k: constraints.fixed[k] for k in ("waves", "stages_per_rank") if k in constraints.fixed}
-    keep = constraints.get("keep", "none")
-    data: dict[str, Any] = {
-        "mesh": mesh.degrees,
-        "batch": {"micro_batches": micro_batches},
-        "pipeline": fixed | {"schedule": constraints.schedule or "1f1b"} if mesh.pipe > 1 else {},
-        "tensor": {"flow": constraints.get("flow", "auto")},
-        "unit": [{"match": "*", "mode": choice.mode, "recompute": choice.recompute}],
-        "memory": {"optimizer": place, "activations": place, "moments": problem.moments},
-    }
-    if keep != "none":
-        data["tensor"]["keep"] = ["weights", "inputs", "gradients"] if keep == "all" else [keep]
-    try:
-        return judge(replace(Plan.from_dict(data), precision=problem.precision), problem)
-    except FourfoldError:  # this model does not support this mesh
-        return None
+    ranks = min(cluster.ranks, constraints.max_ranks or cluster.ranks)
+    usual = {"keep": "none", "schedule": constraints.schedule or "1f1b"}
+    found: list[tuple[tuple[int, ...], ParallelLayout]] = []
+    with suppress(PlanError):  # no layout
+        for layout in enumerate_layouts(problem, Constraints(usual | constraints.fixed, constraints.max_ranks)):
+            mesh, size = layout.mesh, layout.micro_batch_size
+            common = size in _SIZES and mesh.pipe in _PIPES and mesh.col in _COLUMNS and mesh.row == 1
+            if common and mesh.ranks == ranks and cluster.devices % mesh.col == 0 and layout.micro_batches >= mesh.pipe:
+                order = size, (mesh.pipe > 1) + (mesh.col > 1), _PIPES.index(mesh.pipe), _COLUMNS.index(mesh.col)
+                found.append((order, layout))
+    return [layout for _, layout in sorted(found, key=lambda each: each[0])]

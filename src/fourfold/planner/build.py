@@ -3,30 +3,37 @@
 The knapsack adds up the bytes of a rank's units; the replay follows them through the step, where transient bytes may or may not
 coincide. So a rank's budget is adjusted until the choice just fits in the replay. A rank's memory does not depend on other
 ranks: each has its own budget, and the schedule is simulated only once all of them fit.
+
+`least_memory_plan` builds the plan that needs the least memory of all layouts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Literal
 
+from fourfold.errors import PlanError, ScheduleError
 from fourfold.model.operators import UnitSpec
-from fourfold.plan import Plan
-from fourfold.planner.evaluate import PlanEvaluation, Prediction, evaluate
+from fourfold.plan import Mesh, Plan
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.grid_cost import chosen_flows
-from fourfold.planner.layouts import ParallelLayout
-from fourfold.planner.memory_model import RankMemory
-from fourfold.planner.op_times import units_of_stages
-from fourfold.planner.problem import PlanProblem, SearchConfig
-from fourfold.planner.stage_partition import RankLoad, partition_layers
+from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, may_consume
+from fourfold.planner.lower_bounds import least_bytes
+from fourfold.planner.prediction import Prediction
+from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig
+from fourfold.planner.stage_partition import RankLoad, partition_layers, units_of_stages
 from fourfold.planner.unit_cost import UnitChoice, rules_of
 from fourfold.planner.unit_options import OptionTable, RankChoice, rank_options
 from fourfold.program.costs import Costs
 from fourfold.program.engine import Problem, peaks
 
-__all__ = ["Candidate", "build_plan", "smallest_plan"]
+__all__ = ["Candidate", "build_plan", "least_memory_plan"]
+
+_MOST_REPLAYED = 40
+"""Maximum number of layouts whose smallest plan is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class _PartitionedLayout:
             choices[head] = choices[head]._replace(mode=lender.mode, reduce=lender.reduce, within=lender.within)
         flows = chosen_flows(self.problem, self.layout)
         plan = self.layout.plan(self.problem, rules_of(choices), self._layers, flows=flows)
-        return plan, evaluate(plan, self.problem, choices, limit)
+        return plan, PlanEvaluation(plan, self.problem, choices, limit)
 
 
 class _RankBudget:
@@ -140,16 +147,6 @@ def build_plan(
     return None
 
 
-def smallest_plan(
-    problem: PlanProblem, table: OptionTable, layout: ParallelLayout
-) -> tuple[Sequence[RankMemory], Callable[[], Candidate]]:
-    """The plan in which every unit uses its smallest options, and the summed bytes of its ranks."""
-    partitioned = _PartitionedLayout(problem, layout)
-    chosen = [rank_options(table, layout, load).smallest() for load in partitioned.loads]
-    plan, held = partitioned.plan(chosen, 0.0)
-    return held.memory, lambda: Candidate(layout, plan, held.prediction(), max(c.gap for c in chosen))
-
-
 def _assign(rank_units: list[list[UnitSpec]], chosen: Sequence[RankChoice]) -> dict[str, UnitChoice]:
     """A choice for every unit: within a rank and kind, the smallest choices go to the earlier layers."""
     out: dict[str, UnitChoice] = {}
@@ -160,3 +157,62 @@ def _assign(rank_units: list[list[UnitSpec]], chosen: Sequence[RankChoice]) -> d
         for kind, names in by_kind.items():
             out.update(zip(names, choice.units[kind], strict=True))
     return out
+
+
+# ---- the plan that needs the least memory ----
+
+
+def least_memory_plan(problem: PlanProblem, constraints: Constraints, table: OptionTable | None = None) -> Candidate:
+    """The plan that needs the fewest bytes on a device; if possible, one that fits on the hosts.
+
+    A layout needs at least `least_bytes`, and at most the bytes of its plan with the smallest options of every unit. Layouts are
+    tried in the order of their bounds until no other can need less: a few replays instead of a search.
+    """
+    table = table or OptionTable(problem, {k: str(v) for k, v in constraints.fixed.items()})
+    bounds = sorted((least_bytes(table, c), i, c) for i, c in enumerate(_small_layouts(problem, constraints)))
+    best: tuple[tuple[bool, float], ParallelLayout, Plan, PlanEvaluation] | None = None
+    for bound, _, layout in bounds[:_MOST_REPLAYED]:
+        if best is not None and (False, bound) >= best[0]:
+            break
+        try:
+            partitioned = _PartitionedLayout(problem, layout)
+        except ScheduleError:
+            continue
+        smallest = [rank_options(table, layout, load).smallest() for load in partitioned.loads]
+        plan, found = partitioned.plan(smallest, 0.0)
+        needs = any(m.host > problem.cluster.host_memory for m in found.memory), found.peak
+        if best is None or needs < best[0]:
+            best = needs, layout, plan, found
+    assert best is not None, "enumerate_layouts explains when there is none"
+    _, layout, plan, found = best
+    return Candidate(layout, plan, found.prediction())
+
+
+def _small_layouts(problem: PlanProblem, constraints: Constraints) -> Iterator[ParallelLayout]:
+    """Candidates for the least memory: the smallest micro-batches, no prefetch, and as much as possible on the host."""
+    of_mesh: dict[Mesh, ParallelLayout] = {}
+    consuming = False
+    for found in enumerate_layouts(problem, constraints):
+        if found.mesh.pipe == 1 or found.schedule == (constraints.schedule or "1f1b"):
+            other = of_mesh.setdefault(found.mesh, found)
+            if found.micro_batch_size < other.micro_batch_size:
+                of_mesh[found.mesh] = found
+            hosted = replace(found, prefetch=0, optimizer=constraints.get("optimizer", "host"))
+            if may_consume(problem, constraints.fixed, hosted):
+                consuming = True
+                yield replace(hosted, consume=True, tensor=replace(found.tensor, keep=()))
+    if constraints.get("gradients") == "consume":
+        if not consuming:
+            raise PlanError(
+                "--fix gradients=consume needs one micro-batch per step on every rank, and the engine fourfold; leave it out, or "
+                "use a smaller --global-batch"
+            )
+        return
+    for found in of_mesh.values():
+        bare = replace(found, prefetch=0, tensor=replace(found.tensor, keep=()))
+        if problem.on_cpu:
+            yield bare
+            continue
+        homes: tuple[Literal["device", "host"], ...] = ("device", "host")
+        for home in (constraints.fixed["activations"],) if "activations" in constraints.fixed else homes:
+            yield replace(bare, optimizer=constraints.get("optimizer", "host"), activations=home)

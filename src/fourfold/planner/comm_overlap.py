@@ -9,8 +9,6 @@
   sum overlaps with computing: the next one waits for it.
 - Gathers, reductions and the grid's collectives share the link. The grid's collectives are spread over the unit in `_GRID_PARTS`
   parts; each part computes and then waits for its share of them.
-
-Identical layers soon take identical times: once the state repeats from one layer to the next, the rest is extrapolated.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from typing import NamedTuple
 
 __all__ = ["SharedLink", "UnitStep", "UnitTimeline"]
 
-_EPSILON, _DIGITS = 1e-12, 11
-"""Epsilon in seconds: shorter times count as zero; decimal digits of seconds in comparisons of states."""
+_EPSILON = 1e-12
+"""Epsilon in seconds: shorter times count as zero."""
 
 
 class SharedLink:
@@ -77,21 +75,6 @@ class SharedLink:
             self._advance(end)
         self.now = end
 
-    def state(self) -> tuple[float, ...]:
-        """State of the in-flight collectives that affects later times."""
-        pairs = zip(self._remaining, self._queued, strict=True)
-        return tuple(round(x, _DIGITS) for remaining, queued in pairs for x in (-1, queued, *remaining))
-
-    def counts(self) -> list[int]:
-        """Collectives started, per channel."""
-        return list(self._started)
-
-    def skip(self, seconds: float, counts: Sequence[int]) -> None:
-        """Advance to a later time with the same state, after `counts` more collectives per channel."""
-        self.now += seconds
-        self._started = [n + more for n, more in zip(self._started, counts, strict=True)]
-        self._ended = [n + more for n, more in zip(self._ended, counts, strict=True)]
-
     def _advance(self, end: float | None) -> None:
         """Advance until a collective ends or stops queueing, but not past `end`."""
         busy, queued, remaining = self._busy, self._queued, self._remaining
@@ -143,8 +126,6 @@ class SharedLink:
 
 _GATHERS, _REDUCTIONS, _GRID, _SUMS = 0, 1, 2, 3
 _GRID_PARTS = 4
-_LONGEST_PERIOD = 40
-"""Longest repeating sequence of units that is detected."""
 
 
 class UnitStep(NamedTuple):
@@ -166,20 +147,6 @@ class UnitStep(NamedTuple):
     """Grid collectives on that link that overlap with computing; the time they take alone on the link."""
     other_links: float = 0.0
     """Exposed grid collectives on other links."""
-
-
-class _Mark(NamedTuple):
-    """A position in a chain: the state there, and the totals so far."""
-
-    place: int
-    state: tuple[float, ...] = ()
-    now: float = 0.0
-    exposed: float = 0.0
-    communicated: float = 0.0
-    counts: Sequence[int] = ()
-
-
-_NO_MARK = _Mark(-_LONGEST_PERIOD - 1)
 
 
 class UnitTimeline:
@@ -206,34 +173,8 @@ class UnitTimeline:
         """Run units; `started`: the first unit's gather is in flight; `following`: gather time of the unit after them."""
         if not started:
             self.gather(chain[0].gather)
-        periods = _periods([id(step) for step in chain])
-        i, mark = 0, _NO_MARK
-        while i < len(chain):
-            period, left = periods[i]
-            if left > period and i != mark.place + period:
-                mark = self._mark(i) if i > mark.place + period else mark
-            elif left > period:
-                before, mark = mark, self._mark(i)
-                if mark.state == before.state:
-                    self._repeat(before, mark, left // period)
-                    i, mark = i + left // period * period, _NO_MARK
-                    continue
-            self._unit(chain[i], chain[i + 1].gather if i + 1 < len(chain) else following)
-            i += 1
-
-    def _mark(self, place: int) -> _Mark:
-        link, counts = self._link, self._link.counts()
-        reductions = (x for number, across in self._in_flight for x in (counts[_REDUCTIONS] - number, across))
-        return _Mark(place, (*link.state(), *reductions), link.now, self.exposed, self.communicated, counts)
-
-    def _repeat(self, a: _Mark, b: _Mark, times: int) -> None:
-        """Repeat what happened between two equal states."""
-        counts = [times * (y - x) for x, y in zip(a.counts, b.counts, strict=True)]
-        self._link.skip(times * (b.now - a.now), counts)
-        self._computed += times * (b.now - a.now)
-        self.exposed += times * (b.exposed - a.exposed)
-        self.communicated += times * (b.communicated - a.communicated)
-        self._in_flight = deque((number + counts[_REDUCTIONS], across) for number, across in self._in_flight)
+        for i, step in enumerate(chain):
+            self._unit(step, chain[i + 1].gather if i + 1 < len(chain) else following)
 
     def _unit(self, step: UnitStep, prefetched: float) -> None:
         self.gather(prefetched)
@@ -289,14 +230,3 @@ class UnitTimeline:
         if across:
             self.exposed += self._link.wait_for_all_but(_SUMS, 0)
             self._link.start(_SUMS, across)
-
-
-def _periods(chain: Sequence[int]) -> list[tuple[int, int]]:
-    """For every position: the period after which the same unit repeats, and for how many units in a row it does."""
-    out, last = [(0, 0)] * len(chain), dict[int, int]()
-    for i in range(len(chain) - 1, -1, -1):
-        period = last.get(chain[i], len(chain) + _LONGEST_PERIOD) - i
-        last[chain[i]] = i
-        if period <= _LONGEST_PERIOD:
-            out[i] = (period, out[i + 1][1] + 1 if i + 1 < len(chain) and out[i + 1][0] == period else 1)
-    return out

@@ -60,6 +60,8 @@ def matmul_seconds(problem: PlanProblem, o: Operator, tokens: int, col: int, spl
     kind = "fp32" if problem.on_cpu else "fp8"  # CPUs emulate it
     # x, dy and W are read for the scales, then read and written in fp8, which for dx is also transposed
     x, dy, w = 5.0 * rows * k, 5.0 * rows * n, 5.0 * k * n
+    if problem.engine.fp8_weight_grad:  # of operands that are in fp8 already
+        weight_grad = count * cluster.product(k, rows, n, kind, width)
     return (
         count * (cluster.product(rows, k, n, kind, width) + cluster.memory_bound(x + w, fused=problem.compiled)),
         count * (cluster.product(rows, n, k, kind, width) + cluster.memory_bound(dy + 1.4 * w, fused=problem.compiled)),

@@ -34,6 +34,8 @@ class TrainingEngine:
     """By operator between matmuls: bytes it moves, relative to ours without compilation."""
     fused_accumulation: bool = False
     """The matmul of a weight gradient also accumulates it; otherwise a separate kernel does."""
+    fp8_weight_grad: bool = False
+    """With fp8 matmuls, those of weight gradients are in fp8, too; ours are in the compute type."""
     skipped: tuple[str, ...] = ("out", "down")
     """Matmuls that full recomputation skips, since the backward does not read their output."""
     attention: Literal["best", "flash-2", "flash-2 deterministic", "flash-1"] = "best"
@@ -89,6 +91,7 @@ _TITAN = TrainingEngine(
     # eager: queries and keys are rotated as complex fp32 numbers (20 bytes an element instead of 4), RMSNorm is partly fused,
     # SiLU and the multiplication are two kernels (10 bytes instead of 6)
     traffic={"rotary": 3.5, "norm": 3.0, "activation": 1.67, "norm of every head": 3.0, "norm of all heads": 3.0},
+    fp8_weight_grad=True,  # torchao
     skipped=("down",),  # a block is recomputed as a whole, up to the last tensor that the backward reads
     attention="flash-2",
     host_unit=0.8e-3,
@@ -103,6 +106,7 @@ _MEGATRON = TrainingEngine(
     name="megatron",
     fused=True,
     fused_accumulation=True,
+    fp8_weight_grad=True,  # Transformer Engine
     skipped=(),
     host_unit=0.5e-3,
     host_matmul=0.1e-3,

@@ -11,223 +11,34 @@ the result; `fourfold calibrate` measures the inputs of the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
 from fourfold import schema
-from fourfold.cluster import Cluster
 from fourfold.errors import PlanError, ScheduleError
 from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES, STREAM_BUCKET, STREAM_SLOTS
-from fourfold.plan import Mesh, Plan
-from fourfold.planner.layouts import ParallelLayout, layout_of_plan
+from fourfold.plan import Plan
+from fourfold.planner.layouts import layout_of_plan
 from fourfold.planner.memory_model import RankExtras, RankMemory, message_buffer_bytes, replay_rank
-from fourfold.planner.op_times import StageTimes, plan_units, stage_times, units_of_stages, whole_step
-from fourfold.planner.problem import PlanProblem, per_problem
+from fourfold.planner.op_times import StageTimes, plan_units, stage_times, whole_step
+from fourfold.planner.prediction import Prediction, StepTime, fits, predict_units
+from fourfold.planner.problem import PlanProblem
+from fourfold.planner.stage_partition import schedule_of, stage_layers, units_of_stages
 from fourfold.planner.unit_cost import PlannedUnit, UnitChoice, choice_of, tied_elements
-from fourfold.planner.unit_predictions import UnitPrediction, predict_units, units_to_dict
 from fourfold.program import modes
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
-from fourfold.program.from_plan import schedule_of_plan
-from fourfold.program.ops import Op, Schedule, ends_of_step
-from fourfold.program.partition import partition
+from fourfold.program.ops import Op, ends_of_step
 
-__all__ = [
-    "PlanEvaluation",
-    "Prediction",
-    "StepTime",
-    "evaluate",
-    "fits",
-    "predict",
-    "schedule_of",
-    "stage_layers",
-]
-
-_MOST_OPS = 30_000
-"""Maximum ops of a simulated schedule; longer ones are simulated without some of the repeating micro-batches in the middle."""
+__all__ = ["PlanEvaluation", "predict"]
 
 
-class StepTime(NamedTuple):
-    """Where the seconds of a step go, on the pipeline rank with the most work."""
-
-    compute: float
-    """Forward and backward of all micro-batches."""
-    recompute: float
-    """Recomputation of activations in the backward."""
-    grid: float
-    """Exposed collectives of the tensor grid."""
-    exposed: float
-    """Exposed gathers, reductions and copies to and from the host."""
-    bubble: float
-    """Waiting for other ranks of the pipeline."""
-    update: float
-    """The optimizer's step."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds of a step by part, bytes by part for every rank of a pipeline, tokens/s and MFU.
-
-    `memory[rank].peak` is the peak of a rank in bytes, `.parts` its breakdown, `.at` its instant; ranks along the other axes hold
-    the same.
-    """
-
-    seconds: float
-    compute: float
-    recompute: float
-    grid: float
-    exposed: float
-    bubble: float
-    update: float
-    """The parts of a step: see `StepTime`."""
-    memory: tuple[RankMemory, ...]
-    tokens: int
-    flops: float
-    """Model FLOPs per token."""
-    ranks: int
-    rate: float
-    """Peak FLOP/s of a device."""
-    device_state: float = 0.0
-    """Bytes of optimizer state that the fullest rank keeps on its device, if the plan's optimizer is `auto`."""
-    computing: tuple[float, ...] = ()
-    """Per rank of a pipeline: compute, recomputation and update, without any communication."""
-    stages: tuple[tuple[float, float, float], ...] = ()
-    """Per stage: seconds of F, I and W of a micro-batch, in the middle of a step."""
-    message: float = 0.0
-    """Seconds of the slowest message between stages."""
-    host_state: float = 0.0
-    """Share of the optimizer's state on the host."""
-    usable: float = inf
-    """Bytes of a device that are available to tensors."""
-    engine: str = "fourfold"
-    """The system that it is predicted for."""
-    units: tuple[tuple[UnitPrediction, ...], ...] = ()
-    """Per stage: its units, with the seconds and bytes of their gathers and reductions."""
-    updates: tuple[float, ...] = ()
-    """Per rank of a pipeline: seconds of the optimizer's step."""
-    updates_on_device: tuple[float, ...] = ()
-    """The same if all optimizer state were on the device."""
-    message_bytes: float = 0.0
-    """Bytes of a message between stages."""
-    messages: tuple[tuple[float, ...], ...] = ()
-    """Seconds of a message from each rank of a pipeline to each other; 0 between ranks without adjacent stages."""
-
-    @property
-    def parts(self) -> StepTime:
-        """The parts of a step; they sum to `seconds`."""
-        return StepTime(*(getattr(self, name) for name in StepTime._fields))
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank's tensors fit on its device."""
-        return self.peak.peak <= self.usable
-
-    @property
-    def peak(self) -> RankMemory:
-        """Memory of the fullest rank."""
-        return max(self.memory, key=lambda m: m.peak)
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs divided by the peak of the devices; recomputation does not count."""
-        return self.flops * self.tokens / (self.seconds * self.ranks * self.rate)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **{name: round(getattr(self, name), 6) for name in ("seconds", *StepTime._fields)},
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "mfu": round(self.mfu, 4),
-            "engine": self.engine,
-            "peak_bytes": round(self.peak.peak),
-            "memory": [m.to_dict() for m in self.memory],
-            "stages": [[float(f"{x:.6g}") for x in stage] for stage in self.stages],
-            "message": float(f"{self.message:.6g}"),
-            "message_bytes": round(self.message_bytes),
-            "messages": [[float(f"{x:.6g}") for x in row] for row in self.messages],
-            **units_to_dict(self.units),
-            "updates": [float(f"{x:.6g}") for x in self.updates],
-            "updates_on_device": [float(f"{x:.6g}") for x in self.updates_on_device],
-            "host_state": round(self.host_state, 4),
-        }
-
-
-def fits(memory: Sequence[RankMemory], cluster: Cluster, limit: float) -> bool:
-    """Whether all ranks fit into `limit` bytes of their devices, and into their hosts."""
-    return all(m.peak <= limit and m.host <= cluster.host_memory for m in memory)
-
-
-def predict(plan: Plan, problem: PlanProblem, limit: float | None = None) -> Prediction:
-    """Time and memory of a plan; `limit`: bytes of a device, by default all usable ones."""
-    return evaluate(plan, problem, limit=limit).prediction()
-
-
-def evaluate(
-    plan: Plan, problem: PlanProblem, choices: dict[str, UnitChoice] | None = None, limit: float | None = None
-) -> PlanEvaluation:
-    """Evaluate a plan lazily. `choices` by unit name; by default they are read from the plan's rules."""
-    spec, layout = problem.spec, layout_of_plan(plan, problem)
-    try:
-        schedule = schedule_of(problem, plan)
-        counts = stage_layers(problem, schedule, plan.pipeline.layers)
-    except ScheduleError as e:
-        raise PlanError(str(e)) from None
-    if choices is None:
-        choices = {u.name: choice_of(plan, u) for u in spec.units}
-    given, limit = plan.memory.device_state, problem.cluster.usable if limit is None else limit
-    on_device = float(schema.parse_bytes(given, "memory.device_state", PlanError)) if given else None
-    staging = float(schema.parse_bytes(plan.memory.staging, "memory.staging", PlanError))
-    rollback = inf if not staging and plan.mesh.row == 1 else 0.0
-    if plan.memory.rollback != "auto":
-        rollback = float(schema.parse_bytes(plan.memory.rollback, "memory.rollback", PlanError))
-    return PlanEvaluation(problem, layout, schedule, counts, choices, limit, on_device, staging, rollback)
-
-
-# ---- schedule and stages of a plan ----
-
-
-def schedule_of(problem: PlanProblem, plan: Plan) -> Schedule:
-    """A plan's schedule, with the number of micro-batches that is simulated."""
-    pipeline, micro_batches = plan.pipeline, plan.micro_batches(problem.global_batch)
-    if pipeline.schedule != "synthesized":  # a synthesized schedule chooses its number of stages itself
-        pipeline = replace(pipeline, layers="auto")
-    per, few = 3 * layout_of_plan(plan, problem).stages, 4 * plan.mesh.pipe
-    if micro_batches * per > _MOST_OPS:
-        micro_batches = max(few, _MOST_OPS // per // few * few)
-    return _schedule(problem, Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline), micro_batches)
-
-
-@per_problem
-def _schedule(problem: PlanProblem, shape: Plan, micro_batches: int) -> Schedule:
-    """`shape`: the values of a plan that determine its schedule."""
-    return schedule_of_plan(shape, micro_batches, layers=problem.spec.layers)
-
-
-def stage_layers(problem: PlanProblem, schedule: Schedule, requested: tuple[int, ...] | str) -> tuple[int, ...]:
-    """Layers per stage, with the embedding and the head as layers: as requested, or partitioned by FLOPs."""
-    layers, stages = problem.spec.layers - 2, schedule.stages
-    if isinstance(requested, tuple):
-        if len(requested) != stages or sum(requested) != layers:
-            raise PlanError(
-                f"pipeline.layers = {list(requested)} must be {stages} numbers that sum to the model's {layers} layers"
-            )
-        return tuple(n + (s == 0) + (s == stages - 1) for s, n in enumerate(requested))
-    return _partition_by_flops(problem, schedule.placement)
-
-
-@per_problem
-def _partition_by_flops(problem: PlanProblem, placement: tuple[int, ...]) -> tuple[int, ...]:
-    spec = problem.spec
-    return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
-
-
-# ---- a plan, evaluated ----
+def predict(plan: Plan, problem: PlanProblem) -> Prediction:
+    """Time and memory of a plan."""
+    return PlanEvaluation(plan, problem).prediction()
 
 
 class _StepEnds(NamedTuple):
@@ -244,34 +55,41 @@ class _StepEnds(NamedTuple):
 
 
 class PlanEvaluation:
-    """Time and memory of every rank for a plan, with `limit` bytes on a device; computed lazily.
+    """Time and memory of every rank for a plan, computed lazily.
 
-    `counts`: layers per stage, with the embedding and the head as layers; `choices` by unit name. With `optimizer = "auto"`,
-    state that fits is on the device, or `state_on_device` bytes of it. `staging`: bytes of prefetched optimizer state;
-    `rollback`: maximum host bytes for rolling updates back.
+    `choices` by unit name; by default they are read from the plan's rules. `limit`: bytes of a device, by default all usable.
+    With `optimizer = "auto"`, state that fits is on the device, or `device_state` bytes of it.
     """
 
     def __init__(
         self,
+        plan: Plan,
         problem: PlanProblem,
-        layout: ParallelLayout,
-        schedule: Schedule,
-        counts: tuple[int, ...],
-        choices: dict[str, UnitChoice],
-        limit: float,
-        state_on_device: float | None = None,
-        staging: float = 0.0,
-        rollback: float = 0.0,
+        choices: dict[str, UnitChoice] | None = None,
+        limit: float | None = None,
     ):
-        self.problem, self.layout, self.schedule, self.limit = problem, layout, schedule, limit
-        self.stages = plan_units(problem, layout, units_of_stages(problem.spec, counts), choices)
-        self._state_on_device, self._staging = state_on_device, staging
-        self._streams = layout.streams_optimizer(problem)
+        spec, memory, layout = problem.spec, plan.memory, layout_of_plan(plan, problem)
+        try:
+            schedule = schedule_of(problem, plan)
+            counts = stage_layers(problem, schedule, plan.pipeline.layers)
+        except ScheduleError as e:
+            raise PlanError(str(e)) from None
+        self.problem, self.layout, self.schedule = problem, layout, schedule
+        self.limit = problem.cluster.usable if limit is None else limit
+        if choices is None:
+            choices = {u.name: choice_of(plan, u) for u in spec.units}
+        self.stages = plan_units(problem, layout, units_of_stages(spec, counts), choices)
+        self._state_on_device = _bytes(memory.device_state, "device_state") if memory.device_state else None
+        self._staging = _bytes(memory.staging, "staging")  # of prefetched optimizer state
+        self._streams = layout.optimizer != "device" or problem.moments != "fp32"  # by the streamed optimizer
+        self._rollback = 0.0  # maximum host bytes for rolling updates back
         hosted = layout.optimizer != "device" and not problem.on_cpu and problem.engine.name == "fourfold"
-        self._rollback = rollback if hosted and problem.needs_norm else 0.0
+        if hosted and problem.needs_norm:
+            most = inf if not self._staging and plan.mesh.row == 1 else 0.0
+            self._rollback = most if memory.rollback == "auto" else _bytes(memory.rollback, "rollback")
         self._message_bytes = layout.message_bytes(problem)
-        self._tied_on_two_ranks = problem.spec.tied and schedule.placement[0] != schedule.placement[-1]
-        self._tied_elements = 0.0 if problem.spec.lora else tied_elements(problem.spec, layout.mesh)  # exchanged
+        self._tied_on_two_ranks = spec.tied and schedule.placement[0] != schedule.placement[-1]
+        self._tied_elements = 0.0 if spec.lora else tied_elements(spec, layout.mesh)  # exchanged
 
     def units(self, rank: int) -> list[PlannedUnit]:
         """The units of a rank of the pipeline."""
@@ -298,6 +116,7 @@ class PlanEvaluation:
             message=max(map(max, self._messages)) if self.schedule.ranks > 1 else 0.0,
             host_state=0.0 if problem.on_cpu else 1 - self.device_share,
             usable=self.limit,
+            host_memory=problem.cluster.host_memory,
             engine=problem.engine.name,
             units=predict_units(problem, layout, self.stages) if problem.engine.name == "fourfold" else (),
             updates=tuple(self._update(updated, self.device_share) for updated in self.updated),
@@ -581,6 +400,10 @@ class PlanEvaluation:
             scratch = 0  # a single kernel needs none
         kept = p.compute_bytes if self._rollback else 0  # the previous weights pass through the slots
         return bucket * (slots * (p.streamed_bytes + kept) + scratch)
+
+
+def _bytes(text: str, field: str) -> float:
+    return float(schema.parse_bytes(text, f"memory.{field}", PlanError))
 
 
 def _collectives_at_ends(units: Sequence[PlannedUnit]) -> tuple[float, list[PlannedUnit]]:

@@ -7,8 +7,7 @@ gives the relaxed optimum: no integral choice can be faster, so
 
     bound  ≤  optimum  ≤  seconds of the returned choice          gap = seconds / bound - 1
 
-The slope of the last step is the price of memory: seconds that one more byte would save. The remaining bytes are spent on
-later, smaller steps.
+The remaining bytes are spent on later, smaller steps.
 """
 
 from __future__ import annotations
@@ -56,8 +55,6 @@ class Chosen:
     memory: float
     bound: float
     """Lower bound on the seconds of any choice within the budget."""
-    price: float
-    """Seconds that one more byte would save; 0 if memory does not bind."""
 
     @property
     def gap(self) -> float:
@@ -80,22 +77,22 @@ def choose(groups: Sequence[Group], budget: float) -> Chosen | None:
             steps.append((rounded(-less / more), i, a, b, more, less))  # [Note: ties]
     steps.sort(key=itemgetter(0))
     counts: list[dict[int, int]] = [{h[0]: g.count} for g, h in zip(groups, hulls, strict=True)]
-    bound, price = None, 0.0
-    for slope, i, a, b, more, less in steps:
+    bound = None
+    for _, i, a, b, more, less in steps:
         here = counts[i].get(a, 0)
         if not here:
             continue
         room = budget - memory
         fit = here if here * more <= room else int(room // more)
         if fit < here and bound is None:
-            bound, price = seconds - less * room / more, -slope
+            bound = seconds - less * room / more
         if fit:
             counts[i][a] = here - fit
             counts[i][b] = counts[i].get(b, 0) + fit
             memory += fit * more
             seconds -= fit * less
     counts = [{k: n for k, n in c.items() if n} for c in counts]
-    return Chosen(tuple(counts), seconds, memory, seconds if bound is None else min(bound, seconds), price)
+    return Chosen(tuple(counts), seconds, memory, seconds if bound is None else min(bound, seconds))
 
 
 def _hull(options: Sequence[tuple[float, float]]) -> list[int]:

@@ -103,10 +103,6 @@ class ParallelLayout:
     def waves(self) -> int:
         return max(1, self.stages_per_rank // 2)
 
-    def streams_optimizer(self, problem: PlanProblem) -> bool:
-        """Whether the streamed optimizer is used: state is on the host, or moments are bf16."""
-        return self.optimizer != "device" or problem.moments != "fp32"
-
     def host_activation_bytes(self, problem: PlanProblem) -> float:
         """Host bytes available for the activations of one device."""
         return Memory(optimizer=self.optimizer).host_share * problem.cluster.host_memory
@@ -336,12 +332,12 @@ def _explain_no_layout(problem: PlanProblem, constraints: Constraints, ranks: in
     batch, fixed, most = problem.global_batch, constraints.fixed, problem.spec.layers
     product = math.prod(fixed.get(axis, 1) for axis in AXES)
     factors = " · ".join(f"{a} {fixed[a]}" for a in AXES if a in fixed)
+    if " · " in factors:
+        factors += f" = {product}"
     if product > 1 and ranks % product:
-        raise PlanError(
-            f"--fix requests {factors} = {product}, which does not divide {ranks} ranks; use a divisor of {ranks}"
-        )
+        raise PlanError(f"--fix requests {factors}, which does not divide {ranks} ranks; use a divisor of {ranks}")
     if set(AXES) <= {*fixed, "depth"} and product != ranks:
-        raise PlanError(f"--fix requests {factors} = {product} ranks, but there are {ranks}; leave one axis free")
+        raise PlanError(f"--fix requests {factors} ranks, but there are {ranks}; leave one axis free")
     if constraints.needs_pipeline and product == ranks and "pipe" not in fixed:
         raise PlanError(
             f"the schedule {constraints.schedule} needs a pipeline of 2 ranks or more, and "

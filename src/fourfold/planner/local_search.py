@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from fourfold.planner.build import Candidate, build_plan
-from fourfold.planner.evaluate import PlanEvaluation, evaluate
+from fourfold.planner.evaluate import PlanEvaluation
 from fourfold.planner.knapsack import Group, choose
 from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig
 from fourfold.planner.unit_cost import UnitChoice, choice_of, pattern_of, rules_of
-from fourfold.planner.unit_options import SPLITS, OptionTable
+from fourfold.planner.unit_options import SPLITS, OptionTable, group_sizes
 
 __all__ = ["improve", "price_of_memory"]
 
@@ -40,6 +41,7 @@ def improve(problem: PlanProblem, constraints: Constraints, config: SearchConfig
     best = start
     if start.layout.mesh.pipe == 1:
         climb = _Climb(problem, constraints, start)
+        climb.shard_all_alike()
         climb.fill_memory(config.fill_rounds)
         best = climb.candidate() if climb.moved else start
     return _simplest(problem, constraints, config, best) if problem.on_cpu else best
@@ -80,6 +82,7 @@ class _Climb:
         self.modes: tuple[tuple[Any, Any], ...] = ()
         if start.layout.replicas > 1 and "mode" not in constraints.fixed:
             self.modes = _MODES if start.layout.micro_batches > 1 else _MODES[:4]
+        self._groups = group_sizes(problem, start.layout)
         self.choices = {u.name: choice_of(start.plan, u) for u in problem.spec.units}
         self.now = self.evaluate({})
 
@@ -94,7 +97,7 @@ class _Climb:
         choices = self.after(move)
         key = tuple(choices.values())
         if key not in self._evaluated:
-            self._evaluated[key] = evaluate(self._bare, self.problem, choices)
+            self._evaluated[key] = PlanEvaluation(self._bare, self.problem, choices)
         return self._evaluated[key]
 
     def after(self, move: _Move) -> dict[str, UnitChoice]:
@@ -126,27 +129,21 @@ class _Climb:
             kinds[first] += kinds.pop(last)
         return list(kinds.values())
 
+    # ---- changes of all units ----
+
+    def shard_all_alike(self) -> None:
+        """One mode and group for all units: where communication binds, no change of a single unit may be faster."""
+        for mode, within in product(self.modes, self._groups):
+            if mode[0] != "replicate":
+                move = {name: _in_mode(c, *mode)._replace(within=within) for name, c in self.choices.items()}
+                self.take_if_faster(move)
+
     # ---- changes of single units ----
 
     def fill_memory(self, rounds: int) -> None:
         for _ in range(rounds):
-            before, changes = self.now.seconds, self._unit_changes()
-            self.take_if_faster(_choose_changes(changes, self.now.room))
-            if self.now.seconds >= before:
-                for change in changes:  # try one change at a time, for as many units as fit
-                    self._take_many(change)
-            if self.now.seconds >= before:
+            if not self.take_if_faster(_choose_changes(self._unit_changes(), self.now.room)):
                 return
-
-    def _take_many(self, change: _UnitChange) -> None:
-        """Change one unit if that is faster; then as many units as fit."""
-        if not self.take_if_faster(dict(change.moves[:1])):
-            return
-        low, high = 1, len(change.moves) + 1
-        while high - low > 1:
-            half = (low + high) // 2
-            low, high = (half, high) if self.evaluate(dict(change.moves[:half])).fits else (low, half)
-        self.take_if_faster(dict(change.moves[:low]))
 
     def _unit_changes(self) -> list[_UnitChange]:
         """Alternatives for one unit of each kind, with their effect on the plan."""
@@ -175,6 +172,9 @@ class _Climb:
         """Choices of a unit that differ in one aspect."""
         now, unit = self.choices[name], self._units[name]
         found = [_in_mode(now, *mode) for mode in self.modes]
+        if self.modes and now.mode != "replicate":
+            found += [now._replace(within=group) for group in self._groups]
+            found += [c._replace(within=0) for c in found if c.mode != "replicate"]
         if self._recomputes:
             found += [now._replace(recompute=r, split=1) for r in ("none", "selective", "full")]
             if not self.start.layout.on_grid:

@@ -21,19 +21,24 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES
-from fourfold.plan import Tensor
 from fourfold.planner.compute_cost import unit_seconds
 from fourfold.planner.grid_cost import least_column_seconds
 from fourfold.planner.knapsack import Group, choose
-from fourfold.planner.layouts import GridShape, ParallelLayout
-from fourfold.planner.op_times import units_of_stages
+from fourfold.planner.layouts import ParallelLayout
 from fourfold.planner.problem import PlanProblem, per_problem
-from fourfold.planner.stage_partition import layer_times, placement_of, rank_loads, stage_counts
-from fourfold.planner.unit_cost import unit_times_on_grid
+from fourfold.planner.stage_partition import (
+    InFlight,
+    in_flight_at_least,
+    layer_times,
+    placement_of,
+    rank_loads,
+    stage_counts,
+    units_of_stages,
+)
 from fourfold.planner.unit_options import AtEnd, OptionTable, UnitOption
 from fourfold.program.ops import Schedule
 
-__all__ = ["compute_bound", "in_flight_at_least", "in_flight_of_schedule", "least_bytes", "memory_bound"]
+__all__ = ["compute_bound", "in_flight_of_schedule", "least_bytes", "memory_bound"]
 
 # ---- computing and bubble ----
 
@@ -42,10 +47,10 @@ def compute_bound(problem: PlanProblem, layout: ParallelLayout, grid: bool = Fal
     """Lower bound from compute time; `grid`: with the layout's partition and collectives, else with those that all flows need."""
     mesh, shape = layout.mesh, layout.grid(problem)
     if not grid:
-        model, block = _model_seconds(problem, shape._replace(tensor=Tensor(), amortized_over=0))
+        model, block = _least_model_seconds(problem, *shape[:3])
         blocks = -(-(problem.spec.layers - 2) // mesh.pipe) if problem.spec.alike else 0
         return _with_bubble(layout, model, max(model / mesh.pipe, blocks * block))
-    model = _model_seconds(problem, shape)[0]
+    model = sum(map(sum, layer_times(problem, shape, None)))
     if mesh.pipe > 1 and layout.schedule == "synthesized":  # it partitions layers itself
         return _with_bubble(layout, model, model / mesh.pipe)
     works = [sum(work) for work in rank_loads(problem, layout)[1]]
@@ -86,47 +91,17 @@ def _with_bubble(layout: ParallelLayout, model: float, busiest: float) -> float:
 
 
 @per_problem
-def _model_seconds(problem: PlanProblem, grid: GridShape) -> tuple[float, float]:
-    """Seconds of a micro-batch of the whole model, and of a block; `amortized_over` 0: the minimum over all flows."""
-    spec, total, blocks = problem.spec, 0.0, 0.0
-    every = Counter(u.kind for u in spec.units)
-    inner = Counter(u.kind for u in spec.units if u.layer not in (0, spec.layers - 1))
-    for kind, count in every.items():
-        if not grid.amortized_over:
-            either = (unit_seconds(problem, kind, *grid[:3], keeps_gradients=keeps) for keeps in (False, True))
-            seconds = min(sum(t[:3]) for t in either)
-            seconds += least_column_seconds(problem, kind, grid.tokens, grid.col)
-        else:
-            seconds = unit_times_on_grid(problem, kind, grid).work
-        total, blocks = total + count * seconds, blocks + inner[kind] * seconds
-    return total, blocks / max(1, spec.layers - 2)
+def _least_model_seconds(problem: PlanProblem, tokens: int, row: int, col: int) -> tuple[float, float]:
+    """Seconds of a micro-batch of the whole model, and of a block: the minimum over all flows."""
+    spec, least = problem.spec, dict[str, float]()
+    for kind in spec.kinds:
+        either = (unit_seconds(problem, kind, tokens, row, col, keeps_gradients=keeps) for keeps in (False, True))
+        least[kind] = min(sum(t[:3]) for t in either) + least_column_seconds(problem, kind, tokens, col)
+    blocks = sum(least[u.kind] for u in spec.units if u.layer not in (0, spec.layers - 1))
+    return sum(least[u.kind] for u in spec.units), blocks / max(1, spec.layers - 2)
 
 
 # ---- micro-batches in flight ----
-
-InFlight = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Micro-batches in flight for each stage of a rank: at first, and between (None: the instant may not exist)."""
-
-
-def in_flight_at_least(layout: ParallelLayout, rank: int) -> InFlight:
-    """Lower bound on the micro-batches in flight at one instant, for a named schedule. A test checks it against orders."""
-    p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
-    if v == 1:
-        most = m if layout.schedule == "gpipe" else min(m, p - rank)
-        return (most,), (min(m - 1, most),) if m > 1 else None
-    if layout.schedule == "interleaved":
-        warm = 2 * (p - rank) - 1
-        first = (min(m, max(p, warm)), *[min(m, p)] * (v - 2), min(m, p, warm))
-        return first, first if m >= 2 * p else None
-    if v == 2:  # a V
-        first = (min(m, 2 * p - 1 - rank), min(m, rank + 1))
-        return first, (first if layout.schedule == "zb-v" else (p, rank)) if m >= 2 * p else None
-    if m <= p or p < 4:
-        first = (*[min(m, p)] * (v - 1), min(m, rank + 1))
-        return first, (*[p // 2] * (v - 1), 0) if m >= 2 * p else None
-    whole = m % p == 0
-    first = (*[p - 1] * (v - 1), rank) if whole else (*[3 * p // 4] * (v - 1), 0)
-    return first, (*[p // 2 if whole else p // 3] * (v - 1), 0) if m >= 2 * p else None
 
 
 def in_flight_of_schedule(schedule: Schedule, rank: int) -> InFlight:
@@ -186,30 +161,23 @@ def memory_bound(
     """
     if layout.mesh.pipe > 1 and layout.schedule == "synthesized":  # it partitions layers itself
         return 0.0
-    problem, grid = table.problem, layout.grid(table.problem)
-    work = {
-        kind: layout.micro_batches
-        * unit_times_on_grid(problem, kind, grid, splits_backward=layout.grid_splits_backward).work
-        for kind in problem.spec.kinds
-    }
-    budget, bound = limit - _sent_bytes(problem, layout), 0.0
-    for rank, stages in _units_of_end_ranks(problem, layout):
-        rows = _rows_of(problem, layout, rank, stages, schedule)
-        least = _extra_seconds(table, layout, rows, budget)
+    works = rank_loads(table.problem, layout)[1]
+    budget, bound = limit - _sent_bytes(table.problem, layout), 0.0
+    for rank, work in zip(_end_ranks(table.problem, layout, schedule), (works[0], works[-1]), strict=False):
+        least = _extra_seconds(table, layout, rank, budget)
         if least is None:
             return None
-        bound = max(bound, least + sum(r.units * work[r.kind] for r in rows.rows))
+        bound = max(bound, least + layout.micro_batches * sum(work))
     return bound
 
 
 def least_bytes(table: OptionTable, layout: ParallelLayout) -> float:
     """Lower bound on the bytes of a device that a plan of the layout needs."""
     most = 0.0
-    for rank, stages in _units_of_end_ranks(table.problem, layout):
-        rows = _rows_of(table.problem, layout, rank, stages, None)
-        options = _options(table, layout, rows)
-        for at in rows.instants:
-            held, transient = _constraint(rows, options, at, 1)
+    for rank in _end_ranks(table.problem, layout):
+        options = _options(table, layout, rank)
+        for at in rank.instants:
+            held, transient = _constraint(rank, options, at, 1)
             most = max(most, transient + sum(units * min(size for size, _ in each) for each, units in held))
     return most + _sent_bytes(table.problem, layout)
 
@@ -219,36 +187,27 @@ def _sent_bytes(problem: PlanProblem, layout: ParallelLayout) -> float:
     return 0.0 if problem.on_cpu else layout.message_bytes(problem)
 
 
-_StageKinds = tuple[tuple[str, ...], ...]
-"""Kinds of units, stage by stage."""
-
-
-def _units_of_end_ranks(problem: PlanProblem, layout: ParallelLayout) -> list[tuple[int, _StageKinds]]:
-    """The first and the last rank of a pipeline, with the units of their stages."""
-    placement = placement_of(layout)
+def _end_ranks(problem: PlanProblem, layout: ParallelLayout, schedule: Schedule | None = None) -> list[_RankRows]:
+    """The first and the last rank of a pipeline."""
+    placement, out = placement_of(layout), []
     stages = units_of_stages(problem.spec, stage_counts(problem, layout.grid(problem), placement))
-    return [
-        (rank, tuple(tuple(u.kind for u in stages[s]) for s, where in enumerate(placement) if where == rank))
-        for rank in sorted({0, max(placement)})
-    ]
-
-
-def _rows_of(
-    problem: PlanProblem, layout: ParallelLayout, rank: int, stages: _StageKinds, schedule: Schedule | None
-) -> _RankRows:
-    flying = in_flight_at_least(layout, rank) if schedule is None else in_flight_of_schedule(schedule, rank)
-    return _rank_rows(problem, stages, *flying, rank == placement_of(layout)[-1], layout.splits_backward)
+    for rank in sorted({0, max(placement)}):
+        flying = in_flight_at_least(layout, rank) if schedule is None else in_flight_of_schedule(schedule, rank)
+        kinds = tuple(tuple(u.kind for u in stages[s]) for s, where in enumerate(placement) if where == rank)
+        out.append(_rank_rows(problem, kinds, *flying, rank == placement[-1], layout.splits_backward))
+    return out
 
 
 @per_problem
 def _rank_rows(
     problem: PlanProblem,
-    stages: _StageKinds,
+    stages: tuple[tuple[str, ...], ...],
     first: tuple[int, ...],
     between: tuple[int, ...] | None,
     has_last_stage: bool,
     splits_backward: bool,
 ) -> _RankRows:
+    """`stages`: kinds of units, stage by stage."""
     alone, rows = len(stages) == 1, Counter[tuple[str, int, int, AtEnd]]()
     for kinds, a, b in zip(stages, first, between or [0] * len(stages), strict=True):
         end = len(kinds) - 1
@@ -265,24 +224,18 @@ def _extra_seconds(table: OptionTable, layout: ParallelLayout, rank: _RankRows, 
     """Lower bound on a rank's seconds beyond compute time; None if nothing fits."""
     key = (*table.key(layout), layout.splits_backward, layout.grid_splits_backward, rank, budget)
     if key not in table.cache:
-        table.cache[key] = _relax(table, layout, rank, budget)
+        options = _options(table, layout, rank)
+        rows = [_constraint(rank, options, at, layout.micro_batches) for at in rank.instants]
+        found = [_relaxed_seconds(held, budget - transient) for held, transient in rows]
+        stays, cluster = 0.0, table.problem.cluster
+        if (
+            layout.activations == "host" and rank.has_loss
+        ):  # its last bytes need not cross the link: its backward is next
+            stays = layout.micro_batches * 2 * (1 - cluster.overlap) * ACTIVATION_BUFFER_BYTES / cluster.host.link
+        table.cache[key] = (
+            None if None in found else max(0.0, max(least for least in found if least is not None) - stays)
+        )
     least: float | None = table.cache[key]
-    return least
-
-
-def _relax(table: OptionTable, layout: ParallelLayout, rank: _RankRows, budget: float) -> float | None:
-    least, stays, cluster = 0.0, 0.0, table.problem.cluster
-    if (
-        layout.activations == "host" and rank.has_loss
-    ):  # if its backward is next, the last bytes need not cross the link
-        stays = layout.micro_batches * 2 * (1 - cluster.overlap) * ACTIVATION_BUFFER_BYTES / cluster.host.link
-    options = _options(table, layout, rank)
-    for at in rank.instants:
-        rows, transient = _constraint(rank, options, at, layout.micro_batches)
-        found = _relaxed_seconds(rows, budget - transient)
-        if found is None:
-            return None
-        least = max(least, found - stays)
     return least
 
 

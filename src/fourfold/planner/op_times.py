@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal
 
-from fourfold.model.operators import ModelSpec, UnitSpec
+from fourfold.model.operators import UnitSpec
 from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES
 from fourfold.planner.comm_overlap import UnitStep, UnitTimeline
 from fourfold.planner.layouts import ParallelLayout
@@ -20,16 +19,7 @@ from fourfold.program import modes
 from fourfold.program.engine import OpExtras
 from fourfold.shard.layout import joined
 
-__all__ = ["StageTimes", "plan_units", "stage_times", "units_of_stages", "whole_step"]
-
-
-def units_of_stages(spec: ModelSpec, counts: Sequence[int]) -> list[list[UnitSpec]]:
-    """Units of every stage; `counts`: layers per stage, with the embedding and the head as layers."""
-    ends = list(accumulate(counts))
-    return [
-        [u for layer in range(end - count, end) for u in spec.of_layer(layer)]
-        for end, count in zip(ends, counts, strict=True)
-    ]
+__all__ = ["StageTimes", "plan_units", "stage_times", "whole_step"]
 
 
 def plan_units(

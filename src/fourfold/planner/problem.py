@@ -154,8 +154,20 @@ def per_problem(function: Callable[Concatenate[PlanProblem, P], R]) -> Callable[
 
 # ---- constraints ----
 
-SYNONYMS = {"tp": "col", "pp": "pipe", "dp": "data"}
+SYNONYMS = {
+    "tp": "col",
+    "pp": "pipe",
+    "dp": "data",
+    "mbs": "micro_batch_size",
+    "vp": "stages_per_rank",
+    "vpp": "stages_per_rank",
+}
 """Names of other systems that `--fix` accepts."""
+_NOT_HERE = {
+    "cp": "context parallelism is not supported: sequences are split over col, between the matmuls of a block",
+    "ep": "expert parallelism is not supported: there are no models with experts",
+    "sp": "sequence parallelism is part of col, unless tensor.residual = 'hidden'",
+}
 _OTHER_MODES = {
     "zero1": "use mode=keep: optimizer state is sharded, parameters are gathered and gradients reduced once a step",
     "ddp": "use mode=replicate",
@@ -240,6 +252,8 @@ def parse_fixes(texts: list[str], schedule: str | None = None, max_ranks: int | 
 def _parse_fix(text: str) -> tuple[str, Any]:
     given, equals, value = text.partition("=")
     name = SYNONYMS.get(given, given)
+    if name in _NOT_HERE:
+        raise PlanError(f"--fix {text}: {_NOT_HERE[name]}; leave it out")
     if name not in _FIXABLE:
         raise PlanError(f"--fix {text}{schema.nearest(given, (*_FIXABLE, *SYNONYMS))}; write for example --fix col=4")
     if not equals:

@@ -1,27 +1,36 @@
-"""The planner's report of a plan, as fields of the plan file; `view/explain.py` writes it as text."""
+"""The planner's report of a plan, as fields of the plan file (`view/explain.py` writes it as text); and if no plan fits, the
+arithmetic and the cheapest changes with which a plan fits. Every change that is named is backed by a plan."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from fourfold.errors import PlanError
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Plan
-from fourfold.planner.build import Candidate
+from fourfold.plan import Plan, Precision
+from fourfold.planner.build import Candidate, least_memory_plan
 from fourfold.planner.engines import FOURFOLD, own_engine
-from fourfold.planner.evaluate import StepTime, predict
+from fourfold.planner.evaluate import predict
 from fourfold.planner.grid_cost import flow_report
-from fourfold.planner.problem import PlanProblem
-from fourfold.planner.search import SearchResult
+from fourfold.planner.prediction import StepTime, fits
+from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.planner.unit_cost import UnitChoice, unit_cost
 from fourfold.schema import format_bytes
 
-__all__ = ["binding", "no_fit", "with_report"]
+if TYPE_CHECKING:
+    from fourfold.planner.search import SearchResult
+
+__all__ = ["binding", "explain_no_fit", "no_fit", "with_report"]
+
+_NODE_FACTORS = (2, 4, 8, 16, 32, 64)
+"""Multiples of the number of nodes to try as a remedy."""
 
 
-def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan:
-    """The best plan with its prediction, its certificate and the alternatives."""
+def with_report(found: SearchResult, problem: PlanProblem, top: int = 5, *, brief: bool = False) -> Plan:
+    """The best plan with its prediction, its certificate and the alternatives; `brief`: without the time of other kernels."""
     best = found.best
     predicted = best.prediction.to_dict() | {
         "model": problem.spec.name,
@@ -39,7 +48,7 @@ def with_report(found: SearchResult, problem: PlanProblem, top: int = 5) -> Plan
         "break_even_tokens": round(_break_even_tokens(best, problem)),
         "tokens_per_micro_batch": best.layout.micro_batch_size * problem.spec.seq_len,
         "flows": flow_report(problem, best.layout),
-        **_without_determinism(best, problem),
+        **({} if brief else _without_determinism(best, problem)),
     }
     others = tuple(_alternative(c, problem.spec) for c in found.ranked[:top])
     return replace(best.plan, predicted=predicted, certificate=found.certificate, alternatives=others)
@@ -95,7 +104,9 @@ def binding(best: Candidate) -> str:
 
 
 def _break_even_tokens(best: Candidate, problem: PlanProblem) -> float:
-    """Minimum tokens per micro-batch for which gathering a unit's parameters overlaps fully with computing it."""
+    """Minimum tokens per micro-batch for which gathering a unit's parameters overlaps fully with computing it; 0: no replicas."""
+    if best.layout.replicas == 1:
+        return 0.0
     kinds, seq_len = problem.spec.kinds, problem.spec.seq_len
     kind = max(kinds, key=lambda k: kinds[k].flops if kinds[k].layer not in (0, problem.spec.layers - 1) else -1.0)
     few, more = (
@@ -121,3 +132,73 @@ def no_fit(judged: Candidate, problem: PlanProblem) -> str:
                 f"{format_bytes(need - limit)} too much"
             )
     return "; ".join(parts)
+
+
+# ---- why no plan fits, and what would ----
+
+
+def explain_no_fit(problem: PlanProblem, constraints: Constraints, smallest: Candidate) -> NoReturn:
+    """Raise PlanError: the memory needed at least, the memory available, and the changes with which a plan fits."""
+    cluster, spec, layout = problem.cluster, problem.spec, smallest.layout
+    need, host = smallest.prediction.peak.peak, max(m.host for m in smallest.prediction.memory)
+    fixed = " ".join(f"{k}={v}" for k, v in constraints.fixed.items())
+    how = f"with {fixed}, the rest" if fixed else "everything"
+    devices = "device" if layout.mesh.ranks == 1 else "devices"
+    where = [f"{what} on the host" for what in ("optimizer", "activations") if getattr(layout, what) != "device"]
+    text = (
+        f"no plan fits: a device has {format_bytes(cluster.memory)}, of which {format_bytes(cluster.usable)} are for tensors "
+        f"(reserve {cluster.device.reserve}, margin {cluster.device.margin:.0%}); {spec.parameters / 1e9:.3g} B parameters on "
+        f"{layout.mesh.ranks} {devices} need about {format_bytes(need)} on each ({', '.join([str(layout), *where])}; {how} "
+        f"sharded and recomputed as far as possible)"
+    )
+    if host > cluster.host_memory:
+        text += f", and {format_bytes(host)} on the host for each, which has {format_bytes(cluster.host_memory)}"
+    remedies = "; or ".join(_remedies(problem, constraints, need, host))
+    if remedies:
+        raise PlanError(f"{text}. What would fit: {remedies}")
+    raise PlanError(f"{text}. No small change would fit: use a smaller model, or many more devices")
+
+
+def _remedies(problem: PlanProblem, constraints: Constraints, need: float, host: float) -> Iterator[str]:
+    """Changes with which a plan fits."""
+    cluster = problem.cluster
+    if constraints.max_ranks and constraints.max_ranks < cluster.devices:
+        alone = replace(cluster, nodes=1).with_devices(constraints.max_ranks)  # has the host's whole memory
+        if _has_plan(replace(problem, cluster=alone), constraints):
+            yield f"--devices {alone.devices} instead of --max-ranks {alone.devices}, if the node has no more"
+    if constraints.max_ranks and constraints.max_ranks < cluster.ranks:
+        if _has_plan(problem, Constraints(constraints.fixed)):
+            yield f"all {cluster.ranks} devices instead of --max-ranks {constraints.max_ranks}"
+    elif cluster.name != "local":  # the ranks of `local` share one machine
+        for times in _NODE_FACTORS:
+            more = replace(cluster, nodes=cluster.nodes * times)
+            if _has_plan(replace(problem, cluster=more), constraints):
+                yield f"{more.nodes} nodes instead of {cluster.nodes}"
+                break
+    parts = []
+    if need > cluster.usable:
+        memory = cluster.memory + (need - cluster.usable) / (1 - cluster.device.margin)
+        parts.append(f"devices with {format_bytes(1.001 * memory)}")
+    if host > cluster.host_memory:
+        parts.append(f"hosts with {format_bytes(1.001 * host * cluster.devices)}")
+    if parts:
+        yield " and ".join(parts)
+    bf16 = replace(problem, precision=Precision(compute="bf16"))
+    if problem.precision.compute != "bf16" and _has_plan(bf16, constraints):
+        yield "bf16 instead of " + problem.precision.compute
+    for name, value in constraints.fixed.items():
+        others = {k: v for k, v in constraints.fixed.items() if k != name}
+        if _has_plan(problem, Constraints(others, constraints.max_ranks)):
+            yield f"leaving {name} free instead of {value}"
+            break
+
+
+def _has_plan(problem: PlanProblem, constraints: Constraints) -> bool:
+    cluster = problem.cluster
+    if problem.spec.parameters * problem.compute_bytes / cluster.ranks > cluster.usable:  # not even sharded weights fit
+        return False
+    try:
+        memory = least_memory_plan(problem, constraints).prediction.memory
+    except PlanError:  # the batch cannot be divided over that many ranks
+        return False
+    return fits(memory, cluster, cluster.usable)

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 from fourfold.errors import ScheduleError
 from fourfold.plan import Tensor
-from fourfold.planner.build import Candidate, build_plan
-from fourfold.planner.evaluate import fits
-from fourfold.planner.infeasible import explain_no_fit, least_memory_plan
+from fourfold.planner.build import Candidate, build_plan, least_memory_plan
 from fourfold.planner.layouts import ParallelLayout, enumerate_layouts, keep_options, may_consume
 from fourfold.planner.local_search import improve, price_of_memory
 from fourfold.planner.lower_bounds import compute_bound, memory_bound
+from fourfold.planner.prediction import fits
 from fourfold.planner.problem import Constraints, PlanProblem, SearchConfig, rounded
+from fourfold.planner.report import explain_no_fit
 from fourfold.planner.stage_partition import RankLoad, compute_only_seconds, in_flight, partition_layers, rank_loads
 from fourfold.planner.unit_cost import tied_elements
 from fourfold.planner.unit_options import OptionTable, rank_options

@@ -1,4 +1,4 @@
-"""Partitioning layers into pipeline stages; units and compute times of the pipeline's ranks.
+"""The schedule of a plan, its layers partitioned into stages, and units and compute times of the pipeline's ranks.
 
 Stages have about equal time, or equal numbers of layers, whichever gives the busiest rank less work. The embedding and the head
 count as layers. Simulating the schedule with several partitions and choosing the fastest would gain less than 1 %.
@@ -7,35 +7,92 @@ count as layers. Simulating the schedule with several partitions and choosing th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
-from fourfold.planner.evaluate import schedule_of
-from fourfold.planner.layouts import GridShape, ParallelLayout
-from fourfold.planner.op_times import units_of_stages
+from fourfold.errors import PlanError
+from fourfold.model.operators import ModelSpec, UnitSpec
+from fourfold.plan import Mesh, Plan
+from fourfold.planner.layouts import GridShape, ParallelLayout, layout_of_plan
 from fourfold.planner.problem import PlanProblem, per_problem, rounded
 from fourfold.planner.unit_cost import unit_times_on_grid
 from fourfold.program.costs import Costs
 from fourfold.program.engine import OpExtras, Problem, run
+from fourfold.program.from_plan import schedule_of_plan
 from fourfold.program.ops import Schedule, ends_of_step
+from fourfold.program.partition import partition
 from fourfold.program.schedules import loop, zigzag
 
 __all__ = [
+    "InFlight",
     "RankLoad",
     "compute_only_seconds",
     "in_flight",
+    "in_flight_at_least",
     "partition_layers",
     "placement_of",
     "rank_loads",
+    "schedule_of",
     "stage_counts",
+    "stage_layers",
+    "units_of_stages",
 ]
 
+_MOST_OPS = 30_000
+"""Maximum ops of a simulated schedule; longer ones are simulated without some of the repeating micro-batches in the middle."""
 FIW = tuple[float, float, float]
 """Seconds of F, I and W of a micro-batch."""
 
 
-# ---- stages ----
+# ---- a plan's schedule and stages ----
+
+
+def schedule_of(problem: PlanProblem, plan: Plan) -> Schedule:
+    """A plan's schedule, with the number of micro-batches that is simulated."""
+    pipeline, micro_batches = plan.pipeline, plan.micro_batches(problem.global_batch)
+    if pipeline.schedule != "synthesized":  # a synthesized schedule chooses its number of stages itself
+        pipeline = replace(pipeline, layers="auto")
+    per, few = 3 * layout_of_plan(plan, problem).stages, 4 * plan.mesh.pipe
+    if micro_batches * per > _MOST_OPS:
+        micro_batches = max(few, _MOST_OPS // per // few * few)
+    return _schedule(problem, Plan(mesh=Mesh(pipe=plan.mesh.pipe), pipeline=pipeline), micro_batches)
+
+
+@per_problem
+def _schedule(problem: PlanProblem, shape: Plan, micro_batches: int) -> Schedule:
+    """`shape`: the values of a plan that determine its schedule."""
+    return schedule_of_plan(shape, micro_batches, layers=problem.spec.layers)
+
+
+def stage_layers(problem: PlanProblem, schedule: Schedule, requested: tuple[int, ...] | str) -> tuple[int, ...]:
+    """Layers per stage, with the embedding and the head as layers: as requested, or partitioned by FLOPs."""
+    layers, stages = problem.spec.layers - 2, schedule.stages
+    if isinstance(requested, tuple):
+        if len(requested) != stages or sum(requested) != layers:
+            raise PlanError(
+                f"pipeline.layers = {list(requested)} must be {stages} numbers that sum to the model's {layers} layers"
+            )
+        return tuple(n + (s == 0) + (s == stages - 1) for s, n in enumerate(requested))
+    return _partition_by_flops(problem, schedule.placement)
+
+
+@per_problem
+def _partition_by_flops(problem: PlanProblem, placement: tuple[int, ...]) -> tuple[int, ...]:
+    spec = problem.spec
+    return partition([sum(u.flops for u in spec.of_layer(layer)) for layer in range(spec.layers)], placement)
+
+
+def units_of_stages(spec: ModelSpec, counts: Sequence[int]) -> list[list[UnitSpec]]:
+    """Units of every stage; `counts`: layers per stage, with the embedding and the head as layers."""
+    ends = list(accumulate(counts))
+    return [
+        [u for layer in range(end - count, end) for u in spec.of_layer(layer)]
+        for end, count in zip(ends, counts, strict=True)
+    ]
+
+
+# ---- stages of a layout ----
 
 
 def partition_layers(problem: PlanProblem, layout: ParallelLayout) -> tuple[Schedule, tuple[int, ...]]:
@@ -87,15 +144,22 @@ def _equal_count(layers: int, stages: int) -> tuple[int, ...]:
 
 
 @per_problem
-def layer_times(problem: PlanProblem, grid: GridShape, once: bool | None = False) -> list[FIW]:
-    """F, I and W of a micro-batch, layer by layer; `once` as in `unit_times_on_grid`."""
+def layer_times(
+    problem: PlanProblem, grid: GridShape, once: bool | None = False, splits_backward: bool = False
+) -> list[FIW]:
+    """F, I and W of a micro-batch, layer by layer; the options as in `unit_times_on_grid`."""
     spec = problem.spec
-    kinds = {k: unit_times_on_grid(problem, k, grid, once=once) for k in spec.kinds}
-    times: list[FIW] = []
-    for layer in range(spec.layers):
-        f, i, w = (float(sum(part)) for part in zip(*(kinds[u.kind][:3] for u in spec.of_layer(layer)), strict=True))
-        times.append((f, i, w))
-    return times
+    kinds = {k: unit_times_on_grid(problem, k, grid, splits_backward=splits_backward, once=once) for k in spec.kinds}
+    return [_sum(kinds[u.kind][:3] for u in spec.of_layer(layer)) for layer in range(spec.layers)]
+
+
+def _sum(times: Iterable[FIW]) -> FIW:
+    f, i, w = (float(sum(part)) for part in zip(*times, strict=True))
+    return f, i, w
+
+
+def _stage_sums(layers: Sequence[FIW], counts: Sequence[int]) -> list[FIW]:
+    return [_sum(layers[end - count : end]) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 # ---- ranks ----
@@ -111,18 +175,35 @@ class RankLoad:
     """Whether it holds a copy of a tied weight."""
 
 
-def in_flight(layout: ParallelLayout, rank: int) -> float:
-    """Maximum micro-batches in flight on a rank, in units of all its stages; close to that of the schedule's order."""
+InFlight = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Micro-batches in flight for each stage of a rank: at first, and between (None: the instant may not exist)."""
+
+
+def in_flight_at_least(layout: ParallelLayout, rank: int) -> InFlight:
+    """Lower bound on the micro-batches in flight at one instant, for a named schedule. A test checks it against orders."""
     p, m, v = layout.mesh.pipe, layout.micro_batches, layout.stages_per_rank
-    match layout.schedule:
-        case "gpipe":
-            return m
-        case "1f1b":
-            return min(m, p - rank)
-        case "interleaved":
-            return min(m, ((v - 1) * p + 2 * (p - rank - 1) + 1) / v)
-        case _:
-            return min(m, p)
+    if v == 1:
+        most = m if layout.schedule == "gpipe" else min(m, p - rank)
+        return (most,), (min(m - 1, most),) if m > 1 else None
+    if layout.schedule == "interleaved":
+        warm = 2 * (p - rank) - 1
+        first = (min(m, max(p, warm)), *[min(m, p)] * (v - 2), min(m, p, warm))
+        return first, first if m >= 2 * p else None
+    if v == 2:  # a V
+        first = (min(m, 2 * p - 1 - rank), min(m, rank + 1))
+        return first, (first if layout.schedule == "zb-v" else (p, rank)) if m >= 2 * p else None
+    if m <= p or p < 4:
+        first = (*[min(m, p)] * (v - 1), min(m, rank + 1))
+        return first, (*[p // 2] * (v - 1), 0) if m >= 2 * p else None
+    whole = m % p == 0
+    first = (*[p - 1] * (v - 1), rank) if whole else (*[3 * p // 4] * (v - 1), 0)
+    return first, (*[p // 2 if whole else p // 3] * (v - 1), 0) if m >= 2 * p else None
+
+
+def in_flight(layout: ParallelLayout, rank: int) -> float:
+    """Micro-batches in flight on a rank, in units of all its stages; close to the maximum of the schedule's order."""
+    first, _ = in_flight_at_least(layout, rank)
+    return sum(first) / len(first)
 
 
 def rank_loads(problem: PlanProblem, layout: ParallelLayout) -> tuple[list[RankLoad], list[FIW]]:
@@ -142,24 +223,18 @@ def _distinct_ranks(
     problem: PlanProblem, placement: tuple[int, ...], grid: GridShape, splits_backward: bool
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[FIW]]:
     """The first rank, the last rank, and one of each group of equal ranks between them; their units and times."""
-    times: dict[str, FIW] = {}
-    for kind in problem.spec.kinds:
-        t = unit_times_on_grid(problem, kind, grid, splits_backward=splits_backward)
-        times[kind] = (t.forward, t.input_grad, t.weight_grad)
-    last = max(placement)
-    of_rank: list[Counter[str]] = [Counter() for _ in range(last + 1)]
-    for rank, units in zip(
-        placement, units_of_stages(problem.spec, stage_counts(problem, grid, placement)), strict=True
-    ):
-        of_rank[rank].update(u.kind for u in units)
+    counts, last = stage_counts(problem, grid, placement), max(placement)
+    units = units_of_stages(problem.spec, counts)
+    times = _stage_sums(layer_times(problem, grid, None, splits_backward), counts)
+    held: list[list[int]] = [[] for _ in range(last + 1)]
+    for stage, rank in enumerate(placement):
+        held[rank].append(stage)
+    kinds = [Counter(u.kind for s in stages for u in units[s]) for stages in held]
     ranks: dict[object, int] = {}
-    for rank, kinds in enumerate(of_rank):
-        ranks.setdefault(rank if rank in (0, last) else frozenset(kinds.items()), rank)
-    works: list[FIW] = []
-    for rank in ranks.values():
-        f, i, w = (float(sum(n * times[k][part] for k, n in of_rank[rank].items())) for part in range(3))
-        works.append((f, i, w))
-    return list(ranks.values()), [tuple(of_rank[rank].items()) for rank in ranks.values()], works
+    for rank, of_rank in enumerate(kinds):
+        ranks.setdefault(rank if rank in (0, last) else frozenset(of_rank.items()), rank)
+    found = list(ranks.values())
+    return found, [tuple(kinds[r].items()) for r in found], [_sum(times[s] for s in held[r]) for r in found]
 
 
 # ---- a step with compute time and messages only ----
@@ -194,11 +269,3 @@ def compute_only_seconds(
     return (
         float(run(ops, schedule.order, more=more).makespan) + (layout.micro_batches - schedule.micro_batches) * busiest
     )
-
-
-def _stage_sums(layers: Sequence[FIW], counts: Sequence[int]) -> list[FIW]:
-    out, ends = [], list(accumulate(counts))
-    for end, count in zip(ends, counts, strict=True):
-        f, i, w = (sum(t[part] for t in layers[end - count : end]) for part in range(3))
-        out.append((f, i, w))
-    return out

@@ -33,11 +33,14 @@ __all__ = [
     "RankChoice",
     "RankOptions",
     "UnitOption",
+    "group_sizes",
     "rank_options",
     "sharding_options",
 ]
 
 SPLITS = (2, 4, 8, 16)
+GROUP_NODES = (1, 2, 4, 8)
+"""Nodes of a group that parameters may be sharded in, besides all replicas."""
 _BEFORE = {"attn": "mlp", "mlp": "attn", "head": "mlp", "embed": "attn"}
 """The unit that computes while a unit's parameters are gathered."""
 _EPSILON = 1e-12
@@ -106,6 +109,13 @@ def _share_without_room(problem: PlanProblem, layout: ParallelLayout) -> float:
     return max(0.0, 1 - layout.host_activation_bytes(problem) / moves) if moves else 0.0
 
 
+def group_sizes(problem: PlanProblem, layout: ParallelLayout) -> list[int]:
+    """Sizes of groups that parameters may be sharded in (`within`): all replicas (0), or those of a few nodes."""
+    node, replicas = problem.cluster.devices // layout.replica_stride, layout.replicas
+    sizes = (nodes * node for nodes in GROUP_NODES)
+    return [0, *(size for size in sizes if 1 < size < replicas and replicas % size == 0)]
+
+
 def sharding_options(
     problem: PlanProblem,
     layout: ParallelLayout,
@@ -122,8 +132,7 @@ def sharding_options(
     m, replicas = layout.micro_batches, layout.replicas
     choices = [UnitChoice()]
     if replicas > 1:
-        node = problem.cluster.devices // layout.replica_stride
-        groups = [0, node] if 1 < node < replicas and replicas % node == 0 else [0]
+        groups = group_sizes(problem, layout)
         every: list[Literal["zero3", "keep", "zero2"]] = ["zero3"]
         if m > 1 or wanted == "keep":  # with one micro-batch, keep and zero2 are the same
             every.append("keep")
@@ -184,7 +193,11 @@ def _sharding_option(
         reduce = min(cost.reduce, cost.gradient_bytes / JOIN * reduce)
     if bound and not sharded:
         backward = reduce
-    seconds += (m if each_micro_batch else 1) * (exposed(reduce, backward) + exposed(cost.across, backward))
+    if bound or cost.own_link:
+        sums = exposed(reduce, backward) + exposed(cost.across, backward)
+    else:  # on one link, one after another
+        sums = exposed(reduce + cost.across, backward)
+    seconds += (m if each_micro_batch else 1) * sums
     if each_op and "weights" in layout.tensor.keep:  # the grid gathers them again
         again, once = (unit_times(problem, layout, kind, c).work for c in (choice, UnitChoice()))
         seconds += m * (again - once)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.program.modes import Mode, ReduceAfter, reduces, releases
+from fourfold.program.modes import Mode, ReduceAfter, once_a_step, reduces, releases, shards
 from fourfold.shard.unit import Unit
 
 __all__ = ["HookDriver", "Hooked", "tensors_in"]
@@ -74,7 +74,7 @@ class HookDriver:
             if part.waiting or (part.unit.grad is not None and self._reduces(part)):
                 part.waiting = 0
                 self._complete(part)
-            if part.mode != "keep" or self.last:
+            if releases(part.mode, last=self.last, none_in_flight=True):
                 part.unit.release()
         if self._seen:
             self._order = self._seen
@@ -91,7 +91,7 @@ class HookDriver:
 
     def made(self, part: Hooked) -> None:
         """Called by a backward outside the hooks when a unit's gradient of this micro-batch is complete."""
-        if part.mode != "keep":
+        if releases(part.mode, last=False, none_in_flight=True):
             part.unit.release()
         self._complete(part)
 
@@ -165,8 +165,8 @@ class HookDriver:
 
 def _idle(part: Hooked) -> bool:
     """Whether a unit needs no communication in a micro-batch that is not the last."""
-    stays_gathered = part.mode == "replicate" or (part.mode == "keep" and part.unit.ready())
-    return stays_gathered and part.reduce == "step" and part.unit.lends_grads()
+    here = not shards(part.mode) or part.unit.ready()
+    return once_a_step(part.mode, part.reduce) and here and part.unit.lends_grads()
 
 
 class _Boundary(torch.autograd.Function):

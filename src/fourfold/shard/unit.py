@@ -268,7 +268,8 @@ class Unit:
         """Whether the parameters can be used without waiting. Depends on the calls made, not on timing."""
         if self.before_use is not None:
             return False
-        return all(unit.gathered and unit._gathering is None for unit in (self, *self._lenders))
+        here = self.gathered and self._gathering is None
+        return here and all(unit.gathered and unit._gathering is None for unit in self._lenders)
 
     def _gather_for(self, user: str) -> None:
         already_gathered = bool(self._holders)
@@ -317,16 +318,16 @@ class Unit:
         return into
 
     def _accumulator(self, name: str) -> Tensor:
+        if (made := self._grads.get(name)) is not None:
+            return made
         if name in self._borrowed_params:
-            if name not in self._grads:
-                self._grads[name] = torch.empty_like(self._borrowed_params[name], dtype=self.reduce_dtype)
-                self._unwritten.add(name)
+            made = torch.empty_like(self._borrowed_params[name], dtype=self.reduce_dtype)
+            self._unwritten.add(name)
         else:
-            full_grad = self._full_grad()
-            if name not in self._grads:
-                slot = self._slots[name]
-                self._grads[name] = full_grad[slot.start : slot.stop].view(slot.shape)
-        return self._grads[name]
+            slot = self._slots[name]
+            made = self._full_grad()[slot.start : slot.stop].view(slot.shape)
+        self._grads[name] = made
+        return made
 
     def _full_grad(self) -> Tensor:
         if self.grad is None:

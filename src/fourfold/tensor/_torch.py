@@ -1,4 +1,4 @@
-"""The private torch names that this package uses, to run operations outside a selective checkpoint.
+"""The torch names that this package wraps: private ones, to run operations outside a selective checkpoint, and one that is slow.
 
 A selective checkpoint records a region's operations by a dispatch mode: one for the forward and another for the recomputation,
 which share `storage`. A matmul on the grid stores its result there and bypasses the modes for its own operations (collectives,
@@ -7,15 +7,18 @@ local matmuls). So the recomputation does not communicate, and only the result i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import function
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["Region", "selective_region"]
+__all__ = ["Region", "once_differentiable", "selective_region"]
 
 
 class Region:
@@ -42,3 +45,14 @@ def selective_region() -> Region | None:
     """The caller's region, if its mode is the innermost one."""
     mode = _get_current_dispatch_mode()
     return Region(mode) if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) else None
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's, which says that a backward has no gradient of its own, without its cost where nothing asks for that gradient."""
+    checked = function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        return (checked if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run

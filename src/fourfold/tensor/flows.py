@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fourfold.tensor._torch import selective_region
+from fourfold.tensor._torch import once_differentiable, selective_region
 from fourfold.tensor.blocks import round_up
 from fourfold.tensor.costs import MatmulSizes
 from fourfold.tensor.grid import Axis, Grid, PendingTensor
@@ -59,8 +58,10 @@ def gather_columns(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> Tensor:
 
 
 def _start_gather_columns(x: Tensor, col: Axis, tokens: bool, seq_len: int) -> PendingTensor:
-    n = tokens_in(x.shape[0], col, seq_len) if tokens else 0
-    return col.start_gather(x).then(lambda whole: whole[:n] if tokens else _side_by_side(whole, col.size))
+    whole = col.start_gather(x)
+    if not tokens:
+        return whole if col.size == 1 else whole.then(lambda parts: _side_by_side(parts, col.size))
+    return whole.first(tokens_in(x.shape[0], col, seq_len), x.shape[0] * col.size)
 
 
 def scatter_sum(x: Tensor, col: Axis, tokens: bool) -> Tensor:
@@ -180,19 +181,16 @@ class Matmul:
     sizes: MatmulSizes
     seq_len: int
     keeps_inputs: bool = False
+    takes_tokens: bool = field(init=False)
+    gives_tokens: bool = field(init=False)
+    moves_weight: bool = field(init=False)
+    """Whether W is gathered over row, and its gradient reduce-scattered."""
 
-    @property
-    def takes_tokens(self) -> bool:
-        return {"os": self.sizes.in_tokens, "ws-in": True}.get(self.flow, False)
-
-    @property
-    def gives_tokens(self) -> bool:
-        return {"ls": self.sizes.out_tokens, "ws-out": True}.get(self.flow, False)
-
-    @property
-    def moves_weight(self) -> bool:
-        """Whether W is gathered over row, and its gradient reduce-scattered."""
-        return self.flow in ("os", "ls")
+    def __post_init__(self) -> None:
+        flow, sizes = self.flow, self.sizes
+        object.__setattr__(self, "takes_tokens", sizes.in_tokens if flow == "os" else flow == "ws-in")
+        object.__setattr__(self, "gives_tokens", sizes.out_tokens if flow == "ls" else flow == "ws-out")
+        object.__setattr__(self, "moves_weight", flow in ("os", "ls"))
 
     def forward(self, x: Tensor, w: Tensor, whole: Whole) -> tuple[Tensor, Tensor]:
         """(y, what is saved of x for the backward)."""
@@ -282,7 +280,11 @@ class Matmul:
     def start_whole(self, w: Tensor) -> PendingTensor:
         """Start gathering W over row; the result has no padding."""
         filled = self.sizes.b if self.flow == "os" else self._width_out
-        return self.grid.row.start_gather(w).then(lambda whole: whole[:filled])
+        return self.grid.row.start_gather(w).first(filled, w.shape[0] * self.grid.row.size)
+
+    def by_sequence(self, x: Tensor) -> Tensor:
+        """[n, block] as [B, T, block]."""
+        return x.view(x.shape[0] // self.seq_len, self.seq_len, x.shape[1])
 
     # ---- helpers ----
 
@@ -349,22 +351,28 @@ class WeightHolder(Protocol):
 
 
 class _Multiply(torch.autograd.Function):
-    """y = x wᵀ with a flow. With `put_off`, (x, kept) goes to a queue and autograd gets no gradient of w."""
+    """y = x wᵀ with a flow. With `put_off`, (x, kept) goes to a queue and autograd gets no gradient of w.
+
+    Features have three dims [B, T, block] outside, and two inside: views here are no nodes of the autograd graph.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         w: Tensor,
-        token: Tensor | None,
         matmul: Matmul,
-        put_off: PutOff | None,
-        queue: int,
-        place: int,
         holder: WeightHolder | None,
+        token: Tensor | None = None,
+        put_off: PutOff | None = None,
+        queue: int = 0,
+        place: int = 0,
     ) -> Tensor:
-        ctx.matmul, ctx.token, ctx.put_off, ctx.queue, ctx.place = matmul, token, put_off, queue, place
-        ctx.holder = holder
+        ctx.matmul, ctx.holder, ctx.put_off = matmul, holder, put_off
+        if put_off is not None:
+            ctx.token, ctx.queue, ctx.place = token, queue, place
+        if not matmul.takes_tokens:
+            x = x.flatten(0, 1)
         region = selective_region() if holder is not None else None
         if region is None:
             y, kept = matmul.forward(x, w, _whole(matmul, w, holder))
@@ -376,18 +384,22 @@ class _Multiply(torch.autograd.Function):
                     y, kept = matmul.forward(x, w, _whole(matmul, w, holder))
                     region.keep(id(holder), y)
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, w)
-        return y
+        return y if matmul.gives_tokens else matmul.by_sequence(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
         matmul, holder = ctx.matmul, ctx.holder
+        whole = _whole(matmul, w, holder)
+        if not matmul.gives_tokens:
+            dy = dy.flatten(0, 1)
         if x is None:  # w is frozen
-            return matmul.input_grad(dy, w, _whole(matmul, w, holder))[0].get(), *(None,) * 7
+            dx = matmul.input_grad(dy, w, whole)[0].get()
+            return dx if matmul.takes_tokens else matmul.by_sequence(dx), *_NONE
         # the gather for the weight gradient overlaps with dx; without overlap it starts later, to save memory
         early = matmul.inputs(x) if ctx.put_off is None and matmul.grid.col.overlap else None
-        dx, kept = matmul.input_grad(dy, w, _whole(matmul, w, holder))
+        coming, kept = matmul.input_grad(dy, w, whole)
         dw = None
         if ctx.put_off is not None:
             ctx.put_off(x, kept, ctx.token, ctx.queue, ctx.place)
@@ -396,7 +408,12 @@ class _Multiply(torch.autograd.Function):
             if holder is None or not holder.take_weight_grad(inputs, kept):
                 wide = torch.promote_types(w.dtype, torch.float32)
                 dw = matmul.weight_grad(inputs, kept, wide).get().to(w.dtype)
-        return dx.get(), dw, None, None, None, None, None, None
+        dx = coming.get()
+        return dx if matmul.takes_tokens else matmul.by_sequence(dx), dw, *_NONE[1:]
+
+
+_NONE = (None,) * 7
+"""Gradients of what is no tensor, and of w; autograd ignores those of arguments that were not given."""
 
 
 def _whole(matmul: Matmul, w: Tensor, holder: WeightHolder | None) -> Whole:
@@ -407,11 +424,13 @@ def multiply(
     x: Tensor,
     w: Tensor,
     matmul: Matmul,
+    holder: WeightHolder | None = None,
     token: Tensor | None = None,
     put_off: PutOff | None = None,
     queue: int = 0,
     place: int = 0,
-    holder: WeightHolder | None = None,
 ) -> Tensor:
-    """x wᵀ, differentiable; input and output have the flow's layouts."""
-    return _Multiply.apply(x, w, token, matmul, put_off, queue, place, holder)
+    """x wᵀ, differentiable; input and output have the flow's layouts: tokens [m, width], or features [B, T, block]."""
+    if put_off is None:
+        return _Multiply.apply(x, w, matmul, holder)
+    return _Multiply.apply(x, w, matmul, holder, token, put_off, queue, place)

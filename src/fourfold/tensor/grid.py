@@ -27,6 +27,8 @@ __all__ = ["Axis", "Grid", "PendingTensor"]
 class PendingTensor:
     """The result of a collective in flight; `source` is kept alive until it completes."""
 
+    __slots__ = ("_pending", "_source", "_then", "_value")
+
     def __init__(self, value: Tensor, pending: Pending | None = None, source: Tensor | None = None):
         self._value, self._pending, self._source = value, pending, source
         self._then: Callable[[Tensor], Tensor] | None = None
@@ -41,6 +43,10 @@ class PendingTensor:
         before = self._then
         self._then = make if before is None else lambda value: make(before(value))
         return self
+
+    def first(self, rows: int, of: int) -> PendingTensor:
+        """Keep the first `rows` of its `of` rows, when it is taken."""
+        return self if rows == of else self.then(lambda value: value[:rows])
 
     def get(self) -> Tensor:
         """Wait for the result and return it."""
@@ -65,14 +71,16 @@ class Axis:
         overlap: bool = False,
     ):
         self.name, self.size, self.index, self.group, self.overlap = name, size, index, group, overlap
+        self._gather, self._scatter = f"a gather over {name}", f"a scatter over {name}"
+        self._broadcast, self._reduction = f"a broadcast over {name}", f"a reduction over {name}"
 
     def gather(self, x: Tensor) -> Tensor:
         """All-gather: every rank's x, concatenated."""
-        return x if self.group is None else collectives.gathered(x, self.group, f"a gather over {self.name}")
+        return x if self.group is None else collectives.gathered(x, self.group, self._gather)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter: this rank's part of the sum of all x."""
-        return x if self.group is None else collectives.scattered(x, self.group, f"a scatter over {self.name}")
+        return x if self.group is None else collectives.scattered(x, self.group, self._scatter)
 
     def start_gather(self, x: Tensor) -> PendingTensor:
         """Start a `gather`; in a compiled graph it completes at once."""
@@ -80,7 +88,7 @@ class Axis:
             return PendingTensor(self.gather(x))
         x = x.contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return PendingTensor(out, collectives.all_gather(out, x, self.group, f"a gather over {self.name}"), x)
+        return PendingTensor(out, collectives.all_gather(out, x, self.group, self._gather), x)
 
     def start_scatter(self, x: Tensor) -> PendingTensor:
         """Start a `scatter`."""
@@ -88,21 +96,21 @@ class Axis:
             return PendingTensor(self.scatter(x))
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return PendingTensor(out, collectives.reduce_scatter(out, x, self.group, f"a scatter over {self.name}"), x)
+        return PendingTensor(out, collectives.reduce_scatter(out, x, self.group, self._scatter), x)
 
     def start_broadcast(self, x: Tensor, source: int) -> PendingTensor:
         """Start a `broadcast`."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
             return PendingTensor(self.broadcast(x, source))
         out = x.contiguous() if self.index == source else torch.empty_like(x, memory_format=torch.contiguous_format)
-        return PendingTensor(out, collectives.broadcast(out, source, self.group, f"a broadcast over {self.name}"))
+        return PendingTensor(out, collectives.broadcast(out, source, self.group, self._broadcast))
 
     def start_reduce(self, x: Tensor, target: int) -> PendingTensor:
         """Start a `reduce`, which may overwrite x."""
         if self.group is None or not self.overlap or torch.compiler.is_compiling():
             return PendingTensor(self.reduce(x, target))
         x = x.contiguous()
-        return PendingTensor(x, collectives.reduce(x, target, self.group, f"a reduction over {self.name}"))
+        return PendingTensor(x, collectives.reduce(x, target, self.group, self._reduction))
 
     def sum(self, x: Tensor) -> Tensor:
         return x if self.group is None else collectives.summed(x, self.group, f"a sum over {self.name}")
@@ -116,13 +124,11 @@ class Axis:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """x of rank `source`."""
-        return (
-            x if self.group is None else collectives.broadcasted(x, source, self.group, f"a broadcast over {self.name}")
-        )
+        return x if self.group is None else collectives.broadcasted(x, source, self.group, self._broadcast)
 
     def reduce(self, x: Tensor, target: int) -> Tensor:
         """The sum of all x; valid only on rank `target`."""
-        return x if self.group is None else collectives.reduced(x, target, self.group, f"a reduction over {self.name}")
+        return x if self.group is None else collectives.reduced(x, target, self.group, self._reduction)
 
 
 @dataclass(frozen=True)

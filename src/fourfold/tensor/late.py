@@ -58,15 +58,16 @@ class WeightPrefetch:
 
     def take(self, weight: Weight) -> PendingTensor:
         """The gathered W."""
-        coming = None
-        if self._next is not None and self._next[0] is weight:
-            coming, self._next = self._next[1], None
-        self._drop()
-        coming = coming or weight.start_whole()
-        at = len(self._taken)
+        said, at, coming = self._said, len(self._taken), None
         self._taken.append(weight)
-        following = self._said[at + 1] if at + 1 < len(self._said) and self._said[at] is weight else None
-        if self._sums.in_flight and following is not None and following.ready():
+        if self._next is not None:
+            if self._next[0] is weight:
+                coming, self._next = self._next[1], None
+            else:
+                self._drop()
+        if coming is None:
+            coming = weight.start_whole()
+        if self._sums.in_flight and at + 1 < len(said) and said[at] is weight and (following := said[at + 1]).ready():
             self._next = following, following.start_whole()
         return coming
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fourfold.model.attention import Documents
 from fourfold.model.head_loss import ChunkedLoss, VocabPart, gradients_later, losses_in_chunks
 from fourfold.model.layers import IGNORE, PerHeadNorm
 from fourfold.piece import Piece
+from fourfold.tensor._torch import once_differentiable
 from fourfold.tensor.blocks import Blocks, cut, even, make_pieces, round_up, single
 from fourfold.tensor.flows import gather_columns, scatter_sum
 from fourfold.tensor.grid import Axis, Grid

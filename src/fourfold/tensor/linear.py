@@ -118,6 +118,7 @@ class GridLinear(nn.Module):
         )
         chosen = flow or setting.choose(sizes, name, moves_output)
         self.setting, self.inputs, self.outputs = setting, inputs, outputs
+        self.col, self.seq_len = grid.col, setting.seq_len
         self.filled = inputs.blocks.filled(grid.col.index) if trim else inputs.blocks.size
         self.matmul = Matmul(chosen, grid, sizes, setting.seq_len, keeps_inputs="inputs" in setting.keep)
         self.weight = nn.Parameter(torch.empty(sizes.weight_shape(chosen), device="meta"))
@@ -132,35 +133,39 @@ class GridLinear(nn.Module):
         self._sums: GradientSums | None = None
         self._add: Callable[[Tensor], None] | None = None
         self._ready: Callable[[], bool] = _always
+        self._keeps_whole = "weights" in setting.keep
+        self._keeps_unsummed = "gradients" in setting.keep and self.matmul.moves_weight and grid.row.size > 1
         self._whole: Tensor | None = None  # gathered W, if kept
         self._unsummed: Tensor | None = None  # unreduced gradients, if kept
 
     def forward(self, x: Tensor) -> Tensor:
-        matmul, grid, seq_len = self.matmul, self.setting.grid, self.setting.seq_len
-        if not self.inputs.tokens:
-            x = x.flatten(0, -2)
-            if self.filled < x.shape[1]:
-                x = F.pad(x[:, : self.filled], (0, x.shape[1] - self.filled))
-        low = None if self.adapter is None else self.adapter.low(x)
-        if matmul.takes_tokens and not self.inputs.tokens:
-            x = to_tokens(x, grid.col, grid.col.size * x.shape[1], seq_len)
-        elif self.inputs.tokens and not matmul.takes_tokens:
-            x = to_features(x, grid.col, self.inputs.blocks.size, seq_len)
+        matmul, col, seq_len, inputs, outputs = self.matmul, self.col, self.seq_len, self.inputs, self.outputs
+        if self.filled < inputs.blocks.size:
+            x = F.pad(x[..., : self.filled], (0, x.shape[-1] - self.filled))
+        low = None if self.adapter is None else self.adapter.low(x if inputs.tokens else x.flatten(0, -2))
+        if matmul.takes_tokens and not inputs.tokens:
+            x = to_tokens(x.flatten(0, -2), col, col.size * x.shape[-1], seq_len)
+        elif inputs.tokens and not matmul.takes_tokens:
+            x = matmul.by_sequence(to_features(x, col, inputs.blocks.size, seq_len))
         holder = None if torch.compiler.is_compiling() else self
-        y = multiply(x, self.weight, matmul, self.token, self._put_off, self._queue, self._place, holder)
-        if matmul.gives_tokens and not self.outputs.tokens:
-            y = to_features(y, grid.col, self.outputs.blocks.size, seq_len)
-        elif self.outputs.tokens and not matmul.gives_tokens:
-            y = to_tokens(y, grid.col, self.outputs.blocks.total, seq_len)
+        if self._put_off is None:
+            y = multiply(x, self.weight, matmul, holder)
+        else:
+            y = multiply(x, self.weight, matmul, holder, self.token, self._put_off, self._queue, self._place)
+        if matmul.gives_tokens and not outputs.tokens:
+            y = matmul.by_sequence(to_features(y, col, outputs.blocks.size, seq_len))
+        elif outputs.tokens and not matmul.gives_tokens:
+            y = to_tokens(y.flatten(0, -2), col, outputs.blocks.total, seq_len)
         if self.adapter is not None and low is not None:
-            if not self.inputs.tokens:
-                low = own_tokens(low, grid.col, seq_len)
-            if not self.outputs.tokens:
-                low = all_tokens(low, grid.col, seq_len)
-            y = y + self.adapter.spread(low)
-        if self.bias is not None:
-            y = y + self.bias
-        return y if self.outputs.tokens else y.view(y.shape[0] // seq_len, seq_len, y.shape[1])
+            if not inputs.tokens:
+                low = own_tokens(low, col, seq_len)
+            if not outputs.tokens:
+                low = all_tokens(low, col, seq_len)
+            added = self.adapter.spread(low)
+            y = y + (added if outputs.tokens else matmul.by_sequence(added))
+        if (bias := self.bias) is not None:
+            y = y + bias
+        return y
 
     def adapt(self, shape: AdapterShape) -> None:
         """Add an adapter: [Note: adapters on the grid]."""
@@ -204,7 +209,7 @@ class GridLinear(nn.Module):
         if self._ahead is None:
             return self.start_whole().get()
         whole = self._ahead.take(self).get()
-        if "weights" in self.setting.keep and self.training:
+        if self._keeps_whole and self.training:
             self._whole = whole
         return whole
 
@@ -212,9 +217,8 @@ class GridLinear(nn.Module):
         """Compute the gradient and pass it to the unit after its deferred reduction; False if there is no unit."""
         if self._sums is None or self._add is None:
             return False
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        moves = self.matmul.moves_weight and self.setting.grid.row.size > 1
-        if "gradients" not in self.setting.keep or not moves:
+        wide = torch.promote_types(kept.dtype, torch.float32)
+        if not self._keeps_unsummed:
             self._sums.start(self.matmul.weight_grad(inputs, kept, wide), self._add)
         elif self._unsummed is None:
             self._unsummed = self.matmul.weight_product(inputs, kept, wide)
@@ -228,7 +232,7 @@ class GridLinear(nn.Module):
         dw = self.matmul.padded(dw.to(wide))
         if self._sums is None or self._add is None:
             return self.matmul.row_sum(dw).get().to(self.weight.dtype)
-        if "gradients" not in self.setting.keep or self.setting.grid.row.size == 1:
+        if not self._keeps_unsummed:
             self._sums.start(self.matmul.row_sum(dw), self._add)
         else:
             self._unsummed = dw if self._unsummed is None else self._unsummed.add_(dw)

@@ -302,10 +302,10 @@ def make_own_units(
         unit.scatter()
         return unit
 
-    apart = tie is not None and place[tie.first] != place[tie.second]
+    separate = tie is not None and place[tie.first] != place[tie.second]
     exchanged = tie is not None and dict(own.layers[tie.first].named_parameters())[tie.name].requires_grad
     pair = None
-    if tie is not None and apart and exchanged:
+    if tie is not None and separate and exchanged:
         pair = mesh.pair("pipe", place[tie.first], place[tie.second], use="tied")
     for name in own.layers:
         if place[name] != here:
@@ -313,8 +313,8 @@ def make_own_units(
         borrow: dict[str, Borrowed] = {}
         lender = None
         if tie is not None and name == tie.second:
-            title = f"{tie.first} (copy)" if apart else tie.first
-            lender = make(title, tie.first, {}) if apart else held.units[tie.first]
+            title = f"{tie.first} (copy)" if separate else tie.first
+            lender = make(title, tie.first, {}) if separate else held.units[tie.first]
             lender = lender if exchanged else held.bases[title]
             borrow[tie.other] = Borrowed(lender, tie.name)
         held.units[name] = unit = make(name, name, borrow)

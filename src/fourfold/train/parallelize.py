@@ -47,6 +47,7 @@ from fourfold.errors import CheckpointError, ConfigError, PlanError
 from fourfold.launch.place import current_place, join_group, leave
 from fourfold.piece import whole
 from fourfold.plan import Mesh, Plan, UnitRule
+from fourfold.program.modes import gathered_for_each_op
 from fourfold.runtime.stage import keep_products
 from fourfold.shard.hooks import HookDriver, Hooked, tensors_in
 from fourfold.shard.joined import join_units
@@ -181,7 +182,7 @@ class Parallel:
         made = SplitLinear(
             slices,
             prefetch=self.plan.memory.prefetch,
-            kept=lambda: mode in ("zero2", "keep") and torch.is_grad_enabled(),
+            kept=lambda: not gathered_for_each_op(mode) and torch.is_grad_enabled(),
             made=lambda i: self.driver.made(parts[i]),
         )
         setattr(self.module.get_submodule(owner), leaf, made)

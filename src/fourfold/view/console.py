@@ -83,10 +83,10 @@ class Progress:
     def step(self, m: dict[str, Any]) -> None:
         """Show one step's metrics."""
         self._recent = [*self._recent[-19:], m["seconds"]]
-        lasting = m["step"] % self.every == 0 or m["step"] in (1, self.steps)
+        logged = m["step"] % self.every == 0 or m["step"] in (1, self.steps)
         if self.live:
             self._remember(m)
-        if lasting:
+        if logged:
             self.note(self._line(m))
         elif self.live and time.monotonic() - self._at > 0.25:
             self._erase()
@@ -101,15 +101,26 @@ class Progress:
         self.file.flush()
 
     def _line(self, m: dict[str, Any]) -> str:
+        """A log line; on a terminal without the figures that do not fit its width, which the live view has."""
         left = 0.0 if self.live and self.console.size.height >= 16 else self._left(m)  # the view has it
         width = len(str(self.steps))
-        return (
-            f"[bold]step {m['step']:>{width}}/{self.steps}[/]  loss [cyan]{m['loss']:.4f}[/]  "
-            f"grad {m['grad_norm']:.3f}  lr {m['lr']:.2e}  {number(m['tokens_per_second'])} tok/s  "
-            f"mfu {m['mfu']:.1%}  {self.memory} {schema.format_bytes(m['peak_bytes'])}"
-            + ("  [yellow]rolled back[/]" if m.get("rolled_back") else "")
-            + (f"  [dim]{duration(left)} left[/]" if left else "")
-        )
+        parts = {
+            "loss": f"[bold]step {m['step']:>{width}}/{self.steps}[/]  loss [cyan]{m['loss']:.4f}[/]",
+            "grad": f"grad {m['grad_norm']:.3f}",
+            "lr": f"lr {m['lr']:.2e}",
+            "speed": f"{number(m['tokens_per_second'])} tok/s",
+            "mfu": f"mfu {m['mfu']:.1%}",
+            "memory": f"{self.memory} {schema.format_bytes(m['peak_bytes'])}",
+            "rolled back": "[yellow]rolled back[/]" if m.get("rolled_back") else "",
+            "left": f"[dim]{duration(left)} left[/]" if left else "",
+        }
+        line = "  ".join(filter(None, parts.values()))
+        for name in ("memory", "lr", "grad") if self.live else ():
+            if Text.from_markup(line).cell_len < self.console.size.width:
+                break
+            del parts[name]
+            line = "  ".join(filter(None, parts.values()))
+        return line
 
     def _left(self, m: dict[str, Any]) -> float:
         return (self.steps - m["step"]) * sum(self._recent) / len(self._recent)

@@ -177,7 +177,8 @@ def _gathers(p: dict[str, Any]) -> list[str]:
     need, has = p["break_even_tokens"], p["tokens_per_micro_batch"]
     if not need:
         return []
-    text = f"gathering a unit overlaps with its forward from {need:,} tokens in a micro-batch; this plan has {has:,}"
+    tokens = f"{need:,} token" + "s" * (need != 1)
+    text = f"gathering a unit overlaps with its forward from {tokens} in a micro-batch; this plan has {has:,}"
     return [f"break-even: {text}"]
 
 

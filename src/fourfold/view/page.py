@@ -47,7 +47,7 @@ class PageSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One rank; `lost` has seconds by cause, for the margin and the table."""
+    """One rank; `lost` has seconds by cause (steps.CAUSES), for the margin and the table."""
 
     name: str
     spans: tuple[PageSpan, ...]
@@ -69,8 +69,8 @@ class Panel:
     memory: tuple[tuple[tuple[float, float], ...], ...] = ()
     """By row: points (time, held)."""
     memory_name: str = "activations held"
-    memory_unit: str = ""
-    """"bytes", or nothing: in units of the costs."""
+    memory_unit: str = "micro-batches"
+    """"bytes", or micro-batches whose activations a rank holds."""
     budget: float = 0.0
     """Memory that a rank may use; 0: unknown."""
     peaks: tuple[tuple[float, float, Mapping[str, float]], ...] = ()
@@ -96,7 +96,7 @@ def panel_of(
     rows = []
     for i, found in enumerate(spans):
         idle = float(timeline.idle[i])
-        rows.append(Row(names[i] if names else f"rank {i}", tuple(found), {"waiting": idle} if idle > 0 else {}))
+        rows.append(Row(names[i] if names else f"rank {i}", tuple(found), {"bubble": idle} if idle > 0 else {}))
     path = tuple((s.row, float(s.start), float(s.end)) for s in timeline.critical_path if s.lane == "compute")
     memory = tuple(tuple((float(t), float(m)) for t, m in timeline.memory(row)) for row in range(timeline.rows))
     marks = []
@@ -132,6 +132,8 @@ def write_page(
     path: Path, title: str, summary: str, panels: Sequence[Panel], *, unit: str = "s", more: str = ""
 ) -> None:
     """Write the page; `unit` is "s", or "" for times in units of the costs. `more` is shown on demand."""
+    from fourfold.view.steps import CAUSES  # not above: the planner's page in a browser has this module, and no runs
+
     length = max(panel.length for panel in panels) or 1.0
     names: dict[str, int] = {}
 
@@ -182,6 +184,7 @@ def write_page(
         "length": length,
         "ticks": TICKS,
         "kinds": KINDS,
+        "causes": CAUSES,
         "panels": [shown(p) for p in panels],
     }
     data["names"] = list(names)

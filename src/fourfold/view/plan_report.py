@@ -20,14 +20,14 @@ from fourfold import files, schema
 from fourfold.cluster import Cluster
 from fourfold.errors import FourfoldError, PlanError
 from fourfold.plan import AXES, Plan
-from fourfold.planner.evaluate import StepTime, schedule_of, stage_layers
 from fourfold.planner.memory_model import CATEGORIES
-from fourfold.planner.op_times import units_of_stages
-from fourfold.planner.plan_export import export
+from fourfold.planner.prediction import StepTime
 from fourfold.planner.problem import PlanProblem
+from fourfold.planner.stage_partition import schedule_of, stage_layers, units_of_stages
 from fourfold.program.ops import Schedule
 from fourfold.view.explain import describe_units, explain
 from fourfold.view.page import inline_json
+from fourfold.view.plan_export import export
 
 __all__ = ["COMPARED", "command_line", "report_data", "tried_point", "write_report"]
 

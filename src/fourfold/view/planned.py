@@ -49,6 +49,8 @@ __all__ = ["PlannedStep", "UnitBackward", "planned_panel", "planned_step", "rank
 
 MOST_UNIT_OPS = 40_000
 """Of a pipeline; a plan with more is drawn without its collectives."""
+MOST_MEMORY_STEPS = 12
+"""Steps in which the predicted memory changes during an op."""
 
 
 class UnitBackward(NamedTuple):
@@ -193,7 +195,7 @@ def _buckets(
 
 def _state_bytes(plan: Plan, memory: Memory) -> int:
     """Bytes of optimizer state per parameter, as the streamed optimizer holds it."""
-    width = {"bf16": 2, "fp32": 4, "fp64": 8}[plan.precision.compute]
+    width = plan.precision.compute_bytes
     return 2 * (2 if memory.moments == "bf16" else max(4, width)) + (2 if width == 2 else 0)
 
 
@@ -212,11 +214,14 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
     found = p.get("memory") or []
     panel = panel_of(name, timeline, peaks=found if len(found) == timeline.rows else ())
     curves = panel.memory
+    found_marks = panel.peaks
     if len(panel.peaks) == timeline.rows:
         curves = tuple(
             _in_bytes(points, peak, timeline, row)
             for row, (points, peak) in enumerate(zip(panel.memory, panel.peaks, strict=True))
         )
+        tops = [max(points, key=lambda p: p[1])[0] for points in curves]
+        found_marks = tuple((top, *peak[1:]) for top, peak in zip(tops, panel.peaks, strict=True))
     over = " and ".join(axis for axis in ("data", "depth") if plan.mesh.degrees[axis] > 1)
     spans: list[list[PageSpan]] = [[] for _ in range(timeline.rows)]
     for s in timeline.spans():
@@ -230,7 +235,7 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
         waits = _waits(spans[row], length)
         shared = (*spans[row], *waits)
         lost = {
-            "waiting": sum(w.end - w.start for w in waits if w.kind == "_"),
+            "bubble": sum(w.end - w.start for w in waits if w.kind == "_"),
             "exposed": sum(w.end - w.start for w in waits if w.kind == "E"),
             "recompute": sum(s.end - s.start for s in shared if s.kind == "R"),
             "update": sum(s.end - s.start for s in shared if s.kind == "U"),
@@ -238,7 +243,7 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
         for rank in range(row * stride, (row + 1) * stride):
             rows.append(Row(rank_name(plan, rank), shared, {c: t for c, t in lost.items() if t > 0}))
             curve.append(curves[row])
-            marks += panel.peaks[row : row + 1]
+            marks += found_marks[row : row + 1]
     path = tuple((s.row * stride, float(s.start), float(s.end)) for s in timeline.critical_path if s.lane != "message")
     if len(panel.peaks) != timeline.rows:
         return Panel(name, tuple(rows), path, tuple(curve))
@@ -252,8 +257,8 @@ def _span(s: TimelineSpan, step: PlannedStep, over: str, stride: int) -> PageSpa
         case Op() | UnitOp():
             return PageSpan(start, end, what.kind, str(what))
         case Send(stage, kind, micro_batch, peer):
-            told = f"{kind} of stage {stage}, micro-batch {micro_batch}, to pipe {peer}"
-            return PageSpan(start, end, "M", told, step.message_bytes, (peer - s.row) * stride)
+            title = f"{kind} of stage {stage}, micro-batch {micro_batch}, to pipe {peer}"
+            return PageSpan(start, end, "M", title, step.message_bytes, (peer - s.row) * stride)
         case Gather(unit):
             return PageSpan(start, end, "G", f"gather {unit} over {over}", step.sizes.get(what, 0))
         case Reduce(unit):
@@ -303,7 +308,29 @@ def _in_bytes(points: Any, peak: Any, timeline: Timeline, row: int) -> tuple[tup
     """A curve of activations, scaled so that its highest point is the predicted peak."""
     _, most, parts = peak
     held, activations = float(timeline.peaks[row].memory) or 1.0, parts.get("activations", 0.0)
-    return tuple((t, most - activations * (1 - x / held)) for t, x in points)
+    return tuple((t, most - activations * (1 - x / held)) for t, x in _gradual(points, timeline, row))
+
+
+def _gradual(points: Any, timeline: Timeline, row: int) -> list[tuple[float, float]]:
+    """A curve of whole ops, where what a forward saves comes, and what a backward frees goes, evenly during the op."""
+    bounds: dict[tuple[int, str, int], tuple[float, float]] = {}
+    for op, first, last in zip(timeline.ops[row], timeline.starts[row], timeline.ends[row], strict=True):
+        start, end = float(first * timeline.tick), float(last * timeline.tick)
+        key = op.stage, op.kind, op.micro_batch
+        bounds[key] = (bounds[key][0] if key in bounds else start, end)
+    forwards = {start: end for (_, kind, _), (start, end) in bounds.items() if kind == "F"}
+    backwards = {end: start for (_, kind, _), (start, end) in bounds.items() if kind != "F"}
+    steps = max(1, min(MOST_MEMORY_STEPS, 20_000 // len(points)))
+    changes, before = [], 0.0
+    for t, held in points:
+        at, change, before = float(t), float(held) - before, float(held)
+        begin, end = (at, forwards.get(at, at)) if change > 0 else (backwards.get(at, at), at)
+        count = steps if end > begin else 1
+        changes += [(begin + (end - begin) * i / count, change / count) for i in range(1, count + 1)]
+    out, now = [(0.0, 0.0)], 0.0
+    for at, change in sorted(changes):
+        out.append((at, now := now + change))
+    return out
 
 
 def _waits(spans: Sequence[PageSpan], length: float) -> list[PageSpan]:

@@ -65,6 +65,7 @@ const FourfoldReport = (() => {
     tip.style.top = (y + box.height + 24 > innerHeight ? Math.max(6, y - box.height - 12) : y + 14) + "px";
   }
   const hideTip = () => { tip.textContent = ""; };
+  addEventListener("scroll", hideTip, { passive: true });  // what it told of has moved
   let byPointer = false;  // scrolling moves what a pointer is at; focus scrolls by itself
   addEventListener("scroll", () => { if (byPointer) hideTip(); }, { passive: true });
   addEventListener("keydown", e => { if (e.key === "Escape") hideTip(); });
@@ -346,7 +347,7 @@ const FourfoldReport = (() => {
     const used = parts.filter(name => ranks.some(r => r[name])), many = ranks.length > 1;
     const picture = responsive(width => {
       const left = many ? 62 : 0, bar = ranks.length > 24 ? 12 : ranks.length > 8 ? 18 : 28, step = bar + 4, height = ranks.length * step + 20, X = b => left + b / most * (width - left - 2);
-      const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "img", "aria-label": `Peak memory of ${ranks.length} ranks of the pipeline by part. Arrow keys go from part to part.` });
+      const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "img", "aria-label": `Peak memory of ${ranks.length === 1 ? "a rank" : `${ranks.length} ranks of the pipeline`} by part. Arrow keys go from part to part.` });
       const items = [];
       ranks.forEach((r, i) => {
         const y = i * step; let x = 0;

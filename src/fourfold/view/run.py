@@ -24,7 +24,7 @@ from fourfold.program.stages import PipelineLayout, lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_trace
 from fourfold.view.page import PageSpan, Panel, Row
 from fourfold.view.planned import PlannedStep, UnitBackward, rank_name, with_update
-from fourfold.view.steps import Part, TracedStep, axes_of, read_steps
+from fourfold.view.steps import Part, RankStep, TracedStep, axes_of, read_steps
 
 __all__ = [
     "StepComparison",
@@ -121,7 +121,7 @@ def measured_panel(run: RunDir, step: int, steps: Sequence[TracedStep] | None = 
     order = {rank: row for row, rank in enumerate(traced.ranks)}
     rows, memory, peaks = [], [], []
     for rank, r in traced.ranks.items():
-        spans = [PageSpan(p.start, p.end, _letter(p), _name(p)) for p in r.parts]
+        spans = [PageSpan(p.start, p.end, _letter(p), _name(p)) for p in _by_unit(r)]
         for e in r.events:
             if e.ranks:
                 over = f" over {axes_of(e.ranks, traced.degrees)}, ranks {_ranks_text(e.ranks)}"
@@ -254,6 +254,28 @@ def _unit(what: str) -> str:
     if what.startswith("the parameters of "):
         return what.removeprefix("the parameters of ")
     return what.removeprefix("the sum of ").removesuffix("'s gradients") if what.endswith("'s gradients") else ""
+
+
+def _by_unit(rank: RankStep) -> list[Part]:
+    """The parts of a rank's step, where the forward of an op is divided into its units."""
+    units = sorted((e.begun, e.end, e.what) for e in rank.events if e.kind == "unit")
+    starts = [begun for begun, _, _ in units]
+    out: list[Part] = []
+    for p in rank.parts:
+        if p.cause != "forward" or " " in p.what:
+            out.append(p)
+            continue
+        at = p.start
+        for begun, end, name in units[max(0, bisect_right(starts, p.start) - 1) :]:
+            if begun >= p.end:
+                break
+            first, last = max(at, begun), min(p.end, end)
+            if last > first:
+                out += [p._replace(start=at, end=first)] if first > at else []
+                out.append(p._replace(start=first, end=last, what=f"{p.what} {name}"))
+                at = last
+        out += [p._replace(start=at)] if p.end > at else []
+    return out
 
 
 def _letter(part: Part) -> str:

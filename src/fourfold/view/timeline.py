@@ -1,10 +1,10 @@
 """A timeline in the terminal: one line per rank, time from left to right, coloured by kind of op.
 
-    F forward   B backward   I gradient of the input   W gradient of the weights   · idle
+    F forward   B backward   I gradient of the input   W gradient of the weights   ▒ several of these   · idle
 
 An op that is wide enough shows its micro-batch. A measured step has every rank of the mesh, and also shows what is no op:
 
-    R recomputation   E exposed communication   D data   U optimizer   h host   · waiting for another rank
+    R recomputation   E exposed communication   D data   U optimizer   h host   · waiting for another rank   ? not explained
 
 A character shows what took most of its time. With more than 64 ranks, only some are shown.
 """
@@ -42,6 +42,7 @@ _MARKS = {
 }
 
 _STYLE = {"F": "black on bright_blue", "B": "black on bright_green", "I": "black on green", "W": "black on yellow"}
+MIXED = "▒"
 
 
 def draw(timeline: Timeline, width: int) -> list[Text]:
@@ -50,6 +51,11 @@ def draw(timeline: Timeline, width: int) -> list[Text]:
     total = float(timeline.makespan) or 1.0
     for ops, starts, ends in zip(timeline.ops, timeline.starts, timeline.ends, strict=True):
         line = Text()
+        if len(ops) > width:  # by rounding, a character would show one of several ops, and a pattern that is none
+            scale = float(timeline.tick) / total * width
+            spans = [(op.kind, float(a) * scale, float(b) * scale) for op, a, b in zip(ops, starts, ends, strict=True)]
+            lines.append(_dense(spans, width))
+            continue
         for op, start, end in zip(ops, starts, ends, strict=True):
             first = round(float(start * timeline.tick) / total * width)
             last = round(float(end * timeline.tick) / total * width)
@@ -63,6 +69,22 @@ def draw(timeline: Timeline, width: int) -> list[Text]:
         line.append("·" * (width - len(line)), style="dim")
         lines.append(line)
     return lines
+
+
+def _dense(spans: Sequence[tuple[str, float, float]], width: int) -> Text:
+    """One line: spans of (kind, start, end) in characters; a character with several kinds shows what has most of it, or MIXED."""
+    cells: list[dict[str, float]] = [{} for _ in range(width)]
+    for kind, first, last in spans:
+        for cell in range(max(0, int(first)), min(width, int(last) + 1)):
+            took = min(last, cell + 1) - max(first, cell)
+            cells[cell][kind] = cells[cell].get(kind, 0.0) + took
+    line = Text()
+    for found in cells:
+        busy = sum(found.values())
+        kind = max(found, key=lambda k: found[k]) if found else ""
+        mark = "·" if busy < 0.5 else MIXED if found[kind] < 0.7 * busy else kind
+        line.append(mark, style=_STYLE.get(mark, "dim"))
+    return line
 
 
 def draw_rank(rank: RankStep, length: float, width: int) -> Text:
@@ -107,18 +129,20 @@ _WORDS = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    MIXED: "several of these",
     "R": "recomputation",
     "E": "exposed communication",
     "D": "data",
     "U": "optimizer",
     "h": "host",
     "·": "waiting",
+    "?": "not explained",
 }
 
 
 def _show_legend(used: set[str], margin: int, console: Console) -> None:
     """Print what the marks mean, in as many lines as it takes."""
-    styles = {**_STYLE, **dict(_MARKS.values())}
+    styles = {**_STYLE, **dict(_MARKS.values()), MIXED: "dim"}
     line = Text(" " * margin)
     for mark, name in _WORDS.items():
         if mark not in used:
@@ -137,9 +161,11 @@ def show_timeline(name: str, timeline: Timeline, file: IO[str] | None = None, *,
     console.print(f"[bold]{markup(name)}[/]")
     margin = len(f"{timeline.rows - 1} ")
     every = -(-timeline.rows // MOST_ROWS)
-    for row, line in list(enumerate(draw(timeline, max(20, console.width - margin))))[::every]:
+    drawn = draw(timeline, max(20, console.width - margin))
+    for row, line in list(enumerate(drawn))[::every]:
         console.print(Text.assemble((f"{row:>{margin - 1}} ", "dim"), line), no_wrap=True, crop=True)
-    _show_legend({op.kind for ops in timeline.ops for op in ops} | {"·"}, margin, console)
+    used = {op.kind for ops in timeline.ops for op in ops} | {"·", *("".join(line.plain for line in drawn))}
+    _show_legend(used, margin, console)
     show = (lambda x: format_seconds(float(x))) if seconds else _figure
     table = Table("rank", "busy", "idle", "peak memory", "at", box=None, header_style="dim")
     rows = list(range(timeline.rows))

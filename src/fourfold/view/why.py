@@ -440,8 +440,9 @@ class _Case:
             ("evaluation", "evaluating", evaluations, "evaluate less often, or on fewer batches"),
         ):
             if found and steps:
-                each = f"training waited {format_seconds(mean(found))} for each of {len(found)}, over {steps} steps"
-                yield TimeLoss(label, sum(found) / steps, f"{what}: {each}; not in the time of a step", tip)
+                often = "once" if len(found) == 1 else f"{len(found)} times"
+                each = f"{often} in {steps} steps, training waited {format_seconds(mean(found))}"
+                yield TimeLoss(label, sum(found) / steps, f"{what}: {each}, between steps", tip)
 
     def _host(self, table: Mapping[str, float], explained: float) -> Iterator[TimeLoss]:
         leads = [r.lead for s in self.steps for r in s.ranks.values() if r.lead is not None]

@@ -111,6 +111,7 @@
   const label = input => input.closest("label").textContent.trim().replace(/\s+/g, " ");
   function question() {
     const q = { cluster: { preset: $("preset").value } };
+    if ($("model").value === PASTE && !$("config").value.trim()) throw new Error("paste the contents of the model's config.json");
     if ($("model").value === PASTE) { q.config = $("config").value; q.name = $("name").value || "model"; } else q.model = $("model").value;
     for (const [id, place] of Object.entries(FIELDS)) {
       const value = number(id);
@@ -196,11 +197,11 @@
     word.className = fits === true ? "yes" : fits === false ? "no" : "";
     $("fit-text").textContent = fits === true ? `For example ${text}. A search finds faster plans.` : sentence(text);
   }
-  const sentence = text => text ? text[0].toUpperCase() + text.slice(1) + (/[.!?…]$/.test(text) ? "" : ".") : "";
+  const sentence = text => text ? (/^[a-z]+[\s:,]/.test(text) ? text[0].toUpperCase() : text[0]) + text.slice(1) + (/[.!?…]$/.test(text) ? "" : ".") : "";
   function changed() {
     dress();
     clearTimeout(timer);
-    timer = setTimeout(() => { linked = null; resetWhatIf(); writeAddress(); glance(); if (base) $("report").classList.add("old"); }, 250);
+    timer = setTimeout(() => { linked = null; resetWhatIf(); writeAddress(); glance(); if (base) $("report").classList.add("old"); }, 150);
   }
 
   // ---- the search ----

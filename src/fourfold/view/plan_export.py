@@ -16,7 +16,8 @@ from typing import Any, Literal
 from fourfold import schema
 from fourfold.errors import PlanError
 from fourfold.plan import Plan, UnitRule
-from fourfold.planner.evaluate import fits, predict
+from fourfold.planner.evaluate import predict
+from fourfold.planner.prediction import fits
 from fourfold.planner.problem import PlanProblem
 from fourfold.program.from_plan import schedule_of_plan
 from fourfold.schema import format_bytes, format_seconds
