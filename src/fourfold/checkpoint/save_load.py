@@ -572,7 +572,7 @@ class Checkpointer:
         """Make an empty folder; an incomplete save of this step, or a link, is removed first."""
         if not self.directory.parent.is_dir():  # making it again would split the run in two
             raise CheckpointError(
-                f"{self.directory.parent} is gone: it was moved or deleted while the run was using it. Resume from where it is now"
+                f"{self.directory.parent} is gone: it was moved or deleted while the run was using it. Resume it where it is now"
             )
         self.directory.mkdir(exist_ok=True)
         files.check_not_link(self.directory, CheckpointError)
