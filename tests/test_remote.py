@@ -105,7 +105,7 @@ def test_a_damaged_one_is_set_aside(tmp_path: Path, remote: RemoteFolder) -> Non
     save(tmp_path / "here", remote, 6)
     assert remote.state("step-000004") == "damaged"  # kept for a person to look at
     fs.pipe_file(f"{remote._root}/step-000006/complete.json", b"[" * 100)
-    assert "nested deeper than 64" in save_load.download_newest(remote, tmp_path / "marker", None)[0]
+    assert "step-000006 is damaged" in save_load.download_newest(remote, tmp_path / "marker", None)[0]
     assert loaded(tmp_path / "marker") == 2
     for _, name in remote.complete():
         fs.pipe_file(
