@@ -375,7 +375,7 @@ def test_a_tied_head_in_the_files_must_be_the_embedding(folders: dict[str, Path]
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
 def test_comparing_a_tied_head_starts_no_threads(kind: str, tmp_path: Path) -> None:
-    """The launcher compares and then forks ranks, which would wait for ever for threads that only their parent has."""
+    """The launcher compares and then forks ranks, which hang if they need threads that only their parent has."""
     made = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}
     made |= {
         "intermediate_size": 64,

@@ -352,7 +352,7 @@ def _some(names: list[str]) -> str:
 def _refuse_untied(source: Source, head: str, embedding: str, where: str) -> None:
     """If the config ties the head but the files contain it, check that it equals the embedding.
 
-    The process will fork ranks, and they would wait for ever for the threads of a kernel that ran here on several threads.
+    The process will fork ranks, which hang if a kernel ran here on several threads: they lack these threads.
     Bytes are compared by numpy, and other files than safetensors are read in parts too small for several threads.
     """
     shape = source.tensors[embedding][0]
