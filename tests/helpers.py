@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def _train(rank: int, ranks: int, config: Config, plan: dict[str, Any], resume: 
         sys.stdout = nowhere
         fit(config, Plan.from_dict(plan), resume=resume, callbacks=[order] if watched else [])
     return order.compared
+
+
+class SerialRuns(dict[str, list[dict[str, Any]]]):
+    """Metrics of runs on one process in fp64, by model. Each is trained when it is first asked for."""
+
+    def __init__(self, config: Callable[[str], Config], **plan: Any):
+        self._config, self._plan = config, plan
+
+    def __missing__(self, name: str) -> list[dict[str, Any]]:
+        self[name] = run_training(self._config(name), {"precision": {"compute": "fp64"}, **self._plan}, 1)
+        return self[name]
 
 
 def series(metrics: list[dict[str, Any]], key: str) -> list[float]:

@@ -664,6 +664,17 @@ def test_code_in_a_tensor_file_with_right_sums_is_not_run(tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001"]
 
 
+def test_a_run_directory_that_was_moved_is_not_made_again(tmp_path: Path) -> None:
+    """The run went on in a second directory of the old name, and ended with "done"."""
+    (tmp_path / "run").mkdir()
+    saver = Checkpointer(tmp_path / "run" / "checkpoints")
+    saver.save(1, [holding_of("x", torch.zeros(3))], {"step": 1})
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="run is gone: it was moved or deleted while the run was using it"):
+        saver.save(2, [holding_of("x", torch.zeros(3))], {"step": 2})
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_marker_that_is_a_folder_does_not_end_a_save(tmp_path: Path) -> None:
     saver = Checkpointer(tmp_path, keep=2)
     for step in (1, 3):

@@ -312,6 +312,31 @@ def test_harmless_keys_change_nothing(kind: str, tmp_path: Path) -> None:
     assert (both[0] - both[1]).abs().max() < 1e-4 * both[0].abs().max()
 
 
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    (
+        "llama",
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    ),  # SmolLM2
+    ("llama", {"neftune_noise_alpha": 5.0, "unsloth_fixed": True, "pad_token": "<pad>"}),  # fine-tuned models
+    ("starcoder2", {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm"}),
+    ("starcoder2", {"scale_attn_weights": True, "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-3}),
+    ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}),
+    ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096, "cache_implementation": "hybrid"}),
+    ("qwen2", {"use_mrope": False}),
+]
+"""Keys of published files that the classes of transformers do not have."""
+
+
+@pytest.mark.parametrize(("kind", "extra"), PUBLISHED)
+def test_published_files_have_keys_that_nobody_reads(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    def fields(config: dict[str, Any]) -> dict[str, Any]:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config | {"model_type": kind}))
+        return read_config(path, TOKENS)
+
+    assert fields(CASES[kind] | extra) == fields(CASES[kind])
+
+
 ELSEWHERE = {
     "_attn_implementation",
     "embedding_size",

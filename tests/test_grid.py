@@ -20,7 +20,7 @@ from fourfold.shard.replicas import unequal_replicas
 from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import _reseeder
-from tests.helpers import MODELS, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
 
 STEPS = {"steps": 10, "global_batch": 24, "eval_every": 10}
 MODEL: dict[str, dict[str, Any]] = {
@@ -65,13 +65,9 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One process, fp64, for every model."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
     folder = tmp_path_factory.mktemp("references")
-    return {
-        name: run_training(make_config(folder / name, model, train=STEPS), {"precision": {"compute": "fp64"}}, 1)
-        for name, model in MODEL.items()
-    }
+    return SerialRuns(lambda name: make_config(folder / name, MODEL[name], train=STEPS))
 
 
 def largest_gap(a: list[dict[str, Any]], b: list[dict[str, Any]], *keys: str) -> float:
@@ -82,7 +78,7 @@ def largest_gap(a: list[dict[str, Any]], b: list[dict[str, Any]], *keys: str) ->
 
 @pytest.mark.parametrize("name", PLANS)
 def test_grids_obey_the_contract(
-    tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, references: SerialRuns, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten steps of AdamW with clipping, and at their end every copy of every piece has the same bits."""
     model, ranks, plan = PLANS[name]
@@ -101,7 +97,7 @@ def test_grids_obey_the_contract(
 
 
 def test_without_one_of_the_sums_nothing_matches(
-    tmp_path: Path, references: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, references: SerialRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planes that do not sum their gradients (as the published code), copies of norms and biases that do not."""
 

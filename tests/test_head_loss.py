@@ -24,7 +24,7 @@ from fourfold.planner.problem import PlanProblem
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.testing.budget import Budget
 from fourfold.train.worker import fit
-from tests.helpers import MODELS, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
 
 N, D, V = 37, 16, 51
 
@@ -163,16 +163,13 @@ RUN = {"steps": 3, "global_batch": 12, "eval_every": 3}
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    found = {}
-    for name in sorted({model for model, _, _ in PLANS.values()}):
-        config = make_config(tmp_path_factory.mktemp("alone") / "run", name, train=RUN)
-        found[name] = run_training(config, {"precision": {"compute": "fp64"}, "memory": {"logits": "all"}}, 1)
-    return found
+def references(tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
+    folder = tmp_path_factory.mktemp("references")
+    return SerialRuns(lambda name: make_config(folder / name, name, train=RUN), memory={"logits": "all"})
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
+def test_plans(tmp_path: Path, references: SerialRuns, name: str) -> None:
     """Chunks of 5 tokens and fewer, against all logits at once in one process; gpt's head is tied, bert's has a bias."""
     model, ranks, plan = PLANS[name]
     plan = plan | {"precision": {"compute": "fp64"}, "memory": {"logits": str(5 * 8 * 256)}}
@@ -181,9 +178,7 @@ def test_plans(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name
         assert series(found, key) == pytest.approx(series(references[model], key), rel=1e-10)
 
 
-def test_a_wrong_sum_is_seen(
-    tmp_path: Path, references: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_sum_is_seen(tmp_path: Path, references: SerialRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation: the last chunk is left out of dW."""
     add = head_loss._Sums.add
     monkeypatch.setattr(head_loss._Sums, "add", lambda self, rows, dz: add(self, rows, dz * (rows.start == 0)))

@@ -29,7 +29,7 @@ from fourfold.model.attention import Documents, blocked_attention
 from fourfold.model.build import serial_model
 from fourfold.model.operators import ModelSpec
 from fourfold.model.spec import flops_per_token, keys_per_query
-from tests.helpers import make_config, run_training, series
+from tests.helpers import SerialRuns, make_config, run_training, series
 from tests.test_attention import made, plain
 
 # ---- which documents share a window ----
@@ -307,9 +307,9 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
     folder = tmp_path_factory.mktemp("references")
-    return {name: run_training(packed_config(folder / name, name), FP64, 1) for name in MODELS}
+    return SerialRuns(lambda name: packed_config(folder / name, name))
 
 
 def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -319,14 +319,14 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
+def test_plans(tmp_path: Path, references: SerialRuns, name: str) -> None:
     model, ranks, plan = PLANS[name]
     found = run_training(packed_config(tmp_path / "run", model), plan | FP64, ranks)
     assert_alike(found, references[model])
 
 
 @pytest.mark.parametrize("name", ["gpt", "gemma"])
-def test_a_run_is_its_examples_alone(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
+def test_a_run_is_its_examples_alone(tmp_path: Path, references: SerialRuns, name: str) -> None:
     """The first step, computed document by document, without padding or masks."""
     config = packed_config(tmp_path / "run", name).resolve()
     train, _ = open_samples(config)
@@ -412,9 +412,7 @@ def test_random_plans(tmp_path: Path, seed: int) -> None:
     assert_alike(run_training(packed_config(tmp_path / "run", model, **train), plan | FP64, ranks), expected)
 
 
-def test_compiled_units_take_documents(
-    tmp_path: Path, references: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_units_take_documents(tmp_path: Path, references: SerialRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as for a GPU, without generating code."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, backend="aot_eager"))

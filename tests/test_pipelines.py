@@ -17,7 +17,7 @@ from fourfold.errors import PlanError
 from fourfold.plan import Plan
 from fourfold.program import Op, Schedule
 from fourfold.program.stages import lay_out_pipeline
-from tests.helpers import MODELS, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
 
 MODEL = {
     "gpt": MODELS["gpt"] | {"layers": 4},
@@ -80,18 +80,14 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One process, fp64, for every model."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
     folder = tmp_path_factory.mktemp("references")
     steps = {"steps": 8, "eval_every": 8}
-    return {
-        name: run_training(make_config(folder / name, model, train=steps), {"precision": {"compute": "fp64"}}, 1)
-        for name, model in MODEL.items()
-    }
+    return SerialRuns(lambda name: make_config(folder / name, MODEL[name], train=steps))
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_pipelines_obey_the_contract(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
+def test_pipelines_obey_the_contract(tmp_path: Path, references: SerialRuns, name: str) -> None:
     model, ranks, plan = PLANS[name]
     config = make_config(tmp_path / "run", MODEL[model], train={"steps": 8, "eval_every": 8})
     found = run_training(config, plan | {"precision": {"compute": "fp64"}}, ranks)

@@ -104,11 +104,14 @@ def test_a_damaged_one_is_set_aside(tmp_path: Path, remote: RemoteFolder) -> Non
     assert remote.state("step-000004") == "damaged"
     save(tmp_path / "here", remote, 6)
     assert remote.state("step-000004") == "damaged"  # kept for a person to look at
+    fs.pipe_file(f"{remote._root}/step-000006/complete.json", b"[" * 100)
+    assert "nested deeper than 64" in save_load.download_newest(remote, tmp_path / "marker", None)[0]
+    assert loaded(tmp_path / "marker") == 2
     for _, name in remote.complete():
         fs.pipe_file(
             f"{remote._root}/{name}/complete.json", b'{"version": 2, "files": {"../x": {"bytes": 1, "sha256": "0"}}}'
         )
-    with pytest.raises(CheckpointError, match="no checkpoint verifies|refused"):
+    with pytest.raises(CheckpointError, match="no checkpoint verifies.*refused"):
         save_load.download_newest(remote, tmp_path / "nowhere", None)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
-from tests.helpers import MODELS, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
 
 MODEL: dict[str, dict[str, Any]] = {
     "gpt": MODELS["gpt"] | {"layers": 4},
@@ -120,24 +120,17 @@ ON_GRIDS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One process, fp64, for every model with one layer."""
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
+    """Models with one layer."""
     folder = tmp_path_factory.mktemp("shallow")
-    return {
-        name: run_training(
-            make_config(folder / name, model | {"layers": 1}, train=SHORT), {"precision": {"compute": "fp64"}}, 1
-        )
-        for name, model in MODEL.items()
-    }
+    return SerialRuns(lambda name: make_config(folder / name, MODEL[name] | {"layers": 1}, train=SHORT))
 
 
 SHORT = {"steps": 3, "eval_every": 3}
 
 
 @pytest.mark.parametrize("name", ON_GRIDS)
-def test_slices_on_a_grid_obey_the_contract(
-    tmp_path: Path, shallow: dict[str, list[dict[str, Any]]], name: str
-) -> None:
+def test_slices_on_a_grid_obey_the_contract(tmp_path: Path, shallow: SerialRuns, name: str) -> None:
     model, ranks, plan = ON_GRIDS[name]
     config = make_config(tmp_path / "run", MODEL[model] | {"layers": 1}, train=SHORT)
     found = run_training(config, plan | {"precision": {"compute": "fp64"}}, ranks, watched=True)
@@ -153,17 +146,13 @@ def plan_of(name: str) -> tuple[str, int, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One process, fp64, for every model."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
     folder = tmp_path_factory.mktemp("references")
-    return {
-        name: run_training(make_config(folder / name, model, train=STEPS), {"precision": {"compute": "fp64"}}, 1)
-        for name, model in MODEL.items()
-    }
+    return SerialRuns(lambda name: make_config(folder / name, MODEL[name], train=STEPS))
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_modes_obey_the_contract(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
+def test_modes_obey_the_contract(tmp_path: Path, references: SerialRuns, name: str) -> None:
     model, ranks, plan = plan_of(name)
     found = run_training(make_config(tmp_path / "run", MODEL[model], train=STEPS), plan, ranks, watched=True)
     for key in ("loss", "grad_norm", "eval_loss"):

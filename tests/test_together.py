@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import MODELS, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
 
 STEPS = {"steps": 6, "global_batch": 24, "eval_every": 6}
 MODEL: dict[str, dict[str, Any]] = {
@@ -76,14 +76,13 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
     folder = tmp_path_factory.mktemp("references")
-    precision = {"precision": {"compute": "fp64"}}
-    return {n: run_training(make_config(folder / n, m, train=STEPS), precision, 1) for n, m in MODEL.items()}
+    return SerialRuns(lambda name: make_config(folder / name, MODEL[name], train=STEPS))
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_numbers_of_one_process(tmp_path: Path, references: dict[str, list[dict[str, Any]]], name: str) -> None:
+def test_the_numbers_of_one_process(tmp_path: Path, references: SerialRuns, name: str) -> None:
     model, ranks, plan = PLANS[name]
     found = run_training(
         make_config(tmp_path / "run", MODEL[model], train=STEPS), plan | {"precision": {"compute": "fp64"}}, ranks

@@ -516,3 +516,7 @@ def test_layouts_near_the_best_are_tried() -> None:
         run.config = SearchConfig()
         kept = run._outside_the_grid(best)
         assert kept is best or kept.prediction.seconds < 0.99 * best.prediction.seconds
+    on_grid = next(c for c in run.built if c.layout.on_grid)  # had it been the best, rows would be tried as well
+    run.config = replace(SearchConfig(), outside_gain=-1.0, improved_share=9.0)
+    near = run._outside_the_grid(on_grid).layout.mesh
+    assert (near.col, near.row > 1) == (1, True)

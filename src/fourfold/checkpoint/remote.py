@@ -141,10 +141,11 @@ class RemoteFolder:
         except FileNotFoundError:
             raise CheckpointError(f"{self.url}/{name}: not a complete checkpoint: there is no {MARKER} in it") from None
         try:
-            text = data.decode("utf-8")
+            return parse_marker(files.parse_json(data.decode("utf-8"), where, CheckpointError), where)
         except UnicodeDecodeError:
-            raise CheckpointError(f"{where}: damaged: not UTF-8") from None
-        return parse_marker(files.parse_json(text, where, CheckpointError), where)
+            raise CheckpointError(f"{self.url}/{name} is damaged: {MARKER} is not UTF-8") from None
+        except CheckpointError as e:
+            raise CheckpointError(f"{self.url}/{name} is damaged: {e}") from None
 
     # ---- to and from a run directory ----
 

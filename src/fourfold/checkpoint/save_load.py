@@ -570,7 +570,11 @@ class Checkpointer:
 
     def _clear(self, path: Path) -> None:
         """Make an empty folder; an incomplete save of this step, or a link, is removed first."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.directory.parent.is_dir():  # making it again would split the run in two
+            raise CheckpointError(
+                f"{self.directory.parent} is gone: it was moved or deleted while the run was using it. Resume from where it is now"
+            )
+        self.directory.mkdir(exist_ok=True)
         files.check_not_link(self.directory, CheckpointError)
         if os.path.lexists(path):
             remove(path)

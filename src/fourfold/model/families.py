@@ -157,6 +157,8 @@ class Family:
     """Of `head_dim` and `kv_heads`, those that the family has no choice of: hidden / heads, and heads."""
     only: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"is_causal": True})
     """Further keys, and the only value of each that is supported: what a model without the key computes."""
+    unread_keys: tuple[str, ...] = ()
+    """Keys of published files that transformers does not read, whatever they say."""
     constant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further keys that are written into config.json."""
     renames: tuple[tuple[str, str], ...] = ()
@@ -464,6 +466,7 @@ FAMILIES: dict[str, Family] = {
             fixed={"norm_plus_one": True},
             derived={"embed_scale": ("hidden", 0.5)},
             refused={"use_bidirectional_attention": BIDIRECTIONAL},
+            only={"hidden_activation": "gelu_pytorch_tanh", "is_causal": True},
         ),
         replace(
             LLAMA,
@@ -484,6 +487,7 @@ FAMILIES: dict[str, Family] = {
             derived={"embed_scale": ("hidden", 0.5)},
             window=Window(default=4096, layers="types", full=2),
             refused={"use_bidirectional_attention": BIDIRECTIONAL},
+            unread_keys=("hidden_act", "sliding_window_size"),
         ),
         replace(
             LLAMA,
@@ -600,6 +604,8 @@ FAMILIES: dict[str, Family] = {
             window=Window(layers="all"),
             dropouts={"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
             one_dropout=True,
+            only={"is_causal": True, "mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
+            unread_keys=("activation_function", "layer_norm_epsilon"),
         ),
         replace(
             LLAMA,

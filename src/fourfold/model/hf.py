@@ -66,6 +66,8 @@ HARMLESS = frozenset(
     length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
     num_return_sequences remove_invalid_values repetition_penalty temperature top_k top_p typical_p
     suppress_tokens begin_suppress_tokens bad_words_ids
+    is_llama_config ignore_mismatched_sizes neftune_noise_alpha use_reentrant use_reentrant_checkpointing
+    attention_softmax_in_fp32 scale_attention_softmax_in_fp32 eos_token bos_token pad_token unk_token
     n_ctx layer_switch use_parallel_embedding
     """.split()  # noqa: SIM905 (a list of as many lines as words)
 )
@@ -178,7 +180,8 @@ def known_keys(family: Family) -> frozenset[str]:
         named |= {"rope_local_base_freq"} if isinstance(rope.local_theta, float) and rope.local_theta else set()
         named |= {"no_rope_layers", "no_rope_layer_interval"} if rope.layers == "listed" else set()
     windows = WINDOW_KEYS | ({family.window.full_key} if family.window.full_key else set())
-    return frozenset(named) | windows | set(family.dropouts) | set(family.only) | set(family.refused) | HARMLESS
+    listed = {*family.dropouts, *family.only, *family.refused, *family.unread_keys}
+    return frozenset(named) | windows | listed | HARMLESS
 
 
 def _refuse_unknown(c: dict[str, Any], family: Family, path: Path) -> None:

@@ -173,8 +173,9 @@ class _Climb:
         now, unit = self.choices[name], self._units[name]
         found = [_in_mode(now, *mode) for mode in self.modes]
         if self.modes and now.mode != "replicate":
-            found += [now._replace(within=group) for group in self._groups]
-            found += [c._replace(within=0) for c in found if c.mode != "replicate"]
+            by_size = [*self._groups[1:], 0]
+            i = by_size.index(now.within) if now.within in by_size else 0
+            found += [now._replace(within=group) for group in by_size[max(0, i - 1) : i + 2]]
         if self._recomputes:
             found += [now._replace(recompute=r, split=1) for r in ("none", "selective", "full")]
             if not self.start.layout.on_grid:

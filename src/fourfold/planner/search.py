@@ -344,13 +344,19 @@ class _Search:
         return replace(best, price=price, with_more=more)
 
     def _outside_the_grid(self, best: Candidate) -> Candidate:
-        """The best plan, or a faster one outside the searched space: rows without columns, or a synthesized schedule."""
+        """The best plan, or a faster one outside the searched space: rows without columns, or a synthesized schedule.
+
+        Rows replace data parallelism, also that of a plan without a grid which is nearly as fast.
+        """
         layout, config, fixed = best.layout, self.config, self.constraints.fixed
-        mesh, tried = layout.mesh, []
-        if mesh.row * mesh.col == 1 and not {"row", "col", "data"} & fixed.keys():
+        near, tried = (1 + config.improved_share) * best.prediction.seconds, []
+        plans = [best, *(c for c in _distinct(self.built) if c.prediction.seconds <= near)]
+        flat = next((c.layout for c in plans if not c.layout.on_grid), None)
+        if flat is not None and not {"row", "col", "data"} & fixed.keys():
+            mesh = flat.mesh
             rows = [row for row in (2, 4, 8) if mesh.data % row == 0]
-            tried += [replace(layout, mesh=replace(mesh, data=mesh.data // row, row=row)) for row in rows]
-        if 1 < mesh.pipe <= config.synthesized_ranks and self.constraints.schedule is None:
+            tried += [replace(flat, mesh=replace(mesh, data=mesh.data // row, row=row)) for row in rows]
+        if 1 < layout.mesh.pipe <= config.synthesized_ranks and self.constraints.schedule is None:
             tried.append(replace(layout, schedule="synthesized", stages_per_rank=1))
         enough = (1 - config.outside_gain) * best.prediction.seconds
         for other in tried:

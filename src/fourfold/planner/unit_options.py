@@ -110,9 +110,10 @@ def _share_without_room(problem: PlanProblem, layout: ParallelLayout) -> float:
 
 
 def group_sizes(problem: PlanProblem, layout: ParallelLayout) -> list[int]:
-    """Sizes of groups that parameters may be sharded in (`within`): all replicas (0), or those of a few nodes."""
+    """Sizes of groups that parameters may be sharded in (`within`): all replicas (0), or those of a few nodes; with a pipeline
+    those of one node, since its units are gathered once a step if memory allows."""
     node, replicas = problem.cluster.devices // layout.replica_stride, layout.replicas
-    sizes = (nodes * node for nodes in GROUP_NODES)
+    sizes = (nodes * node for nodes in (GROUP_NODES if layout.mesh.pipe == 1 else GROUP_NODES[:1]))
     return [0, *(size for size in sizes if 1 < size < replicas and replicas % size == 0)]
 
 
