@@ -373,6 +373,36 @@ def test_a_tied_head_in_the_files_must_be_the_embedding(folders: dict[str, Path]
     opened(folder, tie=False)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_comparing_a_tied_head_starts_no_threads(kind: str, tmp_path: Path) -> None:
+    """The launcher compares and then forks ranks, which hang if they need threads that only their parent has."""
+    made = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}
+    made |= {
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": True,
+    }
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen3", **made))
+    folder, source = tmp_path / "folder", tmp_path / kind
+    model.save_pretrained(folder)
+    if kind == "dcp":
+        dcp.save(model.state_dict(), checkpoint_id=source, no_dist=True)
+    else:
+        tensors = load_file(folder / "model.safetensors")
+        save_file(
+            tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors"
+        )
+        source = folder
+    script = (
+        "import os, torch; from fourfold.checkpoint.weights import check_weights; from fourfold.config import ModelConfig\n"
+        "torch.set_num_threads(4); threads = lambda: len(os.listdir('/proc/self/task')); before = threads()\n"
+        f"assert 'lm_head.weight' in check_weights(ModelConfig(hf={str(folder)!r}, init={str(source)!r}, seq_len=8).resolve()).tensors\n"
+        "assert threads() == before, (before, threads())"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_folders_without_weights(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders["gpt2"], tmp_path)
     (folder / "model.safetensors").unlink()

@@ -70,7 +70,7 @@ def test_why_compares_layers_of_one_class(late: bool, tmp_path: Path) -> None:
 
     def layers() -> list[nn.Module]:
         made = [nn.Embedding(12, 10), Slow(10, 10), Slow(10, 10), Slow(10, 10), Slow(10, 12)]
-        made[2].seconds, made[4].seconds = 0.02 if late else 0.001, 0.02  # type: ignore[assignment]
+        made[2].seconds, made[4].seconds = 0.1 if late else 0.001, 0.02  # type: ignore[assignment]
         return made
 
     config = {"train": {"steps": 4, "global_batch": 12, "run_dir": str(tmp_path / "run")}, "log": {"trace": 1}}

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +65,8 @@ LONGEST_HEADER = 100_000_000
 LARGEST_DIM = 2**31
 CHUNK = 32 << 20
 """Bytes that are read at a time."""
+ONE_THREAD = (1 << 15) - 1
+"""Elements that torch's kernels on CPUs do not divide among threads."""
 SMALL = 1 << 20
 """Fewer bytes than this come from the mapped file."""
 THREADS = 8
@@ -137,7 +140,7 @@ class _Safetensors:
             self._mapped[file] = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
         raw = torch.empty(0, dtype=torch.uint8).set_(self._mapped[file], at, (size,))  # type: ignore[call-overload]
         if at % dtype.itemsize:  # files of old writers
-            raw = raw.clone()
+            raw = torch.frombuffer(bytearray(bytes_of(raw)), dtype=torch.uint8)
         tensor = raw.view(dtype).view(shape)
         return tensor[tuple(slice(a, b) for a, b in box)]
 
@@ -347,13 +350,19 @@ def _some(names: list[str]) -> str:
 
 
 def _refuse_untied(source: Source, head: str, embedding: str, where: str) -> None:
-    """If the config ties the head but the files contain it, check that it equals the embedding."""
+    """If the config ties the head but the files contain it, check that it equals the embedding.
+
+    The process will fork ranks, which hang if a kernel ran here on several threads: they lack these threads.
+    Bytes are compared by numpy, and other files than safetensors are read in parts too small for several threads.
+    """
     shape = source.tensors[embedding][0]
     same = source.tensors[head] == source.tensors[embedding]
-    step = max(1, CHUNK // (8 * math.prod(shape[1:])))
+    mapped = isinstance(source, _Renamed) and isinstance(source.source, _Safetensors)
+    step = max(1, (CHUNK // 8 if mapped else ONE_THREAD) // math.prod(shape[1:]))
     for a in range(0, shape[0] if same else 0, step):
         box = ((a, min(a + step, shape[0])), *((0, n) for n in shape[1:]))
-        same = same and torch.equal(source.read(head, box), source.read(embedding, box))
+        one, other = (bytes_of(source.read(name, box)) for name in (head, embedding))
+        same = same and np.array_equal(one, other)
     if not same:
         raise ConfigError(
             f"{where}: its head is tied to the embedding, but {head} differs from {embedding}; write model.tie = false"
