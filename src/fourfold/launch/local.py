@@ -98,17 +98,22 @@ def launch_local(
                     processes.append(process)
             asked.all_started()
             end = _watch(processes, Path(folder), logs, mirrors, asked)
-        codes = set(end.failed.values())
-        if asked.killed and -signal.SIGKILL in codes:
+        if asked.killed and -signal.SIGKILL in end.failed.values():
             raise Interrupted("the ranks were killed at the second request to stop")
-        if (end.failed or end.reported or end.silent) and not (
-            asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}
-        ):
+        if (end.failed or end.reported or end.silent) and not _ended_by_the_request(end, asked, Path(folder)):
             failure = _blame(end, Path(folder), logs)
             failure.after_stop, failure.shown = asked.stopped, end.shown or time.time()
             failure.reports = _reports(end, Path(folder), logs)
             raise failure
         return not end.failed
+
+
+def _ended_by_the_request(end: _End, asked: _Asked, folder: Path) -> bool:
+    """Whether ranks that had not begun their job died of the request to stop, and the others of it or of their absence."""
+    ours = {-signal.SIGTERM, -signal.SIGUSR1}
+    others = {rank: code for rank, code in end.failed.items() if code not in ours}
+    died = len(others) < len(end.failed)
+    return died and all(_read_error(folder, rank).get("time", 0.0) > asked.at for rank in others)
 
 
 @contextlib.contextmanager
@@ -169,6 +174,8 @@ class _Asked:
     processes: list[BaseProcess]
     started: bool = False
     stopped: bool = False
+    at: float = float("inf")
+    """Time of day of the first request."""
     killed: bool = False
     sent: int = 0
     """The signal that the ranks were sent last."""
@@ -195,7 +202,7 @@ def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[_Asked]
             asked.killed = asked.killed or time.monotonic() - last > TWICE
             last = time.monotonic()
         if not asked.stopped:
-            asked.stopped = True
+            asked.stopped, asked.at = True, time.time()
             print(f"\n{stopping}", file=sys.stderr, flush=True)
         asked.pass_on()
 
