@@ -63,7 +63,9 @@ def _become(
     try:
         gc.freeze()  # [Note: forking from a process that runs tests]
         faulthandler.disable()
-        for fd in map(int, os.listdir("/proc/self/fd")):  # the one by which Popen learns of a failure, too: it waits for its end
+        for fd in map(
+            int, os.listdir("/proc/self/fd")
+        ):  # the one by which Popen learns of a failure, too: it waits for its end
             if fd not in kept:
                 with contextlib.suppress(OSError):
                     os.close(fd)

@@ -154,7 +154,9 @@ def run_all(lines: list[str], workplace: Path, limit: float = 300) -> None:
     for line in lines:
         for part in line.split(" && "):
             words = shlex.split(part)
-            variables = dict(words.pop(0).split("=", 1) for _ in itertools.takewhile(lambda word: "=" in word, list(words)))
+            variables = dict(
+                words.pop(0).split("=", 1) for _ in itertools.takewhile(lambda word: "=" in word, list(words))
+            )
             if words[0] in ("fourfold", "python"):
                 words[:1] = [sys.executable, "-m", "fourfold"] if words[0] == "fourfold" else [sys.executable]
             if part.startswith("fourfold demo"):

@@ -65,6 +65,8 @@ SILENCE = 1.0
 """Seconds beyond a rank's own limit after which it counts as silent."""
 ENDING = 0.5
 """Seconds after which the report of a failure is shown, although ranks still end: the driver takes seconds to free a GPU."""
+STACKS = 1.0
+"""Seconds that ranks have to write their stacks before they are killed."""
 TICK = 0.5
 """Seconds between two looks at the heartbeats."""
 LOOKS = 5
@@ -267,9 +269,10 @@ def _watch(
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
+            sizes = {log: _size(log) for log in (logs / f"rank{rank}.log" for rank in waiting)}
             _signal(list(waiting.values()), signal.SIGUSR2)
             _signal(list(waiting.values()), signal.SIGCONT)  # one that is stopped writes its stack then
-            time.sleep(0.2)  # for the stacks to be written
+            _await_stacks(sizes)
             _signal(list(waiting.values()), signal.SIGKILL)
             deadline = time.monotonic() + GRACE
             show = min(show, time.monotonic() + ENDING)
@@ -279,6 +282,21 @@ def _watch(
             print(f"{printable(str(_blame(end, folder, logs)))}\n{others} …", file=sys.stderr, flush=True)
     end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
     return end
+
+
+def _await_stacks(sizes: dict[Path, int]) -> None:
+    """Wait until every log is longer than it was and grows no more; at most STACKS seconds, as a rank may be stuck in a driver."""
+    end, found, steady = time.monotonic() + STACKS, dict(sizes), 0
+    while steady < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+        before, found = found, {log: _size(log) for log in sizes}
+        steady = steady + 1 if found == before and all(found[log] > size for log, size in sizes.items()) else 0
+
+
+def _size(log: Path) -> int:
+    with contextlib.suppress(OSError):
+        return log.stat().st_size
+    return 0
 
 
 def _all_silent(folder: Path, ranks: Sequence[int]) -> str:
