@@ -65,7 +65,6 @@ const FourfoldReport = (() => {
     tip.style.top = (y + box.height + 24 > innerHeight ? Math.max(6, y - box.height - 12) : y + 14) + "px";
   }
   const hideTip = () => { tip.textContent = ""; };
-  addEventListener("scroll", hideTip, { passive: true });  // what it told of has moved
   let byPointer = false;  // scrolling moves what a pointer is at; focus scrolls by itself
   addEventListener("scroll", () => { if (byPointer) hideTip(); }, { passive: true });
   addEventListener("keydown", e => { if (e.key === "Escape") hideTip(); });
