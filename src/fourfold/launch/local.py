@@ -289,7 +289,7 @@ def _all_silent(folder: Path, ranks: Sequence[int]) -> str:
     if not limits:
         return ""
     age, limit = min(limits)
-    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"none of {len(ranks)} ranks has"
+    who = f"rank {ranks[0]} has not" if len(ranks) == 1 else f"none of {len(ranks)} ranks has"
     return (
         f"{who} sent a heartbeat for {age:.0f} s (train.timeout {limit:g} s): a rank that is stopped, or whose driver or "
         "library blocks while it holds Python's lock, sends none"

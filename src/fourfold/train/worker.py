@@ -264,7 +264,7 @@ def work(
         check_joined(config.train.backend)
     if joins:
         join_group(place, store, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
-    board = make_board(default_store()) if place.ranks > 1 else None
+    board = make_board(default_store()) if place.ranks > 1 else make_board(store) if store is not None else None
     recorder = FailureRecorder(place, run, device, board, launched=store is not None)
     if place.rank == 0:
         note(run, "start", ranks=place.ranks, mesh=plan.mesh.product())
