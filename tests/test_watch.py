@@ -377,16 +377,3 @@ def test_a_job_that_is_suspended_for_longer_than_its_timeout_continues(tmp_path:
         assert job.wait(120) == 0
     finally:
         job.kill()
-
-
-def test_beats_read_in_an_earlier_stall_are_forgotten(tmp_path: Path) -> None:
-    """Only the first ranks read beats ahead of time: the others would judge by those of the last stall, all of them old."""
-    record = Record()
-    watch = Watch(FileBoard(tmp_path / "beats"), 5, 6, Limits.of(1.0), record=record, end=print)
-    record.enter("step 3", 1.0, "train.timeout")
-    watch._look()
-    watch._others = {r: beat(time=time.time() - 100, idle=0.0, limit=1.0, patience=1.0) for r in range(6)}
-    record.begin_op("0F0")
-    assert watch._look() == ""
-    watch._moved -= 1.5
-    assert watch._look() == ""

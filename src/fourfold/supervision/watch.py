@@ -306,7 +306,7 @@ class Watch:
         now = time.monotonic()
         if self.record.progress != self._seen:
             self._seen, self._moved, self._reading = self.record.progress, self.record.moved, False
-            self._others, self._dumped = {}, False  # beats that were read for another stall are old
+            self._dumped = False
             return ""
         limit = self.record.limit
         late = self.idle - self.patience
