@@ -156,6 +156,17 @@ def test_no_thread_is_left_in_the_store_when_a_rank_ends(tmp_path: Path) -> None
     assert not any(thread.is_alive() for thread in watch._threads)
 
 
+def test_beats_are_published_on_a_full_disk(tmp_path: Path) -> None:
+    """Overwriting a beat's file needs no more room: else a healthy run would end for lack of heartbeats."""
+    board = FileBoard(tmp_path / "beats")
+    board.publish(0, json.dumps(beat(where="x" * 500)))
+    blocks = (tmp_path / "beats" / "0").stat().st_size
+    (tmp_path / "beats" / ".0.partial").mkdir()  # no other file can be written
+    board.publish(0, json.dumps(beat(count=2)))
+    assert json.loads(board.read(1)[0])["count"] == 2
+    assert (tmp_path / "beats" / "0").stat().st_size == blocks
+
+
 @pytest.mark.parametrize("kind", ["files", "store"])
 def test_a_rank_that_skips_a_collective_is_found_by_all(tmp_path: Path, kind: str) -> None:
     texts = run_ranks(_skip, 3, str(tmp_path), kind)

@@ -60,6 +60,8 @@ __all__ = ["Board", "FileBoard", "Limits", "StoreBoard", "Watch", "make_board", 
 READERS = 4  # number of ranks that read all beats when they make no progress
 BEAT_EVENTS = 16  # events of the record in a beat: all that is known about a killed rank
 STEP = "train.timeout"
+BLOCK = 8192
+"""Characters of which the size of a beat's file is a multiple."""
 STORE_TIMEOUT = 10.0
 """Timeout in seconds for the job's store; the next beat tries again."""
 Beat = dict[str, Any]
@@ -106,9 +108,14 @@ class FileBoard:
         folder.mkdir(exist_ok=True)
 
     def publish(self, rank: int, line: str) -> None:
-        partial = self.folder / f".{rank}.partial"
-        partial.write_text(line)
-        partial.replace(self.folder / str(rank))
+        path, partial = self.folder / str(rank), self.folder / f".{rank}.partial"
+        line = line.ljust(-(-len(line) // BLOCK) * BLOCK)
+        try:
+            partial.write_text(line)
+            partial.replace(path)
+        except OSError:  # the disk of temporary files is full: overwriting needs no more room
+            with path.open("r+") as f:
+                f.write(line)
 
     def read(self, ranks: int) -> dict[int, str]:
         found = {}
