@@ -158,6 +158,9 @@ def test_weights_of_sources(tmp_path: Path, packing: str) -> None:
     assert counts[1][0] == pytest.approx(400, rel=0.02)
     assert counts[1][1] == pytest.approx(100, rel=0.2)
     assert s.fingerprint.endswith("-2,0.5")
+    said = s.describe(1, 1).split(" tokens")[0].split()[-1]
+    held = s.segments.lengths.sum() if s.whole else s.count * 10
+    assert int(said.replace(",", "")) == held  # of an epoch, with repetitions
 
 
 def test_sources_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
