@@ -122,6 +122,11 @@ def test_the_page(browser: Browser, tmp_path: Path) -> None:
     assert "at its peak" in held["tip"]
     assert "limit: 3.73 GiB" in held["tip"]
 
+    assert browser.run("return worst()") == pytest.approx(
+        max(row.lost["bubble"] / planned.length for row in planned.rows), abs=1e-3
+    )  # the longest bar in the margin
+    assert "waiting for another rank" in browser.run("return $('legend').textContent")
+
     wheel = browser.painted("canvas.dispatchEvent(new WheelEvent('wheel', {deltaY: -100, clientX: 700, clientY: 300}))")
     assert 0 < wheel["from"] < wheel["to"] < 10_000_000
     assert browser.key("d")["from"] > wheel["from"]

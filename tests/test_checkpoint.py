@@ -670,7 +670,9 @@ def test_a_run_directory_that_was_moved_is_not_made_again(tmp_path: Path) -> Non
     saver = Checkpointer(tmp_path / "run" / "checkpoints")
     saver.save(1, [holding_of("x", torch.zeros(3))], {"step": 1})
     (tmp_path / "run").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="run is gone: it was moved or deleted while the run was using it"):
+    with pytest.raises(
+        CheckpointError, match="run is gone: it was moved or deleted during the run. Resume from where it is now"
+    ):
         saver.save(2, [holding_of("x", torch.zeros(3))], {"step": 2})
     assert not (tmp_path / "run").exists()
 

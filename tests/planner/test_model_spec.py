@@ -455,7 +455,7 @@ EXPERTS = "a mixture of experts is not supported"
             "sliding_window is missing",
         ),
         (HF, {"model_type": "smollm3", "no_rope_layers": [1, 0]}, "one entry for each of the 4 layers"),
-        (HF, {"model_type": "gpt_neox", "rotary_pct": 1.5}, "rotary_pct = 1.5 must be at most 1"),
+        (HF, {"model_type": "phi3", "partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5 must be at most 1"),
         (HF, {"sliding_window": 64}, "sliding_window = 64 is shorter than the sequence of 4096 tokens"),
         (
             HF,
