@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -534,6 +535,27 @@ def test_the_newest_is_the_one_of_the_last_step_not_of_the_last_name(tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10000000", "step-1000001"]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_stays_and_the_new_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one was deleted, as if its save had failed, and the run ended."""
+    x, said, remove = torch.zeros(3), io.StringIO(), shutil.rmtree
+
+    def refused(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == "step-000001":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        remove(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    saver = Checkpointer(tmp_path, keep=1, console=said)
+    for step in (1, 2, 3, 4):
+        saver.save(step, [holding_of("x", x)], {"step": step})
+    assert [step for step, _ in save_load.complete(tmp_path)] == [4]
+    assert said.getvalue().count("step-000001: cannot be removed: permission denied; the run continues") == 1
+    with pytest.raises(CheckpointError, match="cannot be removed: permission denied"):  # `fourfold checkpoint prune`
+        save_load.remove(tmp_path / "step-000001")
+
+
 def test_every_nth_checkpoint_is_kept(tmp_path: Path) -> None:
     x, saver = torch.zeros(3), Checkpointer(tmp_path, keep=2, keep_every=4)
     for step in range(1, 12):
@@ -670,7 +692,9 @@ def test_a_run_directory_that_was_moved_is_not_made_again(tmp_path: Path) -> Non
     saver = Checkpointer(tmp_path / "run" / "checkpoints")
     saver.save(1, [holding_of("x", torch.zeros(3))], {"step": 1})
     (tmp_path / "run").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="run is gone: it was moved or deleted while the run was using it"):
+    with pytest.raises(
+        CheckpointError, match="run is gone: it was moved or deleted during the run. Resume from where it is now"
+    ):
         saver.save(2, [holding_of("x", torch.zeros(3))], {"step": 2})
     assert not (tmp_path / "run").exists()
 

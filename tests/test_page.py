@@ -228,6 +228,34 @@ AGAIN = [
 ]
 
 
+def test_collectives_of_the_grid_are_not_drawn_as_compute(tmp_path: Path) -> None:
+    """The planned rows divide a step as the planner's own sum does, and as measured rows do."""
+    units = [{"match": "*.attn", "recompute": "full"}, {"match": "*"}]
+    plan = Plan.from_dict({"mesh": {"data": 2, "col": 4}, "batch": {"micro_batches": 4}, "unit": units})
+    config = make_config(Path("run"), MODEL | {"layers": 8, "heads": 16, "hidden": 2048, "ffn": 8192})
+    problem = PlanProblem(ModelSpec.from_config(config.model), Cluster.preset("l40s"), 16, plan.precision)
+    plan = judge(plan, problem)
+    p = plan.predicted
+    assert p is not None
+    assert p["grid"] > 0.04 * p["seconds"]
+    row = planned_panel(plan, planned_step(plan), "planned").rows[0]
+    assert row.busy(1.0) == pytest.approx(p["compute"], rel=0.02)
+    on_grid = sum(s.end - s.start for s in row.spans if s.name.endswith(": collectives of the grid"))
+    assert on_grid == pytest.approx(p["grid"], rel=0.05)
+    assert row.lost["recompute"] == pytest.approx(p["recompute"], rel=0.05)
+    ops = sorted(s for s in row.spans if s.kind in "FBIWREU_")
+    assert all(a.end == pytest.approx(b.start, abs=1e-9) for a, b in pairwise(ops))  # no gap, no overlap
+
+    run_training(make_config(tmp_path / "run", train={"steps": 2}, log={"trace": 1}), {"mesh": {"col": 2}}, 2)
+    assert main(["view", str(tmp_path / "run"), "--html"]) == 0
+    planned, measured = data_of(tmp_path / "run" / "timeline.html")["panels"]
+    assert planned["name"] == "planned, with measured times"
+    for a, b in zip(planned["rows"], measured["rows"], strict=True):
+        for row in (a, b):
+            assert any(s[2] == "E" and ("collectives of the grid" in s[3] or "col" in s[3]) for s in row["spans"])
+            assert 0 < row["lost"]["exposed"] < data_of(tmp_path / "run" / "timeline.html")["length"]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_recomputation_and_buckets_of_a_plan(schedule: str, tmp_path: Path) -> None:
     plan = Plan.from_dict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -44,6 +45,22 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     url = f"memory://run-{os.getpid()}" if request.param == "memory" else f"file://{tmp_path}/remote/run"
     yield RemoteFolder(url)
     fsspec.filesystem("memory").store.clear()
+
+
+def test_a_store_that_refuses_to_delete_does_not_end_a_run(
+    tmp_path: Path, remote: RemoteFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rights to write without rights to delete are usual in object stores."""
+
+    def refused(name: str) -> None:
+        raise CheckpointError(f"{remote.url}/{name}: cannot be removed: permission denied")
+
+    monkeypatch.setattr(remote, "remove", refused)
+    said = io.StringIO()
+    for step in (2, 4, 6):
+        save(tmp_path / "here", remote, step, keep=1, console=said)
+    assert [step for step, _ in remote.complete()] == [2, 4, 6]
+    assert "step-000002: cannot be removed: permission denied; the run continues" in said.getvalue()
 
 
 def test_saved_there_and_opened_on_another_machine(tmp_path: Path, remote: RemoteFolder) -> None:

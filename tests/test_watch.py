@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from fourfold.launch.place import Place
 from fourfold.record import RECORD, Record, Ticket
 from fourfold.supervision.watch import Beat, FileBoard, Limits, StoreBoard, Watch, make_board, verdict
 from fourfold.testing.ranks import run_ranks
+from fourfold.train.rundir import RunDir, read_metrics
 from tests.helpers import make_config
 
 # ---- the verdict ----
@@ -151,6 +154,17 @@ def test_no_thread_is_left_in_the_store_when_a_rank_ends(tmp_path: Path) -> None
             time.sleep(0.01)
     assert not board.busy
     assert not any(thread.is_alive() for thread in watch._threads)
+
+
+def test_beats_are_published_on_a_full_disk(tmp_path: Path) -> None:
+    """Overwriting a beat's file needs no more room: else a healthy run would end for lack of heartbeats."""
+    board = FileBoard(tmp_path / "beats")
+    board.publish(0, json.dumps(beat(where="x" * 500)))
+    blocks = (tmp_path / "beats" / "0").stat().st_size
+    (tmp_path / "beats" / ".0.partial").mkdir()  # no other file can be written
+    board.publish(0, json.dumps(beat(count=2)))
+    assert json.loads(board.read(1)[0])["count"] == 2
+    assert (tmp_path / "beats" / "0").stat().st_size == blocks
 
 
 @pytest.mark.parametrize("kind", ["files", "store"])
@@ -327,3 +341,50 @@ def test_a_rank_that_has_ended_its_watch_owes_no_heartbeats(tmp_path: Path, monk
         time.sleep(2.5)
 
     assert local.launch_local(job, 1, tmp_path)
+
+
+def test_the_only_rank_is_named_if_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FOURFOLD_FAULTS", "stop rank=0 step=3")
+    assert start(tmp_path, {}, "--train.timeout", "1.5", train={"steps": 5}) == 1
+    error = capfd.readouterr().err
+    assert "rank 0 has not sent a heartbeat for" in error
+    assert "rank 0 is stopped (SIGSTOP) at step 3" in error
+
+
+def test_the_only_rank_writes_its_stacks_and_is_not_ended(tmp_path: Path) -> None:
+    """It has no other rank that could judge with it, and may be slow; its stacks say in what."""
+
+    def job(place: Place, store: dist.Store, console: object) -> None:
+        with Watch(make_board(store), place.rank, 1, Limits.of(0.5), end=lambda text: os._exit(3)):
+            RECORD.enter("step 3", 0.5, "train.timeout")
+            time.sleep(2.0)
+            RECORD.begin_op("0F0")
+
+    assert local.launch_local(job, 1, tmp_path)
+    log = (tmp_path / "rank0.log").read_text()
+    assert log.count("Current thread") == 1  # once
+    assert "in job" in log
+
+
+# ---- a whole job that is suspended ----
+
+
+def test_a_job_that_is_suspended_for_longer_than_its_timeout_continues(tmp_path: Path) -> None:
+    """SIGSTOP of all its processes: a scheduler's suspension, a paused container. Its ops are slower than a look of the watchdog."""
+    (tmp_path / "c.json").write_text(json.dumps(make_config(tmp_path / "run", train={"steps": 4}).to_dict()))
+    (tmp_path / "plan.json").write_text('{"mesh": {"data": 2}}')
+    command = ["train", str(tmp_path / "c.json"), "--plan", str(tmp_path / "plan.json"), "--train.timeout", "4"]
+    env = os.environ | {"FOURFOLD_FAULTS": "slow rank=1 step=3 seconds=2.5"}
+    job = subprocess.Popen([sys.executable, "-m", "fourfold", *command], env=env, start_new_session=True)
+    try:
+        while sum(m["step"] == 1 for m in read_metrics(RunDir(tmp_path / "run"))) == 0 and job.poll() is None:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        os.killpg(job.pid, signal.SIGSTOP)
+        time.sleep(7.0)
+        os.killpg(job.pid, signal.SIGCONT)
+        assert job.wait(120) == 0
+    finally:
+        job.kill()

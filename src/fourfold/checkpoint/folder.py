@@ -98,12 +98,16 @@ def doomed(checkpoints: Path, keep: int, keep_every: int = 0) -> list[Path]:
 
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint, the marker first, so that a partly deleted one never looks complete. Links are not followed."""
-    if checkpoint.is_symlink():
-        checkpoint.unlink()
-        return
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-        (checkpoint / MARKER).unlink()
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    try:
+        if checkpoint.is_symlink():
+            checkpoint.unlink()
+            return
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            (checkpoint / MARKER).unlink()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(checkpoint)
+    except OSError as e:
+        raise CheckpointError(f"{checkpoint}: cannot be removed: {files.why(e)}") from None
 
 
 def is_file(path: Path) -> bool:

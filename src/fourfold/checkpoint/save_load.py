@@ -53,7 +53,6 @@ from fourfold import files, schema
 from fourfold.checkpoint.dcp import DamagedError, FileReader, read_rows
 from fourfold.checkpoint.folder import (
     STATE,
-    STEP,
     check_state,
     check_whole,
     complete,
@@ -448,7 +447,7 @@ class Checkpointer:
     """Saves a rank's holdings; ranks of `group` (a separate gloo group) call every method together.
 
     One holder of each piece writes it (`Holding.writes`). After each save the newest `keep` complete checkpoints and those of
-    every `keep_every`-th step are kept; the others are removed.
+    every `keep_every`-th step are kept; the others are removed. One that cannot be removed is reported on `console`, once.
     """
 
     def __init__(
@@ -462,7 +461,9 @@ class Checkpointer:
         remote: RemoteFolder | None = None,
         prunes: bool = False,
         local_ranks: int = 1,
+        console: IO[str] | None = None,
     ):
+        self.console, self._left = console, set[str]()
         self.directory, self.background, self.group, self.remote = directory, background, group, remote
         self.keep, self.keep_every = keep, keep_every
         self.prunes = prunes or group is None
@@ -536,12 +537,33 @@ class Checkpointer:
             why = _root_cause(e, path, size)
             if self.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
-            last = newest(self.directory)
-            kept = f"; the last complete checkpoint is {last}" if last else ""
+            whole = [old for _, old in complete(self.directory) if old != path]  # rank 0 may not have removed it yet
+            kept = f"; the last complete checkpoint is {whole[-1]}" if whole else ""
             raise CheckpointError(f"{path}: cannot be saved: {why}{kept}") from None
+        if self.rank == 0:
+            self._retain(path)
         if self.remote is not None:
             self._upload(path, self.remote)
         self._finished.append(path)
+
+    def _retain(self, path: Path) -> None:
+        """Remove what is old, and unfinished saves of earlier steps. If that fails, the new checkpoint is still whole."""
+        step = int(path.name.removeprefix("step-"))
+        try:
+            unfinished = [p for n, p in steps_in(self.directory) if n < step and not is_file(p / MARKER)]
+            gone = [*doomed(self.directory, self.keep, self.keep_every), *unfinished]
+        except CheckpointError:  # the folder cannot be read: the next save says so
+            gone = []
+        for old in gone:
+            self._removed(lambda old=old: remove(old))  # type: ignore[misc]
+
+    def _removed(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except CheckpointError as e:
+            if str(e) not in self._left:
+                print(printable(f"  {e}; the run continues"), file=self.console, flush=True)
+            self._left.add(str(e))
 
     def _upload(self, path: Path, remote: RemoteFolder) -> None:
         """Every rank uploads its own files, then rank 0 the marker; then older local copies are removed."""
@@ -559,14 +581,14 @@ class Checkpointer:
         _together(lambda: self._publish(path, remote), self.group)
         for number, old in steps_in(self.directory) if self.prunes else ():
             if f"step-{number:06d}" != name and number < int(name.removeprefix("step-")):
-                remove(old)
+                self._removed(lambda old=old: remove(old))  # type: ignore[misc]
 
     def _publish(self, path: Path, remote: RemoteFolder) -> None:
         if (self.directory.parent / "config.json").is_file():
             remote.upload_run(self.directory.parent)
         remote.upload_marker(path, path.name)
         for old in remote.doomed(self.keep, self.keep_every):
-            remote.remove(old)
+            self._removed(lambda old=old: remote.remove(old))  # type: ignore[misc]
 
     def _clear(self, path: Path) -> None:
         """Make an empty folder; an incomplete save of this step, or a link, is removed first."""
@@ -587,12 +609,6 @@ class Checkpointer:
             listed[name] = describe(path / name)
         files.write_json(path / MARKER, {"version": 2, "files": listed}, CheckpointError)
         files.sync_folder(self.directory)
-        for old in doomed(self.directory, self.keep, self.keep_every):
-            remove(old)
-        step = STEP.fullmatch(path.name)
-        for number, partial in steps_in(self.directory):
-            if step and number < int(step[1]) and not is_file(partial / MARKER):
-                remove(partial)
 
 
 def _index_of(metadata: Metadata, at: Mapping[MetadataIndex, Any]) -> Index:

@@ -96,10 +96,12 @@ def simulate_command(args: SimulateArgs, file: IO[str] | None = None) -> int:
         unit = "s" if costs != args.costs else ""  # a plan with predicted seconds
         panels = [panel_of(name, timeline) for name, timeline in rows]
         best = rows[0][1]
-        measure = f"{float(best.makespan):.4g}" + (
-            " s" if unit else f" (a forward of a rank's share: {args.forward:g})"
-        )
-        summary = f"{rows[0][0]}: makespan {measure}, bubble {float(best.bubble):.1%}."
+        measure = f"{float(best.makespan):.4g}"
+        if unit:
+            measure += " s"
+        else:
+            measure += f", where the forward of a micro-batch through all layers of a rank takes {args.forward:g}"
+        summary = f"{rows[0][0]} on {best.rows} ranks: a step takes {measure}; bubble {float(best.bubble):.1%}."
         write_page(Path(args.html), f"simulated: {rows[0][0]}", summary, panels, unit=unit)
         print(printable(args.html), file=file)
         return 0

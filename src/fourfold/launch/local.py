@@ -314,7 +314,7 @@ def _all_silent(folder: Path, ranks: Sequence[int]) -> str:
     if not limits:
         return ""
     age, limit = min(limits)
-    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"none of {len(ranks)} ranks has"
+    who = f"rank {ranks[0]} has not" if len(ranks) == 1 else f"none of {len(ranks)} ranks has"
     return (
         f"{who} sent a heartbeat for {age:.0f} s (train.timeout {limit:g} s): a rank that is stopped, or whose driver or "
         "library blocks while it holds Python's lock, sends none"
@@ -359,8 +359,9 @@ def _blame(end: _End, folder: Path, logs: Path) -> RankFailure:
         )
     if not records:
         rank = min(end.failed)
-        text = f"rank {rank} ended with exit code {end.failed[rank]}; its log: {logs / f'rank{rank}.log'}"
-        return failure(text, rank, "exit")
+        log = logs / f"rank{rank}.log"
+        last = f": {line}" if (line := _last_line(log)) else ""  # of a traceback: no room for the note of its failure
+        return failure(f"rank {rank} ended with exit code {end.failed[rank]}{last}; its log: {log}", rank, "exit")
     hangs = [rec["message"] for rec in records.values() if rec["kind"] == HangError.__name__]
     if hangs:  # the ranks' watchdogs agreed on it
         stopped = [r for r, state in end.hung.items() if state != HANGS]
@@ -432,6 +433,13 @@ def _read_error(folder: Path, rank: int) -> dict[str, Any]:
     with contextlib.suppress(OSError, json.JSONDecodeError):
         return json.loads((folder / f"error{rank}").read_text())
     return {}
+
+
+def _last_line(log: Path) -> str:
+    with contextlib.suppress(OSError), log.open("rb") as f:
+        f.seek(max(0, f.seek(0, os.SEEK_END) - 4096))
+        return next((x.strip() for x in reversed(f.read().decode(errors="replace").splitlines()) if x.strip()), "")
+    return ""
 
 
 def _innermost(log: Path) -> str:

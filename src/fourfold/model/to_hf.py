@@ -133,7 +133,7 @@ def hf_config(
         _write(c, key, m)
     if family.rope is not None and not (base or {}).keys() & {"rope_theta", "rope_parameters", family.rope.theta_key}:
         c["rope_parameters"] = _rope(m)
-        if family.rope.local_theta not in (0.0, "same"):  # layers with a window have a theta of their own
+        if family.rope.local_theta:  # layers with a window have a table of their own
             local = {"rope_type": "default", "rope_theta": m.rope_local_theta or m.rope_theta}
             c["rope_parameters"] = {"full_attention": c["rope_parameters"], "sliding_attention": local}
     if family.rope is not None:

@@ -147,6 +147,8 @@ class UnitPrediction(NamedTuple):
     weight_grad: float
     recompute_seconds: float
     """The part of `input_grad` that recomputes activations."""
+    grid: float
+    """The part of the forward and the gradients that is exposed collectives of the tensor grid."""
     gather: float
     """One all-gather of its parameters, alone on its link; 0 if they are not sharded."""
     reduce: float
@@ -187,6 +189,7 @@ def predict_units(
                     t.input_grad + t.recompute,
                     t.weight_grad,
                     t.recompute,
+                    t.grid,
                     gather,
                     reduce,
                     alone.gathered_bytes if gather else 0.0,
@@ -217,4 +220,4 @@ def _units_to_dict(stages: Sequence[Sequence[UnitPrediction]]) -> dict[str, Any]
 
 
 def _rounded(u: UnitPrediction) -> tuple[Any, ...]:
-    return (*(float(f"{x:.6g}") for x in u[1:7]), *map(round, u[7:10]), *u[10:])
+    return (*(float(f"{x:.6g}") for x in u[1:8]), *map(round, u[8:11]), *u[11:])

@@ -3,7 +3,7 @@
 - SIGTERM (and SIGUSR1, which Slurm can send before a job's time is up) requests a stop: the rank finishes its step, all ranks
   agree on the last step, save, and exit with 0.
 - The guard records (record.py) the phase of the rank and how long it may make no progress in it; the watchdog (watch.py) finds
-  hangs. If a step takes longer than the timeout, the stacks of all threads are written to the log, which needs no Python thread.
+  hangs.
 - Steps with a non-finite loss or gradient are skipped by the optimizer on all ranks; too many in a row end the run. (With
   `train.guard = false` no step is skipped, and the first one ends the run.)
 """
@@ -11,10 +11,8 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import math
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -43,14 +41,13 @@ class Guard:
 
     @contextlib.contextmanager
     def on_watch(self) -> Iterator[None]:
-        """Install signal handlers and the timeout; restores the previous ones on exit."""
+        """Install signal handlers; restores the previous ones on exit."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
         try:
             yield
         finally:
-            faulthandler.cancel_dump_traceback_later()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -76,8 +73,6 @@ class Guard:
         self._step = step
         limit = self.limits.step if self._warm else self.limits.start
         RECORD.enter(f"step {step}", limit, "train.timeout" if self._warm else "train.start_timeout")
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may have no file descriptor
-            faulthandler.dump_traceback_later(limit, file=sys.stderr)
         if self.faults is not None:
             self.faults.at(step)
 
@@ -88,19 +83,19 @@ class Guard:
 
     def evaluate(self, step: int) -> None:
         """The rank begins the evaluation after step `step`."""
-        self._enter(f"the evaluation after step {step}", self.limits.evaluation, "train.eval_timeout")
+        RECORD.enter(f"the evaluation after step {step}", self.limits.evaluation, "train.eval_timeout")
         if self.faults is not None:
             self.faults.at(step, "evaluation")
 
     def save(self, step: int) -> None:
         """The rank begins to save step `step`."""
-        self._enter(f"the save of step {step}", self.limits.save, "checkpoint.timeout")
+        RECORD.enter(f"the save of step {step}", self.limits.save, "checkpoint.timeout")
         if self.faults is not None:
             self.faults.at(step, "save")
 
     def compare(self, step: int) -> None:
         """The rank begins to compare its weights with its replicas'."""
-        self._enter(f"the comparison of replicas after step {step}", self.limits.save, "checkpoint.timeout")
+        RECORD.enter(f"the comparison of replicas after step {step}", self.limits.save, "checkpoint.timeout")
 
     def skips_collective(self) -> bool:
         """Whether a fault makes this rank skip the collective that it comes to."""
@@ -108,17 +103,13 @@ class Guard:
 
     def finish(self, step: int, *, final: bool) -> None:
         """The rank has trained and saved step `step`, its last one; `final`: rank 0 writes final/, the others wait for it."""
-        self._enter("the writing of final/" if final else "the end of the run", self.limits.save, "checkpoint.timeout")
+        RECORD.enter("the writing of final/" if final else "the end of the run", self.limits.save, "checkpoint.timeout")
         if self.faults is not None:
             self.faults.at(step, "final")
 
     def leave(self) -> None:
         """End of the collective work."""
-        self._enter("the end of the run", float("inf"))
-
-    def _enter(self, phase: str, limit: float, setting: str = "") -> None:
-        faulthandler.cancel_dump_traceback_later()
-        RECORD.enter(phase, limit, setting)
+        RECORD.enter("the end of the run", float("inf"))
 
     def judge(self, step: int, loss: float, norm: float) -> None:
         """Called after a step. Counts skipped steps; raises TrainingError after too many in a row."""

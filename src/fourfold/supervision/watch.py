@@ -19,6 +19,13 @@ from the store while the interpreter shuts down aborts the process (SIGABRT afte
 The third thread asks the device what it has reached; it may block for as long as the device does (device_events.py), and then the
 rank makes no progress.
 
+A rank that makes no progress for its limit also writes the stacks of its threads to its log, once. A thread of Python does that,
+not `faulthandler.dump_traceback_later`, which reads the stacks while they change, and may so end a healthy rank with SIGSEGV. The
+only rank of a job has no other to judge with: it is not ended, but its beats tell the launcher if it is stopped.
+
+Time in which the watchdog's own thread did not run does not count: the whole job was suspended (SIGSTOP, a paused container), and
+goes on when it is continued.
+
 [Note: finding the culprit]
 A rank whose beat is old does not answer: it is stopped or dead, or its host is. Otherwise, the culprit is a rank that waits for
 nothing while others wait for it. Otherwise the ranks wait for each other: a rank that skipped a collective is ahead of the
@@ -29,6 +36,7 @@ library hangs.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -52,6 +60,8 @@ __all__ = ["Board", "FileBoard", "Limits", "StoreBoard", "Watch", "make_board", 
 READERS = 4  # number of ranks that read all beats when they make no progress
 BEAT_EVENTS = 16  # events of the record in a beat: all that is known about a killed rank
 STEP = "train.timeout"
+BLOCK = 8192
+"""Characters of which the size of a beat's file is a multiple."""
 STORE_TIMEOUT = 10.0
 """Timeout in seconds for the job's store; the next beat tries again."""
 Beat = dict[str, Any]
@@ -98,9 +108,14 @@ class FileBoard:
         folder.mkdir(exist_ok=True)
 
     def publish(self, rank: int, line: str) -> None:
-        partial = self.folder / f".{rank}.partial"
-        partial.write_text(line)
-        partial.replace(self.folder / str(rank))
+        path, partial = self.folder / str(rank), self.folder / f".{rank}.partial"
+        line = line.ljust(-(-len(line) // BLOCK) * BLOCK)
+        try:
+            partial.write_text(line)
+            partial.replace(path)
+        except OSError:  # the disk of temporary files is full: overwriting needs no more room
+            with path.open("r+") as f:
+                f.write(line)
 
     def read(self, ranks: int) -> dict[int, str]:
         found = {}
@@ -193,7 +208,7 @@ class Watch:
         self._moved = self._answered = time.monotonic()
         self._others: dict[int, Beat] = {}
         self._verdict = ""
-        self._reading = False
+        self._reading = self._dumped = False
         self._threads = [
             threading.Thread(target=work, name=f"watchdog {work.__name__}", daemon=True)
             for work in (self._talk, self._judge, self._poll)
@@ -201,7 +216,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.record.clear()
-        self.record.watched = True
+        self.record.watched = self.ranks > 1
         self.record.enter("start", self.limits.start, "train.start_timeout")
         for thread in self._threads:
             thread.start()
@@ -278,7 +293,12 @@ class Watch:
 
     def _judge(self) -> None:
         """Thread: track progress; if there is none, find out whether any rank makes progress."""
+        last = time.monotonic()
         while not self._closed.wait(self.interval / 4):
+            now = time.monotonic()
+            if now - last > self.patience / 4:  # suspended: no thread of this process could run
+                self._moved += now - last
+            last = now
             try:
                 text = self._look()
             except Exception:  # the watchdog must report its own failure, and continue
@@ -293,10 +313,17 @@ class Watch:
         now = time.monotonic()
         if self.record.progress != self._seen:
             self._seen, self._moved, self._reading = self.record.progress, self.record.moved, False
+            self._dumped = False
             return ""
         limit = self.record.limit
         late = self.idle - self.patience
         if limit == float("inf"):  # no collective work any more
+            return ""
+        if self.idle > limit and not self._dumped:
+            self._dumped = True
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may have no file descriptor
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        if self.ranks == 1:
             return ""
         if self._verdict:
             return self._verdict

@@ -264,7 +264,7 @@ def work(
         check_joined(config.train.backend)
     if joins:
         join_group(place, store, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
-    board = make_board(default_store()) if place.ranks > 1 else None
+    board = make_board(default_store()) if place.ranks > 1 else make_board(store) if store is not None else None
     recorder = FailureRecorder(place, run, device, board, launched=store is not None)
     if place.rank == 0:
         note(run, "start", ranks=place.ranks, mesh=plan.mesh.product())
@@ -385,7 +385,12 @@ def assemble(
         RankContext(info, mesh, device, clock, world, batch_group, peak_rate),
         Engine(runner, units, list(held.ties.values()), optimizer, list(held.bases.values())),
         RunServices(
-            train_samples, eval_samples, _checkpointer(config, run, saving, remote, place), guard, mine, objective
+            train_samples,
+            eval_samples,
+            _checkpointer(config, run, saving, remote, place, console),
+            guard,
+            mine,
+            objective,
         ),
     )
     said: list[str] = []
@@ -472,7 +477,12 @@ def _compiles(plan: Plan, place: Place, device: torch.device, console: IO[str] |
 
 
 def _checkpointer(
-    config: Config, run: RunDir, group: dist.ProcessGroup | None, remote: RemoteFolder | None, place: Place
+    config: Config,
+    run: RunDir,
+    group: dist.ProcessGroup | None,
+    remote: RemoteFolder | None,
+    place: Place,
+    console: IO[str] | None,
 ) -> save_load.Checkpointer:
     return save_load.Checkpointer(
         run.checkpoints,
@@ -483,6 +493,7 @@ def _checkpointer(
         remote=remote,
         prunes=place.local_rank == 0,
         local_ranks=place.local_ranks,
+        console=console if place.rank == 0 else None,
     )
 
 

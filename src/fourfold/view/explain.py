@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.errors import PlanError
+from fourfold.errors import PlanError, ScheduleError
 from fourfold.plan import Plan
 from fourfold.planner.memory_model import CATEGORIES
+from fourfold.program.ops import Op
 from fourfold.schema import format_bytes, format_seconds
 
 __all__ = ["describe_units", "explain", "table"]
@@ -118,7 +119,7 @@ def _memory(plan: Plan) -> list[str]:
     parts = [f"{name} {format_bytes(most[name])}" for name in CATEGORIES if most.get(name)]
     lines = [
         f"memory: {format_bytes(most['bytes'])} of {format_bytes(p['usable_bytes'])}{where}, "
-        f"at its peak ({most['at']}): {', '.join(parts)}"
+        f"at its peak ({_op_in_words(most['at'], plan.mesh.pipe > 1)}): {', '.join(parts)}"
     ]
     if plan.mesh.pipe > 1:
         lines += _memory_by_rank(p["memory"])
@@ -129,8 +130,18 @@ def _memory(plan: Plan) -> list[str]:
     sizes = {"optimizer state": state, "activations": activations, "state kept to roll updates back": rollback}
     on_host = [f"{format_bytes(size)} of {what}" for what, size in sizes.items() if size]
     if on_host:
-        lines.append(f"  and on the host, for every device: {', '.join(on_host)} of {format_bytes(p['host_bytes'])}")
+        lines.append(f"host memory: {', '.join(on_host)} of {format_bytes(p['host_bytes'])} for every device")
     return lines
+
+
+def _op_in_words(at: str, staged: bool) -> str:
+    """`3F0` as words; what is no op stays as it is."""
+    try:
+        op = Op.parse(at)
+    except ScheduleError:
+        return at
+    kind = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[op.kind]
+    return f"{at}: {kind} of micro-batch {op.micro_batch}" + f" in stage {op.stage}" * staged
 
 
 def _memory_by_rank(memory: Sequence[dict[str, Any]]) -> list[str]:

@@ -6,7 +6,8 @@ issues it and the rank's previous one has ended, and an op waits for the gathers
 recomputation of its unit. The update comes after the last reduction; streamed state is updated by the buckets of
 offload/buckets.py.
 
-Simulated are whole ops and updates; a span is divided when it is drawn, in proportion to the predicted seconds.
+Simulated are whole ops and updates; a span is divided when it is drawn, in proportion to the predicted seconds. Exposed
+collectives of the tensor grid are drawn at the end of the op that they belong to.
 
 What differs from the planner's own total: collectives queue instead of sharing a link, an op's time is divided among its units in
 the same proportions in F, B, I and W, and what the planner adds as a sum is left out (imperfect overlap, gathers and sums of the
@@ -47,7 +48,7 @@ from fourfold.view.page import PageSpan, Panel, Row, panel_of
 
 __all__ = ["PlannedStep", "UnitBackward", "planned_panel", "planned_step", "rank_name", "with_update"]
 
-MOST_UNIT_OPS = 40_000
+MOST_UNIT_OPS = 100_000
 """Of a pipeline; a plan with more is drawn without its collectives."""
 MOST_MEMORY_STEPS = 12
 """Steps in which the predicted memory changes during an op."""
@@ -75,6 +76,8 @@ class PlannedStep:
     """What was simulated; None: the schedule alone."""
     backward: tuple[tuple[UnitBackward, ...], ...] = ()
     """By stage: its units in forward order; empty: recomputation is not divided from the backward."""
+    grid: Mapping[tuple[int, str, str], float] = field(default_factory=dict)
+    """By stage, kind of op and unit ("": all of the stage's): the share of an op that is exposed collectives of the grid."""
     updates: tuple[tuple[tuple[str, float], ...], ...] = ()
     """By rank of the pipeline: names of the buckets that it updates, and their seconds; empty: one span."""
 
@@ -100,8 +103,10 @@ def _with_units(plan: Plan, schedule: Schedule, predicted: Mapping[str, Any]) ->
     reduce: dict[str, float] = {}
     sizes: dict[Instruction, int] = {}
     backward: list[list[UnitBackward]] = []
+    on_grid: dict[tuple[int, str, str], float] = {}
     updated: dict[str, float] = {}
-    for stage in predicted["units"]:
+    for number, stage in enumerate(predicted["units"]):
+        exposed = 0.0
         described.append([])
         backward.append([])
         stages.append([0.0, 0.0, 0.0])
@@ -111,8 +116,10 @@ def _with_units(plan: Plan, schedule: Schedule, predicted: Mapping[str, Any]) ->
             parts = slice_names(name, row["slices"], row["recompute"])
             stages[-1] = [a + b for a, b in zip(stages[-1], seconds, strict=True)]
             again = float(row.get("recompute_seconds", 0.0))
+            exposed += (moved := float(row.get("grid", 0.0)))
             for part in parts:
                 weight = sum(seconds) / len(parts)
+                on_grid |= {(number, kind, part): moved / max(1e-12, sum(seconds) - again) for kind in "FBIW"}
                 backward[-1].append(UnitBackward(part, *(t / len(parts) for t in (again, *seconds[1:]))))
                 updated[part] = row.get("updated", 0.0) / len(parts)
                 described[-1].append(ProgramUnit(part, row["mode"], row["reduce_after"], weight))
@@ -120,6 +127,8 @@ def _with_units(plan: Plan, schedule: Schedule, predicted: Mapping[str, Any]) ->
                 reduce[part] = row["reduce"] / len(parts)
                 sizes[Gather(part)] = round(row["gather_bytes"] / len(parts))
                 sizes[Reduce(part)] = round(row["reduce_bytes"] / len(parts))
+        computing = sum(stages[-1]) - sum(u.recompute for u in backward[-1])
+        on_grid |= {(number, kind, ""): exposed / max(1e-12, computing) for kind in "FBIW"}
     forward, input_grad, weight_grad = (tuple(s[i] for s in stages) for i in range(3))
     programs = with_update(schedule, described, plan.memory.prefetch)
     costs = Costs(
@@ -144,6 +153,7 @@ def _with_units(plan: Plan, schedule: Schedule, predicted: Mapping[str, Any]) ->
         round(predicted["message_bytes"]),
         programs,
         tuple(map(tuple, backward)),
+        {key: min(1.0, share) for key, share in on_grid.items() if share > 0},
         tuple(updates),
     )
 
@@ -236,7 +246,7 @@ def planned_panel(plan: Plan, step: PlannedStep, name: str) -> Panel:
         shared = (*spans[row], *waits)
         lost = {
             "bubble": sum(w.end - w.start for w in waits if w.kind == "_"),
-            "exposed": sum(w.end - w.start for w in waits if w.kind == "E"),
+            "exposed": sum(s.end - s.start for s in shared if s.kind == "E"),
             "recompute": sum(s.end - s.start for s in shared if s.kind == "R"),
             "update": sum(s.end - s.start for s in shared if s.kind == "U"),
         }
@@ -267,7 +277,25 @@ def _span(s: TimelineSpan, step: PlannedStep, over: str, stride: int) -> PageSpa
 
 
 def _divided(s: TimelineSpan, span: PageSpan, step: PlannedStep) -> list[PageSpan]:
-    """A backward divided into recomputation and the rest, an update into its buckets; other spans as they are."""
+    """An op divided into recomputation, compute and exposed collectives of the grid; an update into its buckets."""
+    what, out = s.what, _with_recomputation(s, span, step)
+    if not step.grid or not isinstance(what, Op | UnitOp):
+        return out
+    share = step.grid.get((what.stage, what.kind, what.unit if isinstance(what, UnitOp) else ""), 0.0)
+    if share <= 0:
+        return out
+    return [
+        each
+        for p in out
+        for each in (
+            [p]
+            if p.kind == "R"
+            else _in_proportion(p, [(p.kind, p.name, 1 - share), ("E", f"{p.name}: collectives of the grid", share)])
+        )
+    ]
+
+
+def _with_recomputation(s: TimelineSpan, span: PageSpan, step: PlannedStep) -> list[PageSpan]:
     what = s.what
     if span.kind == "U":
         return _in_proportion(span, [("U", *part) for part in step.updates[s.row]] if step.updates else [])
@@ -337,7 +365,7 @@ def _waits(spans: Sequence[PageSpan], length: float) -> list[PageSpan]:
     """The gaps between a rank's ops and its update: waits for a collective that ends there, or for another rank."""
     ends = {s.end: s.name for s in spans if s.kind in "GS"}
     out, at = [], 0.0
-    for s in sorted((s for s in spans if s.kind in "FBIWRU"), key=lambda s: s.start):
+    for s in sorted((s for s in spans if s.kind in "FBIWREU"), key=lambda s: s.start):
         if s.start > at:
             out.append(_wait(at, s.start, ends.get(s.start, "")))
         at = max(at, s.end)

@@ -14,8 +14,8 @@ const FourfoldReport = (() => {
     messages: ["messages", "#D55E00", "#000"],
   };
   const MODES = {
-    replicate: ["replicate: every replica holds all of it", "#E69F00", "#000", "R"], zero2: ["zero2: gradients and optimizer state are sharded", "#56B4E9", "#000", "2"],
-    zero3: ["zero3: parameters are sharded, too", "#0072B2", "#fff", "3"], keep: ["keep: sharded, gathered once a step", "#009E73", "#000", "K"],
+    replicate: ["replicate: every replica holds all of it", "#E69F00", "#000", "R"], zero2: ["zero2: sharded, gathered before each forward", "#56B4E9", "#000", "2"],
+    zero3: ["zero3: sharded, gathered before each forward and backward", "#0072B2", "#fff", "3"], keep: ["keep: sharded, gathered once a step", "#009E73", "#000", "K"],
   };
   const AGAIN = { none: ["nothing recomputed", ""], selective: ["recompute all but matmuls", "s"], full: ["recompute all", "f"], "per-slice": ["recompute slice by slice", "p"] };
   const GROUPS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8a9098"];
@@ -65,7 +65,6 @@ const FourfoldReport = (() => {
     tip.style.top = (y + box.height + 24 > innerHeight ? Math.max(6, y - box.height - 12) : y + 14) + "px";
   }
   const hideTip = () => { tip.textContent = ""; };
-  addEventListener("scroll", hideTip, { passive: true });  // what it told of has moved
   let byPointer = false;  // scrolling moves what a pointer is at; focus scrolls by itself
   addEventListener("scroll", () => { if (byPointer) hideTip(); }, { passive: true });
   addEventListener("keydown", e => { if (e.key === "Escape") hideTip(); });
@@ -145,10 +144,11 @@ const FourfoldReport = (() => {
     bar.style.width = `${Math.min(100, 100 * full)}%`;
     meter.append(bar);
     const card = (value, name, ...more) => el("div", { class: "card" }, el("b", {}, value), el("span", {}, name), more);
-    const tag = options.heading || "h2";
+    const tag = options.heading || "h2", plan = data.alternatives[0], micro = plan && /, (\d+) × (\d+)/.exec(plan.name);
     return [
       el("div", { class: "top-line" }, el(tag, { class: tag === "h2" ? "top" : null }, data.title), options.theme ? themeButton() : null),
       el("p", { class: "dim" }, about),
+      plan ? el("p", { class: "chosen" }, el("b", {}, `Plan: ${plan.name}`), `; units: ${plan.units}.`, micro ? ` ${micro[0].slice(2)} means ${micro[1]} micro-batch${micro[1] === "1" ? "" : "es"} of ${micro[2]} sequence${micro[2] === "1" ? "" : "s"} on every rank.` : "") : null,
       data.misfit ? el("p", { class: "misfit" }, `Does not fit: ${data.misfit}`) : null,
       el("div", { class: "cards" }, card(seconds(p.seconds), "per step"), card(count(p.tokens_per_second), "tokens/s"), card(percent(p.mfu), "MFU"),
         card(bytes(p.peak_bytes), `of ${bytes(p.usable_bytes)} on the fullest rank`, meter)),

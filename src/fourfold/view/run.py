@@ -164,6 +164,7 @@ def planned_with_measured_times(run: RunDir, steps: Sequence[TracedStep]) -> Pla
     prefetch = run.read()[1].memory.prefetch
     later = [s for s in steps if s.step > 1] or list(steps)
     ops: dict[tuple[int, str], list[float]] = {}
+    exposed: dict[tuple[int, str], list[float]] = {}
     started: dict[tuple[Any, ...], float] = {}
     ended: dict[tuple[Any, ...], tuple[str, str, float]] = {}
     messages: list[float] = []
@@ -173,6 +174,7 @@ def planned_with_measured_times(run: RunDir, steps: Sequence[TracedStep]) -> Pla
         sent = {(rank, e.peer, e.what): e.begun for rank, r in s.ranks.items() for e in r.events if e.kind == "send"}
         for rank, r in s.ranks.items():
             took: dict[Op, float] = {}
+            moved: dict[Op, float] = {}
             starts = [start for _, start, _, _ in r.spans]
             for p in r.parts:
                 i = bisect_right(starts, p.start) - 1
@@ -183,8 +185,10 @@ def planned_with_measured_times(run: RunDir, steps: Sequence[TracedStep]) -> Pla
                 ):  # collectives of the grid belong to the op
                     op = Op.parse(r.spans[i][0].partition(" ")[0])
                     took[op] = took.get(op, 0.0) + p.seconds
+                    moved[op] = moved.get(op, 0.0) + (p.seconds if p.cause == "exposed" else 0.0)
             for op, seconds in took.items():
                 ops.setdefault((op.stage, op.kind), []).append(seconds)
+                exposed.setdefault((op.stage, op.kind), []).append(moved[op])
             for e in r.events:
                 if e.kind == "message" and (e.peer, rank, e.what) in sent:
                     messages.append(max(0.0, e.end - sent[e.peer, rank, e.what]))
@@ -244,8 +248,12 @@ def planned_with_measured_times(run: RunDir, steps: Sequence[TracedStep]) -> Pla
         gather=prices["gather"],
         reduce=prices["reduce"],
     )
+    on_grid: dict[tuple[int, str, str], float] = {}
+    for (stage, kind), moved_in in exposed.items():
+        if (part := sum(moved_in) / max(1e-12, sum(ops[stage, kind]))) > 0:
+            on_grid |= {(stage, kind, unit): part for unit in ("", *(u.name for u in programs.units[stage]))}
     return PlannedStep(
-        simulate(programs, costs), sizes, message_bytes, programs, backward=tuple(backward), updates=tuple(updates)
+        simulate(programs, costs), sizes, message_bytes, programs, tuple(backward), on_grid, tuple(updates)
     )
 
 
