@@ -48,7 +48,7 @@ def _program(args: Any) -> list[str] | None:
         return None
     words = [word for i, word in enumerate(words[1:]) if i or word != "-u"]
     module = words[:1] == ["-m"] and (words[1] == "fourfold" or words[1].startswith("benchmarks."))
-    return words if module or words[:1] and words[0].endswith(".py") else None
+    return words if module or (words[:1] and words[0].endswith(".py")) else None
 
 
 def _importable(environment: Mapping[str, str]) -> bool:

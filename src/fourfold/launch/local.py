@@ -285,7 +285,7 @@ def _watch(
 
 
 def _await_stacks(sizes: dict[Path, int]) -> None:
-    """Wait until every log is longer than it was and grows no more; at most STACKS seconds, as a rank may be stuck in a driver."""
+    """Wait until every log has grown and grows no more; at most STACKS seconds, as a rank may be stuck in a driver."""
     end, found, steady = time.monotonic() + STACKS, dict(sizes), 0
     while steady < 2 and time.monotonic() < end:
         time.sleep(0.05)
