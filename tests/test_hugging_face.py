@@ -409,6 +409,17 @@ def test_folders_without_weights(folders: dict[str, Path], tmp_path: Path) -> No
     assert "there are no weights in it" in refused(folder)
     assert "model.init = 'random'" in refused(folder)
     assert ModelConfig(hf=str(folder), seq_len=8, init="random").resolve().init == "random"
+    (folder / "model.safetensors").symlink_to("../blobs/4d7a")  # as the hub's cache leaves it
+    assert "model.safetensors is a link to ../blobs/4d7a, which is not there" in refused(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "model.safetensors is no regular file" in refused(folder)
+    (folder / "model.safetensors").rmdir()
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    )
+    assert "model.safetensors: a pointer of Git LFS, not the file itself; run `git lfs pull`" in refused(folder)
+    (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert "its weights are pickles (pytorch_model.bin)" in refused(folder)
     assert "save_pretrained" in refused(folder)
