@@ -703,3 +703,12 @@ def test_a_run_whose_steps_were_skipped_says_so(
     shown = capfd.readouterr().out
     assert "not finite: skipped" in shown
     assert "2 of its 2 steps were skipped: their loss or gradient was not finite" in shown
+
+
+def test_weights_of_another_family_are_named(
+    folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    command = ["train", str(folders["llama"]), "--data", str(tmp_path / "text.txt"), "--data.tokenizer", "bytes"]
+    assert main([*command, "--model.init", str(folders["gpt2"]), "--dry-run"]) == 2
+    assert "does not fit the model (model_type 'llama'" in capfd.readouterr().err

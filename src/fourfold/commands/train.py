@@ -297,9 +297,9 @@ def _check_model(config: Config) -> None:
     from fourfold.model.to_hf import check_written
 
     check_lora(config)
-    check_written(config.model)
     if config.model.init != "random":
         check_weights(config.model)
+    check_written(config.model)
 
 
 def _plan_of(run: str) -> Plan:
