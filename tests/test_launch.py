@@ -119,6 +119,26 @@ def test_a_stop_is_told_and_answered(tmp_path: Path, capfd: pytest.CaptureFixtur
         assert "ending it" in capfd.readouterr().err
 
 
+def test_a_rank_that_misses_a_stopped_one_does_not_make_the_stop_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has died of the request before rank 1 is sent it, as happens on a busy machine."""
+
+    def slowly(processes: list[Any], number: int) -> None:
+        for process in processes:
+            os.kill(process.pid, number)
+            time.sleep(1.0)
+
+    def waits_for_rank_0(place: Place) -> None:
+        if place.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(60)
+        dist.barrier()
+
+    monkeypatch.setattr(local, "_signal", slowly)
+    assert not launch_local(in_group(waits_for_rank_0), 2, tmp_path)
+
+
 def test_a_stop_that_another_thread_takes_while_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread blocks signals then, but its handlers run, before the launcher knows the ranks."""
     process, done = multiprocessing.get_context("fork").Process, threading.Event()
@@ -332,7 +352,7 @@ def test_an_error_is_told_although_the_log_is_on_a_full_disk(tmp_path: Path) -> 
 def test_signals_at_once_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """timeout(1) sends SIGTERM to its child and to its group: the second one killed the ranks, and nothing was saved."""
     now = 5.0
-    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     with local._forwarding([], "stopping") as asked:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
