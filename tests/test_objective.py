@@ -253,7 +253,7 @@ def test_fit_says_how_to_continue_and_from_where(tmp_path: Path) -> None:
 def test_a_save_in_flight_is_finished_before_an_error_leaves_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would go on writing into a run directory that is no longer locked, next to whoever resumes."""
+    """Its thread would write into a run directory that is no longer locked, while another process resumes the run."""
 
     class Stop(ff.Callback):
         def on_step(self, run: Any, metrics: dict[str, Any]) -> None:
