@@ -8,6 +8,8 @@ import io
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fourfold as ff
+from fourfold.checkpoint.save_load import Checkpointer, newest
+from fourfold.config import CheckpointConfig
 from fourfold.errors import CheckpointError, DataError
 from fourfold.model.build import serial_model
 from fourfold.testing.ranks import run_ranks
@@ -244,6 +248,29 @@ def test_fit_says_how_to_continue_and_from_where(tmp_path: Path) -> None:
     assert f"stopped after step {outcome.steps} of {STEPS}; fit(…, resume=True) continues" in said.getvalue()
     assert ff.fit(config_for(tmp_path / "run"), resume=True, console=said, **given).steps == STEPS
     assert f"resumes from the checkpoint of step {outcome.steps}" in said.getvalue()
+
+
+def test_a_save_in_flight_is_finished_before_an_error_leaves_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would write into a run directory that is no longer locked, while another process resumes the run."""
+
+    class Stop(ff.Callback):
+        def on_step(self, run: Any, metrics: dict[str, Any]) -> None:
+            if metrics["step"] == 2:
+                raise KeyboardInterrupt
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        write(*args)
+
+    write = Checkpointer._write
+    monkeypatch.setattr(Checkpointer, "_write", slow)
+    config = dataclasses.replace(config_for(tmp_path / "run"), checkpoint=CheckpointConfig(every=1))
+    with pytest.raises(KeyboardInterrupt):
+        ff.fit(config, callbacks=[Stop()], console=io.StringIO(), model=layers, data=Rows(), loss=Weighted())
+    assert (newest(tmp_path / "run" / "checkpoints") or Path()).name == "step-000001"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("save-")]
 
 
 def test_an_own_model_is_plain_torch(plain: Path) -> None:

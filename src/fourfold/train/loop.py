@@ -161,6 +161,15 @@ class Loop:
 
     def run(self, done: int) -> int:
         """Train from step `done` to the config's last step, or until a stop is requested; returns the steps done."""
+        try:
+            return self._run(done)
+        except BaseException:
+            if self.checkpointer.group is None:  # other ranks may be gone, and the save would wait for them
+                with contextlib.suppress(Exception):
+                    self.checkpointer.wait()
+            raise
+
+    def _run(self, done: int) -> int:
         steps = self.config.train.steps
         self._call(lambda c: c.on_start(self.info, done))
         self._since = self._ended = self.clock.mark()
