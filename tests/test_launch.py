@@ -119,6 +119,21 @@ def test_a_stop_is_told_and_answered(tmp_path: Path, capfd: pytest.CaptureFixtur
         assert "ending it" in capfd.readouterr().err
 
 
+def test_a_stop_that_ends_one_rank_before_the_others_notice_is_no_failure(tmp_path: Path) -> None:
+    """"rank 0 was killed by SIGTERM at start", exit code 1: rank 1 had handlers already, and failed since its peer was gone."""
+
+    def what(place: Place) -> None:
+        if place.rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        dist.barrier()
+        if place.rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(60)
+        dist.barrier()
+
+    assert not launch_local(in_group(what), 2, tmp_path)
+
+
 def test_a_stop_that_another_thread_takes_while_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread blocks signals then, but its handlers run, before the launcher knows the ranks."""
     process, done = multiprocessing.get_context("fork").Process, threading.Event()

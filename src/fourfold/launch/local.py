@@ -101,9 +101,9 @@ def launch_local(
         codes = set(end.failed.values())
         if asked.killed and -signal.SIGKILL in codes:
             raise Interrupted("the ranks were killed at the second request to stop")
-        if (end.failed or end.reported or end.silent) and not (
-            asked.stopped and codes <= {-signal.SIGTERM, -signal.SIGUSR1}
-        ):
+        # a rank that had not chosen its handlers yet ends by the signal, and others for lack of that one
+        stopped = asked.stopped and not codes.isdisjoint({-signal.SIGTERM, -signal.SIGUSR1})
+        if (end.failed or end.reported or end.silent) and not stopped:
             failure = _blame(end, Path(folder), logs)
             failure.after_stop, failure.shown = asked.stopped, end.shown or time.time()
             failure.reports = _reports(end, Path(folder), logs)
