@@ -120,7 +120,7 @@ def test_a_stop_is_told_and_answered(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_a_stop_that_ends_one_rank_before_the_others_notice_is_no_failure(tmp_path: Path) -> None:
-    """"rank 0 was killed by SIGTERM at start", exit code 1: rank 1 had handlers already, and failed since its peer was gone."""
+    """ "rank 0 was killed by SIGTERM at start", exit code 1: rank 1 had handlers already, and failed since its peer was gone."""
 
     def what(place: Place) -> None:
         if place.rank == 1:
