@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ if os.environ.get("FOURFOLD_TEST_DEVICE", "cpu") == "cpu":
 
 import pytest
 import torch
+from tests.forked import ForkedPopen
 
 torch.set_num_threads(1)
 
@@ -53,6 +55,13 @@ def random_numbers_are_the_same() -> None:
 
 def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.name.startswith(IDLE)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_are_forked() -> Iterator[None]:
+    """Programs that tests start import torch by being forked; CUDA does not survive that."""
+    with patch("subprocess.Popen", ForkedPopen if not os.environ.get("FOURFOLD_TEST_DEVICE") else subprocess.Popen):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -99,12 +108,46 @@ SLOW += (
     "tests/test_remote",
 )
 """Files left out by `make test-fast`: whole training runs, searches for plans, benchmarks."""
-LONG = ("test_readme", "test_hosts", "test_faults", "test_checkpoint")
+LONG = (
+    "tests/test_readme.py::test_readme_commands",
+    "tests/test_pretend_gpu.py::test_training_on_it",
+    "tests/test_hosts.py",
+    "tests/test_faults.py::test_killed_ranks_under_torchrun",
+    "benchmarks/test_all.py::test_the_quickest_part_runs",
+    "benchmarks/test_network.py::test_calibration_finds_the_links",
+    "tests/test_parallelize.py::test_the_example_under_torchrun",
+    "tests/test_readme.py::test_commands_are_valid",
+    "tests/test_package.py::test_the_wheel",
+    "tests/test_own_model.py::test_in_the_trainer",
+    "tests/test_plan_report.py::test_a_browser",
+    "tests/lab/test_docs.py::test_example[torchrun]",
+    "tests/planner/test_lower_bounds.py::test_no_plan",
+    "tests/test_lora.py::test_any_plan",
+    "tests/test_families.py::test_any_plan",
+    "tests/test_verify.py::test_a_report",
+    "tests/test_checkpoint.py::test_saved_on_n",
+    "tests/test_sharding.py::test_checkpoints_open",
+    "tests/test_sharding_costs.py::test_random_mixes",
+    "tests/test_faults.py::test_a_rank_that_hangs",
+    "tests/test_pipelines.py::test_a_rank_killed",
+    "tests/test_why.py",
+    "tests/test_watch.py",
+)
+"""What takes more than about five seconds, the longest first: it is begun first, so that workers end together."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow; the longest first, so that two workers end together."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is slow, and order items by length. `--dist worksteal` gives each worker one block of them at first."""
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker("slow")
-    items.sort(key=lambda item: not item.nodeid.startswith(tuple(f"tests/{name}" for name in LONG)))
+    long = {item: rank for item in items for rank, start in enumerate(LONG) if item.nodeid.startswith(start)}
+    first = sorted(long, key=lambda item: long[item])
+    rest, ordered = [item for item in items if item not in long], []
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    for worker in range(workers):
+        mine = first[worker::workers]
+        size = (len(items) - len(ordered)) // (workers - worker)
+        ordered += mine + rest[: max(0, size - len(mine))]
+        del rest[: max(0, size - len(mine))]
+    items[:] = ordered + rest

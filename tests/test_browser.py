@@ -188,6 +188,17 @@ def test_64_ranks(browser: Browser, tmp_path: Path) -> None:
     drawn = "const p = g.getImageData(0, 0, canvas.width, canvas.height).data, s = new Set(); for (let i = 0; i < p.length; i += 4) s.add(p[i] << 16 | p[i + 1] << 8 | p[i + 2]); return [0x56B4E9, 0xE69F00, 0x009E73, 0xF0E442].every(c => s.has(c))"
     assert browser.run("scrollTo(0, 0); zoom(0.01, MAX / 2); return new Promise(d => setTimeout(d, 300))") is None
     assert browser.run(drawn)
+    for _ in range(64):
+        browser.key("ArrowDown")  # to a row far below: it comes into view, and so does what is said of it
+    seen = "const t = layout()[0], y = $('stage').getBoundingClientRect().top + t.y + cursor.r * t.step, d = $('detail').getBoundingClientRect();"
+    assert browser.run(seen + "return [cursor.r, y > 0 && y + t.step < innerHeight, d.bottom <= innerHeight + 1]") == [
+        63,
+        True,
+        True,
+    ]
+    assert browser.run("return $('detail').textContent").startswith("rank 63")
+    browser.painted("$('find').value = '0F0'; search(); go(1)")  # the match is in the first row
+    assert browser.run(seen + "return y > 0 && y + t.step < innerHeight")
     clean(browser, page)
 
 

@@ -375,8 +375,14 @@ def test_sources_of_many_files(tmp_path: Path) -> None:
             f.write(json.dumps({"text": "abc"}) + "\n")
     (tmp_path / "list.json").write_text(json.dumps([{"text": "abc"}] * 2))
     assert len(open_corpus(str(tmp_path / "*.jsonl.gz")).tokens) == 12
-    assert len(open_corpus(str(tmp_path)).tokens) == 12
     assert len(open_corpus(str(tmp_path / "list.json")).tokens) == 8
+    with pytest.raises(DataError, match=r"has examples \(0.jsonl.gz\) and list.json, .* for example '.*/\*.jsonl.gz'"):
+        open_corpus(str(tmp_path))
+    (tmp_path / "list.json").rename(tmp_path / "README.md")  # as a dataset of the hub has it
+    with pytest.raises(DataError, match="and README.md, which is of another kind"):
+        open_corpus(str(tmp_path))
+    (tmp_path / "README.md").rename(tmp_path.parent / "list.json")
+    assert len(open_corpus(str(tmp_path)).tokens) == 12
     (tmp_path / "one.json").write_text('{"text": "a"}')
     with pytest.raises(DataError, match="a file with one object per line is named .jsonl"):
         open_corpus(str(tmp_path / "one.json"))

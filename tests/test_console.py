@@ -95,6 +95,16 @@ def test_no_terminal_has_log_lines_alone() -> None:
     )
 
 
+def test_a_skipped_step_is_always_said() -> None:
+    file = io.StringIO()
+    progress = Progress(100, 10, file)
+    for step in range(2, 10):
+        progress.step(metrics(step, **({"grad_norm": float("nan")} if step == 4 else {})))
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith("step   4/100")
+    assert "not finite: skipped" in line
+
+
 def test_the_demo_needs_three_axes() -> None:
     """What the demo says: no single axis fits, and the plan uses stages, sharding and columns; the README shows these lines."""
     plan, lines = demo_plan(demo_config(160, "unused").resolve(), 8)

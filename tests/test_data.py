@@ -182,6 +182,10 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "broken.json"))
     with pytest.raises(DataError, match="no such tokenizer file"):
         load_tokenizer("nowhere.json")
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match=r"but vocab.json, an older form; convert it: AutoTokenizer.from_pretrained"):
+        load_tokenizer(str(tmp_path / "older" / "tokenizer.json"))
 
 
 # ---- a dataset of the user's own ----

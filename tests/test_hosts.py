@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 def config_file(path: Path) -> str:
-    config = make_config(path.parent / path.stem, train={"steps": 8, "timeout": 30}, checkpoint={"every": 2})
+    config = make_config(path.parent / path.stem, train={"steps": 6, "timeout": 30}, checkpoint={"every": 2})
     path.write_text(json.dumps(config.to_dict()))
     return str(path)
 
@@ -34,8 +34,8 @@ def test_a_rank_killed_on_one_of_two_hosts(tmp_path: Path, monkeypatch: pytest.M
     with Network(hosts=2, rate="1gbit") as net:
         agents = net.torchrun(
             ["-m", "fourfold", "train", config],
-            flags=["--max-restarts=2"],
-            env={"FOURFOLD_FAULTS": "kill rank=1 step=4; kill rank=0 step=7"},
+            flags=["--max-restarts=1"],
+            env={"FOURFOLD_FAULTS": "kill rank=1 step=4"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -44,4 +44,4 @@ def test_a_rank_killed_on_one_of_two_hosts(tmp_path: Path, monkeypatch: pytest.M
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert digest(tmp_path / "hosts") == digest(tmp_path / "whole")
     lines = map(json.loads, (tmp_path / "hosts" / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))  # other lines tell of saves
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 7))  # other lines tell of saves

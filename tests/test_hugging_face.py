@@ -409,6 +409,17 @@ def test_folders_without_weights(folders: dict[str, Path], tmp_path: Path) -> No
     assert "there are no weights in it" in refused(folder)
     assert "model.init = 'random'" in refused(folder)
     assert ModelConfig(hf=str(folder), seq_len=8, init="random").resolve().init == "random"
+    (folder / "model.safetensors").symlink_to("../blobs/4d7a")  # as the hub's cache leaves it
+    assert "model.safetensors is a link to ../blobs/4d7a, which is not there" in refused(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "model.safetensors is no regular file" in refused(folder)
+    (folder / "model.safetensors").rmdir()
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    )
+    assert "model.safetensors: a pointer of Git LFS, not the file itself; run `git lfs pull`" in refused(folder)
+    (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert "its weights are pickles (pytorch_model.bin)" in refused(folder)
     assert "save_pretrained" in refused(folder)
@@ -676,3 +687,28 @@ def test_transformers_4_opens_every_family_and_we_open_what_it_writes(tmp_path: 
         assert (torch.load(folder / "logits.pt") - logits).abs().max() < 1e-5 * logits.abs().max()
         with torch.no_grad():
             assert (opened(folder / "four")(x) - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+def test_a_run_whose_steps_were_skipped_says_so(
+    folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that are not finite: the run ends in order, and its files are those that it began with."""
+    folder = changed(folders["gpt2"], tmp_path)
+    found = load_file(folder / "model.safetensors")
+    found["transformer.ln_f.weight"].fill_(float("nan"))
+    save_file(found, folder / "model.safetensors")
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    command = ["train", str(folder), "--data", str(tmp_path / "text.txt"), "--data.tokenizer", "bytes", "--nproc", "1"]
+    assert main([*command, "--train.steps", "2", "--train.run_dir", str(tmp_path / "run")]) == 0
+    shown = capfd.readouterr().out
+    assert "not finite: skipped" in shown
+    assert "2 of its 2 steps were skipped: their loss or gradient was not finite" in shown
+
+
+def test_weights_of_another_family_are_named(
+    folders: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    command = ["train", str(folders["llama"]), "--data", str(tmp_path / "text.txt"), "--data.tokenizer", "bytes"]
+    assert main([*command, "--model.init", str(folders["gpt2"]), "--dry-run"]) == 2
+    assert "does not fit the model (model_type 'llama'" in capfd.readouterr().err

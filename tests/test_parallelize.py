@@ -380,7 +380,7 @@ def test_ranks_that_save_to_different_folders_are_refused(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
 def test_the_example_under_torchrun_is_the_example_alone(ranks: int, tmp_path: Path) -> None:
     script, said = str(Path(__file__).parents[1] / "examples" / "own_module.py"), []
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -13,7 +13,7 @@ from fourfold.program import Gather
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.view.run import compare_step
-from fourfold.view.steps import read_steps
+from fourfold.view.steps import median_step, read_steps
 from tests.helpers import make_config, run_training
 
 
@@ -79,6 +79,14 @@ def test_every_rank_is_accounted_for(run: RunDir) -> None:
         assert [a.end for a in path[:-1]] == pytest.approx([b.start for b in path[1:]], abs=1e-6)
         assert path[-1].end == max(r.end for r in traced.ranks.values())
         assert path[0].start in [r.start for r in traced.ranks.values()]
+
+
+def test_the_median_step_is_typical(run: RunDir) -> None:
+    steps = read_steps(run)
+    chosen = median_step(steps)
+    later = sorted(s.seconds for s in steps if s.step > 1)
+    assert next(s.seconds for s in steps if s.step == chosen) == later[len(later) // 2]
+    assert median_step(steps[:1]) == steps[0].step
 
 
 def test_metrics_have_waits(run: RunDir) -> None:

@@ -367,11 +367,11 @@ class ModelConfig:
             raise ConfigError(f"model.token_types is a field of family 'bert'; found family '{m.family}'")
         if m.init_std <= 0:
             raise ConfigError(f"model.init_std = {m.init_std} must be above 0")
-        if dropout and (m.attn_softcap or any(m.windows)):
-            what = "attn_softcap" if m.attn_softcap else "windows"
+        if dropout and (m.attn_softcap or any(map(m.window, range(m.layers)))):
+            what = "attn_softcap" if m.attn_softcap else f"windows (at model.seq_len = {m.seq_len})"
             raise ConfigError(
                 f"model.dropout = {m.dropout} and model.{what} cannot be combined: dropout of attention weights is done by "
-                "torch's fused kernel, which has neither windows nor soft-capping; use dropout = 0"
+                "torch's fused kernel, which has neither windows nor soft-capping; use model.dropout = 0"
             )
         positions = m.positions or m.seq_len
         if m.seq_len > positions:

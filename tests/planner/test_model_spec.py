@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.cluster import Cluster
+from fourfold.commands.plan import read_model
 from fourfold.config import LoraConfig, ModelConfig
 from fourfold.errors import ConfigError
 from fourfold.model.build import build_model, serial_model
+from fourfold.model.hf import read_config
 from fourfold.model.operators import ModelSpec, Operator
 from fourfold.model.spec import flops_per_token, parameter_count
 from fourfold.plan import Plan, Precision
@@ -25,7 +27,7 @@ from fourfold.planner.evaluate import predict
 from fourfold.planner.memory_model import _saved_per_token
 from fourfold.planner.problem import PlanProblem
 from fourfold.runtime.stage import ChainLink, Stage
-from tests.hub import HUB
+from tests.hub import GRANITE, HUB, MISTRAL, STARCODER2
 
 FEATURES: dict[str, dict[str, Any]] = {
     "windows": {"windows": (5, 0), "rope_layers": (True, False)},
@@ -478,7 +480,7 @@ EXPERTS = "a mixture of experts is not supported"
             {"attn_pdrop": 0.0},
             "resid_pdrop = 0.1, embd_pdrop = 0.1, attn_pdrop = 0.0: one dropout for embedding, parts",
         ),
-        (BERT, {"hidden_dropout_prob": 0.2}, "in addition to model.hf set, for example, model.dropout = 0.2"),
+        (BERT, {"hidden_dropout_prob": 0.2}, "choose it: model.dropout = 0, or for example 0.2"),
         (HF, {"attention_dropout": 0.1}, "attention_dropout = 0.1 and no other dropout: one dropout"),
         (GPT2, {"resid_pdrop": "0.1"}, "resid_pdrop = '0.1' must be at least 0 and below 1"),
         (GPT2, {"resid_pdrop": 1}, "resid_pdrop = 1 must be at least 0 and below 1"),
@@ -517,6 +519,53 @@ def test_hugging_face_files_of_the_hub(tmp_path: Path, name: str) -> None:
     assert spec.config is not None
     assert spec.config.dropout == dropout
     assert spec.config.resolve() == spec.config
+
+
+def write_config(folder: Path, data: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("data", "keys"),
+    [
+        (GPT2, {"output_past": True, "n_special": 0, "predict_special_tokens": True}),
+        (BERT, {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_num_fc_layers": 3}),
+        (MISTRAL, {"custom_pipelines": {"text-generation": {"impl": "a.B"}}}),
+    ],
+)
+def test_keys_of_published_files_that_no_model_reads(
+    tmp_path: Path, data: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    assert read_config(write_config(tmp_path, data | keys)) == read_config(write_config(tmp_path, data))
+
+
+def test_windows_longer_than_the_sequence_allow_dropout(tmp_path: Path) -> None:
+    """StarCoder 2 is published with both."""
+    path = write_config(tmp_path, STARCODER2)
+    spec = ModelSpec.from_hf(path)
+    assert spec.parameters == 7_173_923_840
+    assert spec.config is not None
+    assert (spec.config.seq_len, spec.config.dropout) == (4096, 0.1)
+    with pytest.raises(
+        ConfigError, match=r"dropout = 0.1 and model.windows \(at model.seq_len = 8192\) cannot be combined"
+    ):
+        ModelSpec.from_hf(path, seq_len=8192)
+
+
+@pytest.mark.parametrize(("data", "seq_len"), [(GRANITE, None), (STARCODER2, 8192)])
+def test_plans_of_models_with_other_dropouts(
+    tmp_path: Path, data: dict[str, Any], seq_len: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, *_ = read_model(str(write_config(tmp_path, data)), seq_len)
+    assert spec.config is not None
+    assert spec.config.dropout == 0
+    said = capsys.readouterr().err
+    assert "dropout = 0.1" in said
+    assert "planned with 0 (a run: --model.dropout 0)" in said
+    with pytest.raises(ConfigError, match="hidden_size"):
+        read_model(str(write_config(tmp_path, data | {"hidden_size": 0})), None)
 
 
 def test_dropout_beside_a_hugging_face_file_is_the_one(tmp_path: Path) -> None:

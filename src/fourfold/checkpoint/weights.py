@@ -188,6 +188,11 @@ def _no_weights(folder: Path) -> str:
             f"trust them: AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder) + '-safe'!r})"
         )
     other = sorted(p.name for p in folder.glob("*.safetensors"))
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            return f"{folder}: {name} is a link to {(folder / name).readlink()}, which is not there; is the download complete?"
+        if (folder / name).exists():
+            return f"{folder}: {name} is no regular file"
     if other:
         return (
             f"{folder}: has {other[0]}, but neither model.safetensors nor model.safetensors.index.json; give the index"
@@ -225,6 +230,8 @@ def _header(path: Path) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype, t
     size = path.stat().st_size
     with path.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
+        if length == int.from_bytes(b"version ", "little"):
+            raise ConfigError(f"{path}: a pointer of Git LFS, not the file itself; run `git lfs pull` in the folder")
         if size < 8 or length > min(LONGEST_HEADER, size - 8):
             raise ConfigError(
                 f"{path}: not a safetensors file, or truncated: its header does not fit into {size} bytes"

@@ -222,7 +222,7 @@ def view(args: ViewArgs) -> int:
         console.print(Text.assemble((f"{row:>3} ", "dim"), line), no_wrap=True, crop=True)
     table = Table("first replica", "measured", "simulated", "ratio", box=None, header_style="dim")
     for name, read in (
-        ("makespan, s", lambda t: float(t.makespan)),
+        ("first to last op, s", lambda t: float(t.makespan)),
         ("bubble", lambda t: float(t.bubble)),
         ("most idle rank, s", lambda t: float(max(t.idle))),
         ("peak in flight, micro-batches", lambda t: float(max(t.peak_activations))),
@@ -288,7 +288,8 @@ def _view_two(args: ViewArgs, a: RunDir, b: RunDir) -> int:
         print(json.dumps(rows))
         return 0
     first, second = (s.seconds for s in steps)
-    summary = f"{b.path}: {second:.4g} s a step, {second / first - 1:+.1%} against {a.path} ({first:.4g} s)."
+    seconds = schema.format_seconds
+    summary = f"{b.path}: {seconds(second)} a step, {second / first - 1:+.1%} against {a.path} ({seconds(first)})."
     if args.html or args.perfetto or args.open:
         panels = [
             measured_panel(run, s.step, [s], f"{run.path.name}, step {s.step}")
@@ -303,15 +304,19 @@ def _view_two(args: ViewArgs, a: RunDir, b: RunDir) -> int:
         plan = run.read()[1]
         console.print(f"[bold]{markup(run.path)}[/], step {s.step}: {s.seconds:.3f} s")
         show_step(s, {rank: rank_name(plan, rank) for rank in s.ranks}, console)
-    table = Table("mean of ranks, s", markup(a.path.name), markup(b.path.name), "change", box=None, header_style="dim")
+    table = Table("mean of ranks", markup(a.path.name), markup(b.path.name), "change", box=None, header_style="dim")
     for cause, name in CAUSES.items():
         x, y = spent[0][cause], spent[1][cause]
         if max(x, y) > 0.002 * max(first, second):
-            table.add_row(name, f"{x:.4g}", f"{y:.4g}", f"{y - x:+.4g}")
-    table.add_row("step", f"{first:.4g}", f"{second:.4g}", f"{second - first:+.4g}", style="bold")
+            table.add_row(name, seconds(x), seconds(y), _change(y - x))
+    table.add_row("step", seconds(first), seconds(second), _change(second - first), style="bold")
     console.print(table)
     console.print(markup(summary), soft_wrap=True)
     return 0
+
+
+def _change(seconds: float) -> str:
+    return ("+" if seconds > 0 else "-" if seconds < 0 else "") + schema.format_seconds(abs(seconds))
 
 
 def why(args: WhyArgs) -> int:

@@ -283,7 +283,7 @@ def read_model(path: str, seq_len: int | None, lora: LoraConfig | None = None) -
         raise ConfigError(f"--seq-len {seq_len} must be at least 1")
     where = Path(path)
     if hf_file(where):
-        spec = ModelSpec.from_hf(path, seq_len=seq_len or 0)
+        spec = _folder_spec(path, seq_len or 0)
         if lora is not None and lora.rank and spec.config is not None:
             spec = ModelSpec.from_config(replace(spec.config, lora=lora), spec.name)
         return spec, None, True
@@ -291,6 +291,19 @@ def read_model(path: str, seq_len: int | None, lora: LoraConfig | None = None) -
     config = config if lora is None or not lora.rank else replace(config, lora=lora)
     model: ModelConfig = config.model if seq_len is None else replace(config.model, seq_len=seq_len)
     return ModelSpec.from_config(model, where.stem), config.train.global_batch, config.needs_norm
+
+
+def _folder_spec(path: str, seq_len: int) -> ModelSpec:
+    """The spec of a Hugging Face model; without dropout, with a line that says so, if it has dropouts that are not supported."""
+    try:
+        return ModelSpec.from_hf(path, seq_len=seq_len)
+    except ConfigError as e:
+        try:
+            spec = ModelSpec.from_hf(path, seq_len=seq_len, dropout=0.0)
+        except ConfigError:
+            raise e from None
+        print(printable(f"{e}; planned with 0 (a run: --model.dropout 0)"), file=sys.stderr)
+        return spec
 
 
 def _planned(problem: PlanProblem, wanted: Constraints, args: PlanArgs) -> Plan:

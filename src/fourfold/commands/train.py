@@ -191,6 +191,18 @@ def _say_end(console: Console, path: Path, config: Config) -> None:
         elif why := check_written(config.model):
             made = f"{final} has the tensor names of fourfold, not of transformers: {why}"
         console.print(f"[green]done[/]: {made}  (sample from it: fourfold sample {markup(path)})", soft_wrap=True)
+        if skipped := _skipped_steps(path):
+            console.print(
+                f"[yellow]{skipped} of its {config.train.steps} steps were skipped[/]: their loss or gradient was not finite",
+                soft_wrap=True,
+            )
+
+
+def _skipped_steps(path: Path) -> int:
+    """Steps of a run that changed no weights, since the loss or the gradient was not finite."""
+    from fourfold.train.rundir import RunDir, read_metrics
+
+    return max((m["skipped"] for m in read_metrics(RunDir(path)) if "skipped" in m), default=0)
 
 
 def _how_to_continue(path: Path, config: Config) -> str:
@@ -285,9 +297,9 @@ def _check_model(config: Config) -> None:
     from fourfold.model.to_hf import check_written
 
     check_lora(config)
-    check_written(config.model)
     if config.model.init != "random":
         check_weights(config.model)
+    check_written(config.model)
 
 
 def _plan_of(run: str) -> Plan:

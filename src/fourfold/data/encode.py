@@ -63,6 +63,8 @@ __all__ = [
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".arrow")
 """Suffixes of the files that are read from a folder, compressed or not."""
+EXAMPLES = (".jsonl", ".parquet", ".arrow")
+"""Those of them that hold one example per line or row."""
 COMPRESSED = (".gz", ".zst")
 OTHERS = (
     ".csv",
@@ -123,6 +125,7 @@ def source_files(source: str) -> list[Path]:
         found = sorted(p for p in Path(source).rglob("*") if _plain_name(p).endswith(SUFFIXES) and p.is_file())
         if not found:
             raise DataError(f"data.source = '{source}': no file in it ends in {', '.join(SUFFIXES)}")
+        _check_one_kind(Path(source), found)
         return found
     if glob.has_magic(source) and not os.path.exists(source):
         found = sorted(Path(p) for p in glob.glob(source, recursive=True) if os.path.isfile(p))
@@ -132,6 +135,21 @@ def source_files(source: str) -> list[Path]:
     if not os.path.exists(source):
         raise DataError(f"data.source = '{source}': no such file; use a path, or 'stdlib' for Python's own source")
     return [Path(source)]
+
+
+def _check_one_kind(folder: Path, found: Sequence[Path]) -> None:
+    """Refuse a folder of examples that also has text, which would be trained on, or data in forms that would be left out."""
+    example = next((p for p in found if _plain_name(p).endswith(EXAMPLES)), None)
+    if example is None:
+        return
+    kinds = (*(s for s in SUFFIXES if s not in EXAMPLES), ".json", ".csv", ".tsv")
+    other = next((p for p in sorted(folder.rglob("*")) if _plain_name(p).endswith(kinds) and p.is_file()), None)
+    if other is not None:
+        suffixes = "".join(example.suffixes[-2:]) if example.suffix in COMPRESSED else example.suffix
+        raise DataError(
+            f"data.source = '{folder}': has examples ({example.relative_to(folder)}) and {other.relative_to(folder)}, which is "
+            f"of another kind; name the files to train on, for example '{example.parent}/*{suffixes}'"
+        )
 
 
 def _saved_dataset(folder: Path) -> list[Path]:

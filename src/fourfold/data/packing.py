@@ -30,6 +30,8 @@ class Segments:
 
     first: Ints
     lengths: Ints
+    predicted: Ints
+    """Number of predicted tokens of each."""
     cut: int = 0
     """Number of documents that were truncated."""
     split: int = 0
@@ -48,7 +50,7 @@ class Segments:
 
     def chosen(self, which: Ints) -> Segments:
         """The segments with these indices, which may repeat; the counts stay those of all."""
-        return replace(self, first=self.first[which], lengths=self.lengths[which])
+        return replace(self, first=self.first[which], lengths=self.lengths[which], predicted=self.predicted[which])
 
 
 def segments_of(
@@ -75,8 +77,9 @@ def segments_of(
             first, lengths, too_long = first[~long], lengths[~long], int(long.sum())
         else:
             lengths, cut = np.minimum(lengths, places + 1), int(long.sum())
-    kept = (lengths > 1) if mask is None else _predicted(mask, first, lengths) > 0
-    return Segments(first[kept], lengths[kept], cut, split, too_long, int((~kept).sum()))
+    predicted = np.maximum(0, lengths - 1) if mask is None else _predicted(mask, first, lengths)
+    kept = predicted > 0
+    return Segments(first[kept], lengths[kept], predicted[kept], cut, split, too_long, int((~kept).sum()))
 
 
 def _predicted(mask: npt.NDArray[Any], first: Ints, lengths: Ints) -> Ints:

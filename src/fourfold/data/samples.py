@@ -74,6 +74,8 @@ HEADER_BYTES = 1 << 20
 """Maximum size of a token file's header, in bytes."""
 CHECKED_BYTES = 256 << 20
 """Token files up to this size are checked against their fingerprint when opened; larger ones, id by id as they are read."""
+OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Files of tokenizers in forms that are not read; transformers converts them."""
 IGNORE = -100  # target of a token that is not predicted, as in torch's cross entropy
 
 
@@ -154,6 +156,12 @@ class HuggingFaceTokenizer:
         except ImportError:
             raise DataError(f"{path}: tokenizer files need the extra: pip install 'fourfold[hf]'") from None
         if not path.is_file():
+            older = next((n for n in OLDER_TOKENIZERS if (path.parent / n).is_file()), None)
+            if older is not None:
+                raise DataError(
+                    f"{path}: there is no such file, but {older}, an older form; convert it: "
+                    f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained({str(path.parent)!r})"
+                )
             raise DataError(f"{path}: no such tokenizer file; use 'bytes' or the path of a tokenizer.json")
         text = files.read_text(path, DataError, most=TOKENIZER_BYTES)
         files.parse_json(text, f"{path}: not a tokenizer.json", DataError)
@@ -617,15 +625,17 @@ class Samples:
 
     def describe(self, global_batch: int, steps: int) -> str:
         """One line about the data of a run."""
-        tokens, epochs = len(self.corpus.tokens), global_batch * steps / max(1, self.count)
+        epochs = global_batch * steps / max(1, self.count)
         runs = f"{steps} step{'s are' if steps > 1 else ' is'} {epochs:.3g} epochs"
         if self.count < global_batch:
             runs += f", and a step of {global_batch} repeats samples: there are only {self.count:,}"
         if not self.whole:
+            tokens = self.count * self.seq_len if self.weights else len(self.corpus.tokens)
             return f"{tokens:,} tokens, {self.count:,} windows of {self.seq_len}; {runs}"
         s = self.segments
+        tokens = s.lengths.sum()
         filled = (s.lengths - 1).sum() / (self.count * self.seq_len)
-        share = "" if self.corpus.mask is None else f" ({self.corpus.mask.mean():.0%} trained)"
+        share = "" if self.corpus.mask is None else f" ({s.predicted.sum() / tokens:.0%} trained)"
         said = [f"{len(s):,} examples, {tokens:,} tokens{share}"]
         if self.packing == "documents":
             said.append(f"packed into {self.count:,} windows of {self.seq_len}, {filled:.1%} full")

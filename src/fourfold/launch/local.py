@@ -65,6 +65,8 @@ SILENCE = 1.0
 """Seconds beyond a rank's own limit after which it counts as silent."""
 ENDING = 0.5
 """Seconds after which the report of a failure is shown, although ranks still end: the driver takes seconds to free a GPU."""
+STACKS = 1.0
+"""Seconds that ranks have to write their stacks before they are killed."""
 TICK = 0.5
 """Seconds between two looks at the heartbeats."""
 LOOKS = 5
@@ -100,17 +102,22 @@ def launch_local(
                     processes.append(process)
             asked.all_started()
             end = _watch(processes, Path(folder), logs, mirrors, asked)
-        codes = set(end.failed.values())
-        if asked.killed and -signal.SIGKILL in codes:
+        if asked.killed and -signal.SIGKILL in end.failed.values():
             raise Interrupted("the ranks were killed at the second request to stop")
-        # a rank that had not chosen its handlers yet ends by the signal, and others for lack of that one
-        stopped = asked.stopped and not codes.isdisjoint({-signal.SIGTERM, -signal.SIGUSR1})
-        if (end.failed or end.reported or end.silent) and not stopped:
+        if (end.failed or end.reported or end.silent) and not _ended_by_the_request(end, asked, Path(folder)):
             failure = _blame(end, Path(folder), logs)
             failure.after_stop, failure.shown = asked.stopped, end.shown or time.time()
             failure.reports = _reports(end, Path(folder), logs)
             raise failure
         return not end.failed
+
+
+def _ended_by_the_request(end: _End, asked: _Asked, folder: Path) -> bool:
+    """Whether ranks that had not begun their job died of the request to stop, and the others of it or of their absence."""
+    ours = {-signal.SIGTERM, -signal.SIGUSR1}
+    others = {rank: code for rank, code in end.failed.items() if code not in ours}
+    died = len(others) < len(end.failed)
+    return died and all(_read_error(folder, rank).get("time", 0.0) > asked.at for rank in others)
 
 
 @contextlib.contextmanager
@@ -171,6 +178,8 @@ class _Asked:
     processes: list[BaseProcess]
     started: bool = False
     stopped: bool = False
+    at: float = float("inf")
+    """Time of day of the first request."""
     killed: bool = False
     sent: int = 0
     """The signal that the ranks were sent last."""
@@ -197,7 +206,7 @@ def _forwarding(processes: list[BaseProcess], stopping: str) -> Iterator[_Asked]
             asked.killed = asked.killed or time.monotonic() - last > TWICE
             last = time.monotonic()
         if not asked.stopped:
-            asked.stopped = True
+            asked.stopped, asked.at = True, time.time()
             print(f"\n{stopping}", file=sys.stderr, flush=True)
         asked.pass_on()
 
@@ -275,9 +284,10 @@ def _watch(
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}
+            sizes = {log: _size(log) for log in (logs / f"rank{rank}.log" for rank in waiting)}
             _signal(list(waiting.values()), signal.SIGUSR2)
             _signal(list(waiting.values()), signal.SIGCONT)  # one that is stopped writes its stack then
-            time.sleep(0.2)  # for the stacks to be written
+            _await_stacks(sizes)
             _signal(list(waiting.values()), signal.SIGKILL)
             deadline = time.monotonic() + GRACE
             show = min(show, time.monotonic() + ENDING)
@@ -287,6 +297,21 @@ def _watch(
             print(f"{printable(str(_blame(end, folder, logs)))}\n{others} …", file=sys.stderr, flush=True)
     end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
     return end
+
+
+def _await_stacks(sizes: dict[Path, int]) -> None:
+    """Wait until every log has grown and grows no more; at most STACKS seconds, as a rank may be stuck in a driver."""
+    end, found, steady = time.monotonic() + STACKS, dict(sizes), 0
+    while steady < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+        before, found = found, {log: _size(log) for log in sizes}
+        steady = steady + 1 if found == before and all(found[log] > size for log, size in sizes.items()) else 0
+
+
+def _size(log: Path) -> int:
+    with contextlib.suppress(OSError):
+        return log.stat().st_size
+    return 0
 
 
 def _all_silent(folder: Path, ranks: Sequence[int]) -> str:

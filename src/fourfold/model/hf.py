@@ -68,11 +68,11 @@ HARMLESS = frozenset(
     suppress_tokens begin_suppress_tokens bad_words_ids
     is_llama_config ignore_mismatched_sizes neftune_noise_alpha use_reentrant use_reentrant_checkpointing
     attention_softmax_in_fp32 scale_attention_softmax_in_fp32 eos_token bos_token pad_token unk_token
-    n_ctx layer_switch use_parallel_embedding
+    n_ctx layer_switch use_parallel_embedding n_special predict_special_tokens output_past custom_pipelines directionality
     """.split()  # noqa: SIM905 (a list of as many lines as words)
 )
 """Keys that change nothing of what a model computes in training: metadata, defaults of generation, ways to load or run it."""
-HARMLESS_FORMS = re.compile(r"_.*|.*_token_ids?|(summary|tokenizer|unsloth|transformers)[._].*")
+HARMLESS_FORMS = re.compile(r"_.*|.*_token_ids?|(summary|pooler|tokenizer|unsloth|transformers)[._].*")
 """Forms of further such keys."""
 WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "layer_types", "max_window_layers"})
 ROPE_KEYS = frozenset(
@@ -297,8 +297,8 @@ def _dropout(c: dict[str, Any], family: Family, path: Path) -> float:
         values = ", ".join(f"{key} = {value}" for key, value in found.items())
         others = "" if family.one_dropout else " and no other dropout"
         raise ConfigError(
-            f"{path}: {values}{others}: one dropout for embedding, parts and attention weights is supported; in addition to "
-            f"model.hf set, for example, model.dropout = {max(found.values())}"
+            f"{path}: {values}{others}: one dropout for embedding, parts and attention weights is supported; choose it: "
+            f"model.dropout = 0, or for example {max(found.values())}"
         )
     return float(next(iter(found.values())))
 

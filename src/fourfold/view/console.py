@@ -59,6 +59,11 @@ def facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
     console.print(table)
 
 
+def _skipped(m: dict[str, Any]) -> bool:
+    """Whether the guard skipped a step; without the guard, the run ends there."""
+    return not (math.isfinite(m["loss"]) and math.isfinite(m["grad_norm"]))
+
+
 class Progress:
     """A log line every `every` steps; on a terminal, below the lines, a live view that is rewritten as steps are done.
 
@@ -83,7 +88,7 @@ class Progress:
     def step(self, m: dict[str, Any]) -> None:
         """Show one step's metrics."""
         self._recent = [*self._recent[-19:], m["seconds"]]
-        logged = m["step"] % self.every == 0 or m["step"] in (1, self.steps)
+        logged = m["step"] % self.every == 0 or m["step"] in (1, self.steps) or _skipped(m)
         if self.live:
             self._remember(m)
         if logged:
@@ -111,6 +116,7 @@ class Progress:
             "speed": f"{number(m['tokens_per_second'])} tok/s",
             "mfu": f"mfu {m['mfu']:.1%}",
             "memory": f"{self.memory} {schema.format_bytes(m['peak_bytes'])}",
+            "skipped": "[yellow]not finite: skipped[/]" if _skipped(m) else "",
             "rolled back": "[yellow]rolled back[/]" if m.get("rolled_back") else "",
             "left": f"[dim]{duration(left)} left[/]" if left else "",
         }

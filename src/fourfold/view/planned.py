@@ -48,7 +48,7 @@ from fourfold.view.page import PageSpan, Panel, Row, panel_of
 
 __all__ = ["PlannedStep", "UnitBackward", "planned_panel", "planned_step", "rank_name", "with_update"]
 
-MOST_UNIT_OPS = 40_000
+MOST_UNIT_OPS = 100_000
 """Of a pipeline; a plan with more is drawn without its collectives."""
 MOST_MEMORY_STEPS = 12
 """Steps in which the predicted memory changes during an op."""

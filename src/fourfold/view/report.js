@@ -14,8 +14,8 @@ const FourfoldReport = (() => {
     messages: ["messages", "#D55E00", "#000"],
   };
   const MODES = {
-    replicate: ["replicate: every replica holds all of it", "#E69F00", "#000", "R"], zero2: ["zero2: gradients and optimizer state are sharded", "#56B4E9", "#000", "2"],
-    zero3: ["zero3: parameters are sharded, too", "#0072B2", "#fff", "3"], keep: ["keep: sharded, gathered once a step", "#009E73", "#000", "K"],
+    replicate: ["replicate: every replica holds all of it", "#E69F00", "#000", "R"], zero2: ["zero2: sharded, gathered before each forward", "#56B4E9", "#000", "2"],
+    zero3: ["zero3: sharded, gathered before each forward and backward", "#0072B2", "#fff", "3"], keep: ["keep: sharded, gathered once a step", "#009E73", "#000", "K"],
   };
   const AGAIN = { none: ["nothing recomputed", ""], selective: ["recompute all but matmuls", "s"], full: ["recompute all", "f"], "per-slice": ["recompute slice by slice", "p"] };
   const GROUPS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8a9098"];

@@ -27,7 +27,7 @@ from fourfold.program.groups import coordinates_of
 from fourfold.program.ops import Op
 from fourfold.train.rundir import RunDir, read_metrics, read_trace
 
-__all__ = ["CAUSES", "COMPUTE", "Part", "RankStep", "TraceEvent", "TracedStep", "axes_of", "read_steps"]
+__all__ = ["CAUSES", "COMPUTE", "Part", "RankStep", "TraceEvent", "TracedStep", "axes_of", "median_step", "read_steps"]
 
 CAUSES = {
     "forward": "forward",
@@ -147,6 +147,12 @@ class TracedStep:
                 continue
             out.append((rank, part))
             at = part.start
+
+
+def median_step(steps: Sequence[TracedStep]) -> int:
+    """The traced step of median duration, without the first of the run, which allocates and compiles."""
+    later = [s for s in steps if s.step > 1] or list(steps)
+    return sorted(later, key=lambda s: s.seconds)[len(later) // 2].step
 
 
 def read_steps(run: RunDir) -> list[TracedStep]:
