@@ -393,7 +393,7 @@ def test_a_job_that_is_suspended_for_longer_than_its_timeout_continues(tmp_path:
 def test_a_rank_that_does_not_exit_after_its_work_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It owes no heartbeats any more: the launcher waited for it for ever, although the run was complete."""
+    """It sends no heartbeats then, and the launcher waited forever, although the run was complete."""
     monkeypatch.setattr(local, "EXITING", 1.0)
 
     def job(place: Place, store: dist.Store, console: object) -> None:
