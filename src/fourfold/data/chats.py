@@ -578,7 +578,7 @@ def time_limit(where: str, seconds: float = SECONDS) -> Iterator[TimeLimit]:
 
 @contextmanager
 def _memory_limit(template: str) -> Iterator[None]:
-    """Let the process allocate at most MEMORY more bytes inside; more raises DataError. (On Linux; elsewhere nothing is limited.)"""
+    """Let the process allocate at most MEMORY more bytes inside; more raises DataError. (Linux only.)"""
     try:
         with open("/proc/self/statm", "rb") as f:
             mapped = int(f.read().split()[0]) * resource.getpagesize()
