@@ -270,6 +270,14 @@ def test_bad_examples_are_named(item: Any, message: str) -> None:
             "writes more than",
         ),
         ("{{ 1 / 0 }}", "fails: division by zero"),
+        ("{{ 'x' * 10000000000 }}", "needs more than 1,024 MiB of memory"),
+        ("{{ '%010000000000d' % 1 }}", "needs more than 1,024 MiB of memory"),
+        (
+            "{% set n = namespace(s='xxxx') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+            "needs more than 1,024 MiB of memory",
+        ),
+        ("{{ 10 ** (messages | length * 1000000000) }}", "refuses the chat: 10 .. 4000000000 is too large"),
+        ("{{ 2 ** 'a' }}", "refuses the chat: bad operand type for abs"),
     ],
 )
 def test_hostile_templates_are_refused(template: str, message: str) -> None:

@@ -191,6 +191,23 @@ def test_a_run_directory_with_a_link_is_refused_and_nothing_is_written_through_i
     assert (outside.read_bytes() if outside.is_file() else sorted(outside.iterdir())) == before
 
 
+@pytest.mark.parametrize("name", ["config.json", "plan.json", "hf", "hf/config.json", "hf/tokenizer_config.json"])
+def test_no_command_reads_a_run_through_a_link(tmp_path: Path, name: str) -> None:
+    """`fourfold export`, and `final/` of a resumed run, held a copy of the file that hf/tokenizer_config.json was a link to."""
+    run = make_run(tmp_path / "run")
+    private = tmp_path / "private"
+    if name == "hf":
+        private.mkdir()
+    else:
+        private.write_text('{"password": 1}')
+    here = run.path / name
+    here.parent.mkdir(exist_ok=True)
+    here.unlink(missing_ok=True)
+    here.symlink_to(private)
+    with pytest.raises(RunDirError, match=f"{name}: is a link; links are not followed here"):
+        RunDir.find(run.path)
+
+
 def test_files_that_a_run_writes_do_not_go_through_links(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     precious = tmp_path / "precious"

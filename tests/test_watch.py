@@ -22,7 +22,7 @@ from fourfold.collectives import all_reduce
 from fourfold.errors import RankFailure
 from fourfold.launch import local
 from fourfold.launch.place import Place
-from fourfold.record import RECORD, Record, Ticket
+from fourfold.record import EXIT, RECORD, Record, Ticket
 from fourfold.supervision.watch import Beat, FileBoard, Limits, StoreBoard, Watch, make_board, verdict
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
@@ -388,3 +388,18 @@ def test_a_job_that_is_suspended_for_longer_than_its_timeout_continues(tmp_path:
         assert job.wait(120) == 0
     finally:
         job.kill()
+
+
+def test_a_rank_that_does_not_exit_after_its_work_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It sends no heartbeats then, and the launcher waited forever, although the run was complete."""
+    monkeypatch.setattr(local, "EXITING", 1.0)
+
+    def job(place: Place, store: dist.Store, console: object) -> None:
+        RECORD.enter(EXIT, float("inf"))
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    assert local.launch_local(job, 2, tmp_path)
+    assert "rank 1 is stopped (SIGSTOP) after its work was done, and is ended" in capfd.readouterr().err

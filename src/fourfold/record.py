@@ -25,9 +25,11 @@ import torch.distributed as dist
 
 from fourfold.device_events import make_event
 
-__all__ = ["EVENTS", "MIRROR", "RECORD", "Event", "GroupRecord", "Record", "StepTrace", "Ticket", "read_mirror"]
+__all__ = ["EVENTS", "EXIT", "MIRROR", "RECORD", "Event", "GroupRecord", "Record", "StepTrace", "Ticket", "read_mirror"]
 
 EVENTS = 256
+EXIT = "the exit"
+"""The phase of a rank whose collective work is done."""
 MIRROR = 256
 """Bytes of shared memory per rank."""
 

@@ -9,7 +9,7 @@ Formats of an example (a JSON object), by its keys:
     text             plain text, trained as a whole
 
 A chat is rendered to text by the model's chat template (jinja2), which is untrusted code: it runs in jinja's immutable
-sandbox, with plain JSON values and limits on its time and output size.
+sandbox, with plain JSON values and limits on its time, memory and output size.
 
 [Note: which characters are trained]
 By default only the assistant's turns contribute to the loss. Three methods locate them in the rendered text, tried in this order:
@@ -31,6 +31,7 @@ import datetime
 import functools
 import json
 import re
+import resource
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,10 @@ LONGEST = 1 << 26
 """Maximum number of characters that a template may write for one chat."""
 SECONDS = 10.0
 """Maximum seconds that a template may take for one chat."""
+MEMORY = 1 << 30
+"""Maximum bytes that a template may allocate for one chat."""
+LARGEST_POWER = 1024
+"""Maximum bits of a power that a template computes."""
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}{% endgeneration %}"
     "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
@@ -323,13 +328,22 @@ class ChatTemplate:
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
+        class Sandbox(ImmutableSandboxedEnvironment):
+            """A power of large numbers cannot be interrupted, so it is refused."""
+
+            intercepted_binops = frozenset(["**"])
+
+            def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+                if max(1, int(left).bit_length()) * abs(right) > LARGEST_POWER:
+                    raise jinja2.TemplateError(f"{left} ** {right} is too large")
+                return super().call_binop(context, operator, left, right)
+
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
         environment.filters["tojson"] = tojson
         environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
         try:
-            self._compiled = environment.from_string(self.source)
+            with _memory_limit(self.name):  # expressions of constants are evaluated here
+                self._compiled = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError, ValueError) as e:
             raise DataError(f"{self.name}: not a chat template: {_short(e)}") from None
         self._written: set[str] = (
@@ -380,14 +394,17 @@ class ChatTemplate:
         given = {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
         parts, size = [], 0
         try:
-            for part in self._compiled.generate(**{**self.tokens, **given, **more}):
-                parts.append(part)
-                size += len(part)
-                if size > LONGEST:
-                    raise DataError(f"{self.name}: writes more than {LONGEST:,} characters for one chat")
+            with _memory_limit(self.name):
+                for part in self._compiled.generate(**{**self.tokens, **given, **more}):
+                    parts.append(part)
+                    size += len(part)
+                    if size > LONGEST:
+                        raise DataError(f"{self.name}: writes more than {LONGEST:,} characters for one chat")
+        except DataError:
+            raise
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as e:
             raise DataError(f"{self.name}: refuses the chat: {_short(e)}") from None
-        except (ArithmeticError, IndexError, MemoryError) as e:
+        except (ArithmeticError, IndexError) as e:
             raise DataError(f"{self.name}: fails: {_short(e)}") from None
         return "".join(parts)
 
@@ -509,7 +526,7 @@ def _short(e: BaseException) -> str:
     return " ".join(str(e).split())[:200] or type(e).__name__
 
 
-# ---- a limit on time ----
+# ---- limits on time and memory ----
 
 
 class _Timeout(BaseException):
@@ -557,3 +574,26 @@ def time_limit(where: str, seconds: float = SECONDS) -> Iterator[TimeLimit]:
     finally:
         over.set()
         watcher.join()
+
+
+@contextmanager
+def _memory_limit(template: str) -> Iterator[None]:
+    """Let the process allocate at most MEMORY more bytes inside; more raises DataError. (Linux only.)"""
+    try:
+        with open("/proc/self/statm", "rb") as f:
+            mapped = int(f.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    lower = mapped + MEMORY
+    if any(limit != resource.RLIM_INFINITY and limit <= lower for limit in (soft, hard)):
+        yield  # a limit of the system's, as low as ours
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (lower, hard))
+    try:
+        yield
+    except MemoryError:
+        raise DataError(f"{template}: needs more than {MEMORY >> 20:,} MiB of memory for one chat") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

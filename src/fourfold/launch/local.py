@@ -51,7 +51,7 @@ from fourfold.errors import (
 )
 from fourfold.files import append_to
 from fourfold.launch.place import Place
-from fourfold.record import MIRROR, RECORD, read_mirror
+from fourfold.record import EXIT, MIRROR, RECORD, read_mirror
 from fourfold.view.text import printable
 
 __all__ = ["Job", "die_with", "end_rank", "file_of", "launch_local"]
@@ -71,6 +71,8 @@ TICK = 0.5
 """Seconds between two looks at the heartbeats."""
 LOOKS = 5
 """How many looks in a row must find all ranks silent: after a suspended machine wakes, ranks need a moment to report."""
+EXITING = 60.0
+"""Seconds that the remaining ranks have to end once the work of all of them is done."""
 TWICE = 0.2
 """Seconds within which a second signal is the same request: timeout(1) sends one to its child and one to its group."""
 HANGS = "hangs"
@@ -247,11 +249,13 @@ def _watch(
     waiting = dict(enumerate(processes))
     deadline = show = float("inf")
     looks = 0  # how many in a row have found all ranks silent
+    done = float("inf")  # when all remaining ranks were seen to be done
+    late: set[int] = set()
     while waiting:
         wait([p.sentinel for p in waiting.values()], timeout=min(TICK, max(0.0, deadline - time.monotonic())))
         for rank in [rank for rank, p in waiting.items() if not p.is_alive()]:
             code = waiting.pop(rank).exitcode or 0
-            if code and not end.hung:  # later deaths are caused by the launcher
+            if code and not end.hung and rank not in late:  # later deaths are caused by the launcher
                 end.failed[rank] = code
         if deadline == float("inf"):
             end.reported = [
@@ -266,6 +270,17 @@ def _watch(
             looks = looks + 1 if silent else 0
             if looks >= LOOKS:
                 end.silent, deadline = silent, time.monotonic()
+        if waiting and all(read_mirror(mirrors[rank])[0] == EXIT for rank in waiting):
+            done = min(done, time.monotonic())
+            if deadline == float("inf") and not late and time.monotonic() - done > EXITING:
+                late = set(waiting)
+                for rank, process in waiting.items():
+                    print(
+                        f"rank {rank} {_state(process)} after its work was done, and is ended",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                _signal(list(waiting.values()), signal.SIGKILL)
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}

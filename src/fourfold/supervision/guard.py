@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from fourfold.errors import TrainingError
-from fourfold.record import RECORD
+from fourfold.record import EXIT, RECORD
 from fourfold.supervision.faults import Faults
 from fourfold.supervision.watch import Limits
 
@@ -109,7 +109,7 @@ class Guard:
 
     def leave(self) -> None:
         """End of the collective work."""
-        RECORD.enter("the end of the run", float("inf"))
+        RECORD.enter(EXIT, float("inf"))
 
     def judge(self, step: int, loss: float, norm: float) -> None:
         """Called after a step. Counts skipped steps; raises TrainingError after too many in a row."""

@@ -143,7 +143,17 @@ class RunDir:
         if not found:
             where = "there is no config.json in it" if there else "no such directory"
             raise RunDirError(f"{run.path}: not a run directory: {where}")
+        run._check_inputs()
         return run
+
+    def _check_inputs(self) -> None:
+        """Raise RunDirError if a file that every command reads is a link: exports, and `final/`, would hold what it points to."""
+        kept = self.path / "hf"
+        for path in (self.config_file, self.plan_file, kept, kept / "additional_chat_templates"):
+            files.check_not_link(path, RunDirError)
+            with contextlib.suppress(OSError), os.scandir(path) as entries:
+                for entry in entries:
+                    files.check_not_link(entry.path, RunDirError)
 
     def check_links(self) -> None:
         """Raise RunDirError if a file that a run writes, or a folder of it, is a link or a FIFO (opening one would block)."""
