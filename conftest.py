@@ -106,6 +106,11 @@ SLOW += (
     "tests/test_replicas",
     "tests/test_plan_report",
     "tests/test_remote",
+    "tests/test_pretend_gpu",
+    "tests/test_own_model",
+    "tests/test_lora",
+    "tests/test_packing",
+    "tests/test_fp8",
 )
 """Files left out by `make test-fast`: whole training runs, searches for plans, benchmarks."""
 LONG = (
