@@ -220,7 +220,10 @@ def test_a_plan_by_hand_is_told_what_it_leaves_out(capsys: pytest.CaptureFixture
     assert "unknown field 'pipeline.micro_batches'; it is a field of [batch]" in capsys.readouterr().err
     file.write_text("[mesh]\ndata = 8\n")
     main(judged(str(file), "h100-sxm"))
-    assert "without [precision] a plan computes in fp32" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "without [precision] a plan computes in fp32" in said.err
+    assert "in fp32" in said.out
+    assert "faster kernel" not in said.out  # cuDNN's and FlashAttention's are for 16 bits
     file.write_text('[mesh]\ndata = 8\n[precision]\ncompute = "bf16"\n')
     main(judged(str(file), "h100-sxm"))
     assert capsys.readouterr().err == ""
