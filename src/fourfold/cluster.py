@@ -198,9 +198,12 @@ class Cluster:
                 )
             return cls.local(nodes)
         if name not in PRESETS:
-            near = [known for known in PRESETS if name.lower() in known] if name else []
-            known = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(preset_names())}"
-            raise ClusterError(f"unknown cluster '{name}'; {known}; or give the path of a cluster file")
+            letters = re.sub("[^a-z0-9]", "", name.lower())
+            near = [known for known in PRESETS if letters in known.replace("-", "")] if letters else []
+            known = (
+                f"did you mean {' or '.join(near)}? Or" if near else f"choose one of {', '.join(preset_names())}, or"
+            )
+            raise ClusterError(f"unknown cluster '{name}'; {known} give the path of a cluster file")
         found = replace(PRESETS[name], nodes=nodes)
         return found if devices is None else found.with_devices(devices)
 

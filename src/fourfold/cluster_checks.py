@@ -46,6 +46,11 @@ def check_cluster(c: Cluster) -> None:
     if c.usable <= 0:
         raise ClusterError(
             f"device.memory = {c.device.memory} minus device.reserve = {c.device.reserve} leaves nothing for tensors"
+            + (
+                "; a number without a unit is bytes: write for example '24GB'"
+                if c.device.memory.strip().isdigit()
+                else ""
+            )
         )
     _check_levels(c)
 

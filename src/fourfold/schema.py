@@ -120,11 +120,12 @@ def build(cls: type[T], data: Mapping[str, Any], where: str = "", error: type[Fo
     names = [f.name for f in dataclasses.fields(cls)]
     for key in data:
         if key not in names:
-            owner = next((name for name in names if key in _fields_inside(hints[name])), None)
-            section = _join(where, owner or "")
-            section = f"[{section}]" if dataclasses.is_dataclass(hints.get(owner or "")) else f"[[{section}]]"
-            hint = f"; it is a field of {section}" if owner else nearest(str(key), names)
+            hint = _owner(str(key), hints, where) or nearest(str(key), names)
             raise error(f"unknown field '{_join(where, key)}'{hint}")
+        table = data[key]
+        for inner in table if isinstance(table, Mapping) and dataclasses.is_dataclass(hints[key]) else ():
+            if inner not in _fields_inside(hints[key]) and (hint := _owner(str(inner), hints, where)):
+                raise error(f"unknown field '{_join(_join(where, key), inner)}'{hint}")
     values = {key: _convert(hints[key], value, _join(where, key), error) for key, value in data.items()}
     missing = [
         f.name
@@ -134,6 +135,19 @@ def build(cls: type[T], data: Mapping[str, Any], where: str = "", error: type[Fo
     if missing:
         raise error(f"missing field '{_join(where, missing[0])}'")
     return cls(**values)
+
+
+def _owner(field: str, hints: Mapping[str, Any], where: str) -> str:
+    """`; it is a field of [section]`, if a section has a field of this name."""
+    owner = next((name for name, kind in hints.items() if field in _fields_inside(kind)), None)
+    if owner is None:
+        return ""
+    section = _join(where, owner)
+    return (
+        f"; it is a field of [{section}]"
+        if dataclasses.is_dataclass(hints[owner])
+        else f"; it is a field of [[{section}]]"
+    )
 
 
 def _fields_inside(kind: Any) -> set[str]:
@@ -173,7 +187,13 @@ def _convert(kind: Any, value: Any, where: str, error: type[FourfoldError]) -> A
             raise error(f"{where} must be a number; found one of {digits} digits")
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise error(f"{where} must be {_NAMES.get(kind, kind)}; found {_kind(value)} {_brief(value)}")
+        number = (
+            re.match(r"\s*[0-9.]+(e[+-]?[0-9]+)?\s*[A-Za-z]", value)
+            if kind is float and isinstance(value, str)
+            else None
+        )
+        hint = "; numbers have no unit: write for example 25e9 for 25 billion" if number else ""
+        raise error(f"{where} must be {_NAMES.get(kind, kind)}; found {_kind(value)} {_brief(value)}{hint}")
     if kind is int and not -MOST <= value <= MOST:
         raise error(f"{where} = {_brief(value)} must be at most {MOST}")
     if kind is str and not value.isprintable():

@@ -57,7 +57,13 @@ def test_faster_devices_have_the_same_share_of_their_peak() -> None:
         ("nodes = 0", "nodes = 0 must be"),
         ('preset = "h100"', "unknown cluster 'h100'; did you mean h100-sxm or h100-pcie?"),
         ("[device]\nmemroy = '1GB'", "unknown field 'device.memroy'; did you mean 'memory'?"),
+        ('preset = "rtx4090"', "unknown cluster 'rtx4090'; did you mean rtx-4090? Or give"),
         ("[device]\nmemory = '1GB'\nreserve = '2GB'", "leaves nothing for tensors"),
+        (
+            "[device]\nmemory = '24'",
+            "leaves nothing for tensors; a number without a unit is bytes: write for example '24GB'",
+        ),
+        ("[host]\nlink = '50 GB/s'", "host.link must be a number; found a string '50 GB/s'; numbers have no unit"),
         ("[device]\nefficiency = 1.5", "device.efficiency = 1.5 must be a fraction"),
         ("[device.matrix]\nbf16 = 1e12", "device.matrix has no rate for 'fp32'"),
         ("[[level]]\nbandwidth = -1.0", "bandwidth = -1 must be"),

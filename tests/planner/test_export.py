@@ -11,7 +11,9 @@ from fourfold.cli import main
 from fourfold.cluster import Cluster
 from fourfold.config import Config
 from fourfold.model.operators import ModelSpec
-from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision
+from fourfold.plan import Batch, Mesh, Pipeline, Plan, Precision, UnitRule
+from fourfold.planner.evaluate import predict
+from fourfold.planner.prediction import fits
 from fourfold.planner.problem import PlanProblem
 from fourfold.program.ops import Schedule
 from fourfold.view.plan_export import ExportedPlan, export
@@ -109,12 +111,58 @@ def test_a_plan_that_no_longer_fits_is_recomputed_or_reported(system: str) -> No
     plan = Plan.from_dict(rules | {"memory": {"activations": "host"}})
     found = export(plan, problem, system)  # type: ignore[arg-type]
     assert not [x for x in found.lost if "made it fit" in x]
-    small = replace(problem, cluster=problem.cluster.what_if({"memory": "44GB"}))
+    small = replace(problem, cluster=problem.cluster.what_if({"memory": "66GB"}))
     found = export(plan, small, system)  # type: ignore[arg-type]
     assert [x for x in found.lost if "with which the plan fits" in x]
+    assert not [x for x in found.lost if x.startswith(("`mode`", "the memory limit"))]  # all units share it
     tiny = replace(problem, cluster=problem.cluster.what_if({"memory": "16GB"}))
     found = export(plan, tiny, system)  # type: ignore[arg-type]
     assert [x for x in found.lost if "the memory limit" in x]
+    assert not [x for x in found.lost if "with which the plan fits" in x]
+
+
+def predicted_seconds(found: ExportedPlan) -> float:
+    number, unit = found.predicted.split()[:2]
+    return float(number) * {"s": 1.0, "ms": 1e-3}[unit]
+
+
+@pytest.mark.parametrize("batch", [64, 128])
+def test_a_mixed_plan_gets_the_fastest_choice_that_fits(batch: int) -> None:
+    spec = ModelSpec.from_config(replace(Config.load("configs/llama-8b.toml").model, seq_len=4096), "llama-8b")
+    problem = PlanProblem(spec, Cluster.preset("h100-sxm"), batch, Precision(compute="bf16"))
+    plan = Plan(
+        mesh=Mesh(data=8),
+        batch=Batch(micro_batches=batch // 16),
+        precision=problem.precision,
+        unit=(
+            UnitRule(match="blocks.*.mlp", mode="zero3", reduce="micro-batch"),
+            UnitRule(match="*", mode="keep", reduce="micro-batch"),
+        ),
+    )
+    found = export(plan, problem, "torchtitan")
+    assert "does not fit" not in found.predicted
+    for mode in ("zero2", "zero3"):
+        for recompute in ("none", "selective", "full"):
+            rule = UnitRule(match="*", mode=mode, recompute=recompute, reduce="micro-batch")
+            there = predict(replace(plan, unit=(rule,)), problem.with_engine("torchtitan"))
+            if fits(there.memory, problem.cluster, problem.with_engine("torchtitan").cluster.usable):
+                assert predicted_seconds(found) <= there.seconds * 1.001
+
+
+def test_the_prediction_is_of_the_plan_that_runs_there() -> None:
+    problem = PlanProblem(SPEC, Cluster.preset("h100-sxm", nodes=2), 64, Precision(compute="bf16"))
+    rule = UnitRule(match="*", mode="keep", recompute="full")
+    given = {"batch": Batch(micro_batches=8), "precision": problem.precision, "unit": (rule,)}
+    one, other = (
+        Plan(mesh=Mesh(pipe=4, data=4), pipeline=Pipeline(schedule=name), **given)  # type: ignore[arg-type]
+        for name in ("1f1b", "zb-h1")
+    )
+    assert (
+        export(one, problem, "megatron").predicted == export(other, problem, "megatron").predicted
+    )  # 1F1B runs instead
+    rows, data = (Plan(mesh=mesh, **given) for mesh in (Mesh(data=2, row=4, col=2), Mesh(data=8, col=2)))  # type: ignore[arg-type]
+    for system in ("megatron", "torchtitan"):
+        assert export(rows, problem, system).predicted == export(data, problem, system).predicted
 
 
 def test_rounds_that_interleaved_schedules_need() -> None:

@@ -48,6 +48,7 @@ def test_json_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(capsys.readouterr().out)
     assert "--pipeline-model-parallel-size 2" in data["export"]["options"]
     assert any("schedule 'wave'" in x for x in data["export"]["lost"])
+    assert "a step" in data["export"]["predicted"]
 
 
 def test_options_may_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +211,22 @@ def test_judge_takes_plans_that_suit_the_model(capsys: pytest.CaptureFixture[str
     file.write_text('[mesh]\ndata = 2\n[[unit]]\nmatch = "blocks.77.mlp"\nmode = "zero3"\n')
     assert main(judged(str(file), "h100-sxm")) == 2
     assert "blocks.77.mlp" in capsys.readouterr().err
+
+
+def test_a_plan_by_hand_is_told_what_it_leaves_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[mesh]\ndata = 8\n[pipeline]\nmicro_batches = 2\n")
+    assert main(judged(str(file), "h100-sxm")) == 2
+    assert "unknown field 'pipeline.micro_batches'; it is a field of [batch]" in capsys.readouterr().err
+    file.write_text("[mesh]\ndata = 8\n")
+    main(judged(str(file), "h100-sxm"))
+    said = capsys.readouterr()
+    assert "without [precision] a plan computes in fp32" in said.err
+    assert "in fp32" in said.out
+    assert "faster kernel" not in said.out  # cuDNN's and FlashAttention's are for 16 bits
+    file.write_text('[mesh]\ndata = 8\n[precision]\ncompute = "bf16"\n')
+    main(judged(str(file), "h100-sxm"))
+    assert capsys.readouterr().err == ""
 
 
 def test_judge_needs_enough_devices(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:

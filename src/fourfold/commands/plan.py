@@ -103,6 +103,9 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
     problem = read_problem(args, cluster)
     wanted = parse_fixes(list(args.fix), args.schedule, args.max_ranks)
     given = Plan.load(args.judge) if args.judge else None
+    if args.judge and cluster.device.kind == "cuda" and "precision" not in schema.read(args.judge):
+        where = printable(args.judge)
+        print(f'{where}: without [precision] a plan computes in fp32; write compute = "bf16" for bf16', file=sys.stderr)
     changed = problem.with_cluster(cluster.what_if(_changes(args.what_if))) if args.what_if else None
 
     def answer(question: PlanProblem) -> Plan | str:
@@ -128,6 +131,7 @@ def plan_command(args: PlanArgs, file: IO[str] | None = None) -> int:
             data["what_if"] = _json(other)
         if exported is not None:
             data["export"] = {"options": exported.options, "files": exported.files, "lost": exported.lost}
+            data["export"]["predicted"] = exported.predicted
         print(json.dumps(data, indent=2), file=file)
         return status
     from fourfold.view.plan import show_plan, show_what_if

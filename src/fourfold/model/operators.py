@@ -257,6 +257,11 @@ class ModelSpec:
         return self._layers[layer]
 
     @cached_property
+    def kinds_of_layers(self) -> tuple[tuple[str, ...], ...]:
+        """The kinds of units of every layer."""
+        return tuple(tuple(u.kind for u in units) for units in self._layers)
+
+    @cached_property
     def _layers(self) -> tuple[tuple[UnitSpec, ...], ...]:
         out: list[list[UnitSpec]] = [[] for _ in range(self.layers)]
         for unit in self.units:

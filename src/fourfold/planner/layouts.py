@@ -346,7 +346,7 @@ def _explain_no_layout(problem: PlanProblem, constraints: Constraints, ranks: in
     pipe = fixed.get("pipe", 1)
     if pipe > most:
         raise PlanError(
-            f"--fix pipe={pipe}: the model has {most - 2} layers, which with its embedding and its head make at most {most} "
+            f"--fix pipe={pipe}: the model has {_layers(most - 2)}, which with its embedding and its head make at most {most} "
             f"stages; use pipe={max(d for d in _divisors(ranks) if d <= most)} or less"
         )
     _check_stages(problem, constraints, max(2, pipe), ranks)
@@ -387,7 +387,7 @@ def _check_stages(problem: PlanProblem, constraints: Constraints, pipe: int, ran
         remedy = f"use pipe={less} or less, or another schedule" if less > 1 else "use another schedule"
     raise PlanError(
         f"{cause} makes {stages} stages on {pipe} ranks of a pipeline, and the model "
-        f"has {most - 2} layers, which with its embedding and its head fill {most}; {remedy}"
+        f"has {_layers(most - 2)}, which with its embedding and its head fill {most}; {remedy}"
     )
 
 
@@ -397,3 +397,7 @@ def _most_ranks(problem: PlanProblem, ranks: int) -> int:
     pipes = range(1, min(problem.spec.layers, 8 * batch + 7) + 1)
     found = (w * c * p for w in _divisors(batch) for c in _divisors(problem.heads) for p in pipes)
     return max(n for n in found if n <= ranks)
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"

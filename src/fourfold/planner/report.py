@@ -55,8 +55,8 @@ def with_report(found: SearchResult, problem: PlanProblem, top: int = 5, *, brie
 
 
 def _without_determinism(best: Candidate, problem: PlanProblem) -> dict[str, float]:
-    """The predicted seconds with `train.deterministic = false`, if attention then has a faster kernel."""
-    if problem.engine != FOURFOLD:
+    """The predicted seconds with `train.deterministic = false`, if attention then has a faster kernel, which is for bf16 only."""
+    if problem.engine != FOURFOLD or problem.precision.compute != "bf16":
         return {}
     seconds = predict(best.plan, problem.with_engine(own_engine(deterministic=False))).seconds
     return {"not_deterministic": round(seconds, 6)} if seconds < 0.98 * best.prediction.seconds else {}

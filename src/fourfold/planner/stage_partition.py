@@ -150,7 +150,8 @@ def layer_times(
     """F, I and W of a micro-batch, layer by layer; the options as in `unit_times_on_grid`."""
     spec = problem.spec
     kinds = {k: unit_times_on_grid(problem, k, grid, splits_backward=splits_backward, once=once) for k in spec.kinds}
-    return [_sum(kinds[u.kind][:3] for u in spec.of_layer(layer)) for layer in range(spec.layers)]
+    times = {units: _sum(kinds[k][:3] for k in units) for units in set(spec.kinds_of_layers)}
+    return [times[units] for units in spec.kinds_of_layers]
 
 
 def _sum(times: Iterable[FIW]) -> FIW:
@@ -223,9 +224,19 @@ def _distinct_ranks(
     problem: PlanProblem, placement: tuple[int, ...], grid: GridShape, splits_backward: bool
 ) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[FIW]]:
     """The first rank, the last rank, and one of each group of equal ranks between them; their units and times."""
-    counts, last = stage_counts(problem, grid, placement), max(placement)
-    units = units_of_stages(problem.spec, counts)
-    times = _stage_sums(layer_times(problem, grid, None, splits_backward), counts)
+    counts = stage_counts(problem, grid, placement)
+    found, units, held = _kinds_of_ranks(problem, placement, counts)
+    layers, ends = layer_times(problem, grid, None, splits_backward), list(accumulate(counts))
+    works = [_sum(_sum(layers[ends[s] - counts[s] : ends[s]]) for s in stages) for stages in held]
+    return found, units, works
+
+
+@per_problem
+def _kinds_of_ranks(
+    problem: PlanProblem, placement: tuple[int, ...], counts: tuple[int, ...]
+) -> tuple[list[int], list[tuple[tuple[str, int], ...]], list[list[int]]]:
+    """The distinct ranks as in `_distinct_ranks`, their units by kind, and their stages."""
+    units, last = units_of_stages(problem.spec, counts), max(placement)
     held: list[list[int]] = [[] for _ in range(last + 1)]
     for stage, rank in enumerate(placement):
         held[rank].append(stage)
@@ -234,7 +245,7 @@ def _distinct_ranks(
     for rank, of_rank in enumerate(kinds):
         ranks.setdefault(rank if rank in (0, last) else frozenset(of_rank.items()), rank)
     found = list(ranks.values())
-    return found, [tuple(kinds[r].items()) for r in found], [_sum(times[s] for s in held[r]) for r in found]
+    return found, [tuple(kinds[r].items()) for r in found], [held[r] for r in found]
 
 
 # ---- a step with compute time and messages only ----

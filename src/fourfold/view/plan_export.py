@@ -1,8 +1,8 @@
 """A plan as options of other systems, with a list of what the other system cannot express.
 
-torchtitan: command-line overrides (and the schedule as CSV). Megatron-LM: arguments. Neither has options per unit, so the most
-common choice is used for all units and the rest is reported as lost. If that no longer fits, more is recomputed; if it still does
-not fit, that is reported.
+torchtitan: command-line overrides (and the schedule as CSV). Megatron-LM: arguments. Neither has options per unit, so one choice
+is used for all units: the fastest that is predicted to fit there. What is lost is reported, also if nothing fits. Predicted is
+the translated plan: rows as data parallelism, Megatron-LM's schedule and stages, units gathered and reduced when it does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 from fourfold import schema
 from fourfold.errors import PlanError
-from fourfold.plan import Plan, UnitRule
+from fourfold.plan import Pipeline, Plan, Tensor, UnitRule
 from fourfold.planner.evaluate import predict
-from fourfold.planner.prediction import fits
-from fourfold.planner.problem import PlanProblem
+from fourfold.planner.prediction import Prediction, fits
+from fourfold.planner.problem import PlanProblem, rounded
 from fourfold.program.from_plan import schedule_of_plan
+from fourfold.program.modes import once_a_step
 from fourfold.schema import format_bytes, format_seconds
 
 __all__ = ["ExportedPlan", "export"]
@@ -68,48 +69,84 @@ def _most_common(plan: Plan, problem: PlanProblem, name: str) -> tuple[Any, bool
     return value, count == sum(counts.values())
 
 
-def _uniform_units(
-    plan: Plan, problem: PlanProblem, lost: list[str], optimizer: Literal["device", "host", "auto"]
-) -> dict[str, Any]:
-    """The most common choice, for all units; `optimizer`: where the other system keeps its state."""
+_SEARCHED = ("mode", "recompute")
+"""Fields of a unit rule of which another value is tried if the plan's does not fit."""
+
+
+def _uniform_units(plan: Plan, there: Plan, problem: PlanProblem, lost: list[str]) -> dict[str, Any]:
+    """One choice for all units, with which `there`, the plan on the other system, is predicted to fit.
+
+    A mode or recomputation that all units share is kept if it fits; otherwise the fastest that fits is taken.
+    """
     out: dict[str, Any] = {}
-    for name in ("mode", "reduce", "within", "split"):
-        out[name], uniform = _most_common(plan, problem, name)
-        if not uniform:
+    uniform: dict[str, bool] = {}
+    for name in ("mode", "reduce", "within", "split", "recompute"):
+        out[name], uniform[name] = _most_common(plan, problem, name)
+    for name in ("reduce", "within"):
+        if not uniform[name]:
             lost.append(f"`{name}` is chosen per unit; the most common, {out[name]!r}, is used for all")
     if out["split"] > 1:
         lost.append(f"operator splitting (split = {out['split']})")
-    return out | _recompute_that_fits(plan, problem, out, optimizer, lost)
-
-
-def _recompute_that_fits(
-    plan: Plan,
-    problem: PlanProblem,
-    units: dict[str, Any],
-    optimizer: Literal["device", "host", "auto"],
-    lost: list[str],
-) -> dict[str, Any]:
-    """Recomputation for all units with which the translated plan is predicted to fit, and the share of the optimizer's state on
-    the host."""
-    most_common, uniform = _most_common(plan, problem, "recompute")
-    wanted = most_common if most_common in RECOMPUTE else "full"
-    base = UnitRule(match="*", mode=units["mode"], reduce=units["reduce"], within=units["within"])
-    base = replace(base, mode="keep") if plan.mesh.pipe > 1 and base.mode == "zero3" else base
-    memory = replace(plan.memory, activations="device", optimizer=optimizer, device_state="")
-    for level in RECOMPUTE[RECOMPUTE.index(wanted) :]:
-        found = predict(replace(plan, unit=(replace(base, recompute=level),), memory=memory), problem)
-        fit = fits(found.memory, problem.cluster, problem.cluster.usable)
-        if fit:
+    common: tuple[str, str] = (out["mode"], out["recompute"] if out["recompute"] in RECOMPUTE else "full")
+    # with a pipeline, sharded units are gathered once a step
+    alternatives = () if plan.mesh.pipe > 1 else ("zero2", "zero3")
+    every = [(m, r) for m in dict.fromkeys((common[0], *alternatives)) for r in dict.fromkeys((common[1], *RECOMPUTE))]
+    predicted: dict[tuple[Any, Any], tuple[Prediction, bool]] = {}
+    for fixed in (_SEARCHED, ("mode",), ()):  # a field that all units share changes last
+        for x in every:
+            if x not in predicted and all(
+                x[_SEARCHED.index(n)] == common[_SEARCHED.index(n)] for n in fixed if uniform[n]
+            ):
+                predicted[x] = _predicted(there, problem, out, *x)
+        if any(fit for _, fit in predicted.values()):
             break
-    if not uniform or level != wanted:
-        why = f"the most common, {level!r}," if level == wanted else f"{level!r}, with which the plan fits,"
-        lost.append(f"`recompute` as chosen; {why} is used for all")
+    fitting = {x: p.seconds for x, (p, fit) in predicted.items() if fit}
+    if fitting:
+        chosen = min(fitting, key=lambda x: (rounded(fitting[x]), x != common))
+    else:
+        chosen = min(predicted, key=lambda x: predicted[x][0].peak.peak)
+    found, fit = predicted[chosen]
+    why = "with which the plan fits" if fit else "with which the plan needs the least memory"
+    for name, value, wanted in zip(_SEARCHED, chosen, common, strict=True):
+        if value != wanted:
+            lost.append(f"`{name}` as chosen; {value!r}, {why}, is used for all")
+        elif not uniform[name] or value != out[name]:
+            lost.append(f"`{name}` as chosen; the most common, {value!r}, is used for all")
+    need, limit = format_bytes(found.peak.peak), format_bytes(problem.cluster.usable)
     if not fit:
-        need, there = format_bytes(found.peak.peak), format_bytes(problem.cluster.usable)
-        lost.append(f"the memory limit: with these options a device needs about {need} and has {there}")
-    held = f"{format_bytes(found.peak.peak)} of {format_bytes(problem.cluster.usable)} on a device"
-    predicted = f"{format_seconds(found.seconds)} a step, {held}" + ("" if fit else ", which does not fit")
-    return {"recompute": level, "host_state": found.host_state, "predicted": predicted}
+        lost.append(f"the memory limit: with these options a device needs about {need} and has {limit}")
+    says = f"{format_seconds(found.seconds)} a step, {need} of {limit} on a device" + (
+        "" if fit else ", which does not fit"
+    )
+    return out | {"mode": chosen[0], "recompute": chosen[1], "host_state": found.host_state, "predicted": says}
+
+
+def _predicted(
+    there: Plan, problem: PlanProblem, units: dict[str, Any], mode: Any, recompute: Any
+) -> tuple[Prediction, bool]:
+    """The prediction with this mode and recomputation for all units, and whether it fits."""
+    reduce, mesh, titan = units["reduce"], there.mesh, problem.engine.name == "torchtitan"
+    if titan and mesh.pipe * mesh.col > 1 and mode == "replicate":  # state is sharded there
+        mode = "zero2"
+    if mesh.pipe > 1:  # parameters and gradients of a stage are whole during a step
+        mode, reduce = mode if mode == "replicate" else "keep", "step"
+    elif titan:  # every micro-batch gathers and reduces
+        mode, reduce = "zero2" if mode == "keep" else mode, "micro-batch"
+    rule = UnitRule(match="*", mode=mode, reduce=reduce, within=units["within"], recompute=recompute)
+    found = predict(replace(there, unit=(rule,)), problem)
+    return found, fits(found.memory, problem.cluster, problem.cluster.usable)
+
+
+def _without_rows(plan: Plan, optimizer: Literal["device", "host", "auto"]) -> Plan:
+    """The plan without what neither system has: rows and depth, which become data parallelism, kept tensors, activations on the
+    host."""
+    mesh = plan.mesh
+    return replace(
+        plan,
+        mesh=replace(mesh, data=mesh.data * mesh.depth * mesh.row, depth=1, row=1),
+        tensor=Tensor(residual=plan.tensor.residual, overlap=plan.tensor.overlap),
+        memory=replace(plan.memory, activations="device", optimizer=optimizer, device_state=""),
+    )
 
 
 def _common_losses(plan: Plan, lost: list[str]) -> None:
@@ -133,7 +170,7 @@ def _common_losses(plan: Plan, lost: list[str]) -> None:
 
 def _to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> ExportedPlan:
     lost: list[str] = []
-    units = _uniform_units(plan, problem, lost, "device")
+    units = _uniform_units(plan, _without_rows(plan, "device"), problem, lost)
     _common_losses(plan, lost)
     mesh, batch = plan.mesh, problem.global_batch
     replicas = mesh.data * mesh.depth * mesh.row
@@ -161,7 +198,7 @@ def _to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> ExportedPlan:
         _torchtitan_pipeline(plan, problem, csv, options, files, lost)
         if units["mode"] in ("zero2", "zero3") or units["reduce"] == "micro-batch":
             lost.append("sharding under the pipeline: parameters and gradients of a stage stay whole for a step there")
-    elif plan.micro_batches(batch) > 1:
+    elif plan.micro_batches(batch) > 1 and _kept_across_micro_batches(plan, problem):
         lost.append("tensors kept across micro-batches: each micro-batch gathers and reduces again")
     if plan.memory.optimizer != "device" or plan.memory.activations != "device":
         lost.append("optimizer state or activations on the host (its offload also moves parameters and gradients)")
@@ -171,6 +208,13 @@ def _to_torchtitan(plan: Plan, problem: PlanProblem, csv: str) -> ExportedPlan:
         lost.append("gradients reduced in bf16: it supports float32 only")
     flags = tuple(f"--{k} {shlex.quote(str(v))}" for k, v in options.items())
     return ExportedPlan("torchtitan", flags, tuple(lost), files, units["predicted"])
+
+
+def _kept_across_micro_batches(plan: Plan, problem: PlanProblem) -> bool:
+    """Whether a unit's parameters or whole gradients are kept from one micro-batch to the next."""
+    return any(
+        once_a_step(r.mode, "step") or r.reduce == "step" for r in (plan.rule_for(u.name) for u in problem.spec.units)
+    )
 
 
 def _torchtitan_pipeline(
@@ -225,7 +269,10 @@ def _torchtitan_pipeline(
 
 def _to_megatron(plan: Plan, problem: PlanProblem) -> ExportedPlan:
     lost: list[str] = []
-    units = _uniform_units(plan, problem, lost, plan.memory.optimizer)
+    there, stages, pipeline_lost = _without_rows(plan, plan.memory.optimizer), [], []  # type: ignore[var-annotated]
+    if plan.mesh.pipe > 1:
+        there = replace(there, pipeline=_megatron_pipeline(plan, problem, stages, pipeline_lost))
+    units = _uniform_units(plan, there, problem, lost)
     on_host = units["host_state"] > 0
     _common_losses(plan, lost)
     mesh, batch = plan.mesh, problem.global_batch
@@ -258,8 +305,7 @@ def _to_megatron(plan: Plan, problem: PlanProblem) -> ExportedPlan:
         lost.append("selective recomputation: there it recomputes attention's core, here all but matmuls and attention")
     elif units["recompute"] in ("full", "per-slice"):
         options.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    if mesh.pipe > 1:
-        _megatron_pipeline(plan, problem, options, lost)
+    options, lost = options + stages, lost + pipeline_lost
     if on_host:
         share = f"--optimizer-offload-fraction {units['host_state']:.2f}"
         options.append(f"--optimizer-cpu-offload {share} --use-precision-aware-optimizer")
@@ -269,8 +315,8 @@ def _to_megatron(plan: Plan, problem: PlanProblem) -> ExportedPlan:
     return ExportedPlan("Megatron-LM", tuple(options), tuple(lost), predicted=units["predicted"])
 
 
-def _megatron_pipeline(plan: Plan, problem: PlanProblem, options: list[str], lost: list[str]) -> None:
-    """The schedule and the layers of every rank: Megatron-LM refuses virtual stages of unequal size."""
+def _megatron_pipeline(plan: Plan, problem: PlanProblem, options: list[str], lost: list[str]) -> Pipeline:
+    """The schedule and the layers of every rank there: Megatron-LM refuses virtual stages of unequal size."""
     ranks, layers, wanted = plan.mesh.pipe, problem.spec.layers - 2, plan.pipeline.stages_per_rank
     schedule, layers_of_stages = plan.pipeline.schedule, plan.pipeline.layers
     given = list(layers_of_stages) if isinstance(layers_of_stages, tuple) else []
@@ -287,7 +333,9 @@ def _megatron_pipeline(plan: Plan, problem: PlanProblem, options: list[str], los
                     f"{wanted} stages on every rank of {given or 'unequal'} layers: Megatron-LM refuses these; the nearest "
                     f"it accepts is {count} of {per_rank // count} layers"
                 )
-            return
+            return Pipeline(
+                schedule="interleaved", stages_per_rank=count, layers=(per_rank // count,) * (ranks * count)
+            )
         lost.append(
             "schedule 'interleaved': Megatron-LM refuses "
             + (
@@ -301,20 +349,19 @@ def _megatron_pipeline(plan: Plan, problem: PlanProblem, options: list[str], los
     elif schedule != "1f1b":
         lost.append(f"schedule '{schedule}', and its layers of every stage: 1F1B runs instead, with its own")
         given = []
-    if equal:
-        return
-    if (
-        len(given) == ranks and len(set(given[1:-1])) <= 1 and given[0] and given[-1]
-    ):  # only the first and the last may differ
-        first, last = given[0], given[-1]
-    else:
-        most = -(-layers // ranks)
-        each = most if layers > most * (ranks - 1) else per_rank
-        first, last = each, layers - each * (ranks - 1)
-        if given:
-            lost.append(
-                f"layers of every stage {given}: only the first and the last can differ there; the nearest is taken"
-            )
-    if (first, last) == (per_rank, per_rank):
-        return
-    options += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]
+    first = last = each = per_rank
+    if not equal:
+        if len(given) == ranks and len(set(given[1:-1])) <= 1 and given[0] and given[-1]:
+            first, last = given[0], given[-1]  # only the first and the last may differ
+            each = given[1] if ranks > 2 else each
+        else:
+            most = -(-layers // ranks)
+            each = most if layers > most * (ranks - 1) else per_rank
+            first, last = each, layers - each * (ranks - 1)
+            if given:
+                lost.append(
+                    f"layers of every stage {given}: only the first and the last can differ there; the nearest is taken"
+                )
+        if (first, last) != (per_rank, per_rank):
+            options += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]
+    return Pipeline(schedule="1f1b", layers=(first, *[each] * (ranks - 2), last))
