@@ -45,7 +45,7 @@ from fourfold.data.samples import open_samples
 from fourfold.errors import FourfoldError, RankFailure
 from fourfold.plan import AXES, Plan
 from fourfold.testing.ranks import run_ranks
-from fourfold.train import metrics
+from fourfold.train import metrics, streamed
 from fourfold.train.worker import fit
 
 TOLERANCE = 1e-9
@@ -54,6 +54,10 @@ MODEL = {"family": "gpt", "hidden": 32, "heads": 4, "seq_len": 12, "init_std": 0
 LLAMA = {"family": "llama", "kv_heads": 2, "tie": True}
 AT_MOST = {"pipe": 4, "col": 4}
 """Of these axes: the model has four heads, and two layers for every rank of a pipeline."""
+
+SMALL_BUCKET, SMALL_ACTIVATION = 4096, 256
+"""Parameters that are updated at once, and bytes that are worth a copy to the host. By the usual ones this model would be one
+bucket, and none of its activations would leave the device."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,7 @@ class Job:
 def _rank(rank: int, ranks: int, jobs: Sequence[Job], folder: Path) -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (a rank's, until it ends)
     metrics.measured_flops = lambda *_: 1e11  # MFU is not what is measured here
+    streamed.BUCKET, streamed.LEAST = SMALL_BUCKET, SMALL_ACTIVATION
     for job in jobs:
         plan = Plan.from_dict(job.draw.plan)
         fit(config_of(job.draw.config, folder, job.name), plan)

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import compose
+from fourfold.offload.activations import ActivationOffload
+from fourfold.offload.streamer import Streamer
+from fourfold.testing.ranks import run_ranks
 
 
 @pytest.mark.timeout(300)
@@ -41,6 +44,29 @@ def test_draws_have_the_features_that_they_name() -> None:
         groups = [compose.FEATURES[name].group for name in one.features]
         assert len(groups) == len(set(groups))
     assert seen == set(compose.FEATURES)
+
+
+def _on_host(rank: int, ranks: int, job: compose.Job, folder: Path) -> tuple[int, int]:
+    made: list[Any] = []
+    for kind in (Streamer, ActivationOffload):
+
+        def init(self: Any, *args: Any, of: Any = kind.__init__, **options: Any) -> None:
+            made.append(self)
+            of(self, *args, **options)
+
+        kind.__init__ = init  # type: ignore[method-assign]
+    compose._rank(rank, ranks, [job], folder)
+    found = {type(each): each for each in made}
+    return len(found[Streamer].buckets), found[ActivationOffload].moved
+
+
+def test_memory_of_the_host_is_used(tmp_path: Path) -> None:
+    """So small a model would else be one bucket of optimizer state, and keep its activations."""
+    features = [compose.FEATURES[name] for name in ("optimizer on host", "activations on host")]
+    job = compose.Job(compose.smallest(features), "host")
+    for buckets, moved in run_ranks(_on_host, 2, job, tmp_path):
+        assert buckets > 4
+        assert moved > 1 << 20
 
 
 def test_pairs_that_are_refused_say_why(tmp_path: Path) -> None:

@@ -96,6 +96,26 @@ def test_pipelines_obey_the_contract(tmp_path: Path, references: SerialRuns, nam
             assert abs(a - b) <= 1e-9 * abs(a), key
 
 
+def test_any_placement_obeys_the_contract(tmp_path: Path) -> None:
+    """The first stage, which owns the tied weight, is on a later rank than the last."""
+    place = (2, 0, 1, 2, 1)
+    rows: list[list[Op]] = [[], [], []]
+    for m in range(3):
+        for stage in range(5):
+            rows[place[stage]].append(Op(stage, "F", m))
+        for stage in reversed(range(5)):
+            rows[place[stage]].append(Op(stage, "B", m))
+    Schedule.of(rows).save(tmp_path / "own.csv")
+    plan = {"mesh": {"pipe": 3}, "batch": {"micro_batches": 3}, "pipeline": {"schedule": str(tmp_path / "own.csv")}}
+    model = MODEL["gpt"] | {"layers": 5}
+    found = []
+    for ranks, given in ((1, {}), (3, plan)):
+        config = make_config(tmp_path / f"{ranks}", model, train={"steps": 3, "eval_every": 3})
+        found.append(run_training(config, given | {"precision": {"compute": "fp64"}}, ranks))
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert series(found[0], key) == pytest.approx(series(found[1], key), rel=1e-9), key
+
+
 def test_same_bits_twice_with_dropout_and_any_split_of_layers(tmp_path: Path) -> None:
     """Random numbers belong to units, not to stages: where the model is cut changes nothing."""
     runs = []

@@ -129,6 +129,25 @@ def test_whole_ops_have_the_bits_of_parts() -> None:
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+def test_gradients_that_some_micro_batches_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter without a gradient counts as zero, first in one micro-batch, then in all; fresh memory holds anything."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+    _, units = make()
+    unit = units["blocks.0.mlp"]
+    grads = [torch.randn(p.shape, dtype=torch.float64) for p in unit.params.values()]
+    unit.accumulate([None, *grads[1:]])
+    unit.accumulate(grads)
+    unit.reduce()
+    for i, (grad, found) in enumerate(zip(grads, reduced(unit).values(), strict=True)):
+        assert torch.equal(found, (2 if i else 1) * grad)
+    unit.zero_grad()
+    unit.accumulate([None, *grads[1:]])
+    unit.reduce()
+    assert [bool(found.any()) for found in reduced(unit).values()] == [False] + [True] * (len(grads) - 1)
+    assert not any(found.isnan().any() for found in reduced(unit).values())
+
+
 def test_tied_weight_is_summed_once_in_a_fixed_order() -> None:
     _, units = make()
     a, b = torch.randn(2, 50, 32, dtype=torch.float64)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fourfold.config import Config
 from fourfold.errors import PlanError, RankFailure
+from fourfold.offload.queues import DeviceQueues
 from fourfold.plan import Plan
 from fourfold.program import Stream
 from fourfold.program.stages import lay_out_pipeline
 from fourfold.testing.budget import Budget
+from fourfold.testing.ranks import run_ranks
 from fourfold.train import streamed
 from fourfold.train.one_rank import OneRank
 from fourfold.train.rundir import RunDir, read_metrics
 from fourfold.train.streamed import StreamedUnits
+from fourfold.train.worker import fit
 from tests.helpers import MODELS, make_config, run_training, series
+from tests.offload.threads import OPEN, thread_queues
 
 LLAMA = MODELS["llama"] | {"layers": 3, "tie": True}
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -77,6 +85,62 @@ def test_host_state_has_the_bits_of_the_device(tmp_path: Path, name: str, comput
         outcomes = [m.get("rolled_back") for m in read_metrics(RunDir(tmp_path / how)) if "loss" in m]
         # the first step waits: memory is measured in it
         assert outcomes == ([None, True, False, False] if how == "rolls back" else [None] * 4)
+
+
+def _train_late(rank: int, ranks: int, config: Config, plan: dict[str, Any], careless: bool) -> None:
+    from fourfold.offload import activations, streamer
+
+    made = []
+
+    def queues(device: torch.device) -> DeviceQueues:
+        made.append(thread_queues(rank + 10 * len(made), 2e-3))
+        return made[-1]
+
+    streamer.make_queues = activations.make_queues = queues  # type: ignore[attr-defined]
+    if careless:  # what uses the weights does not wait for their update
+        StreamedUnits.wait = lambda self, unit: None  # type: ignore[method-assign]
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = nowhere
+        fit(config, Plan.from_dict(plan))
+    assert len(made) == 2
+    for queue in list(OPEN):
+        queue.close()
+
+
+def train_late(folder: Path, name: str, how: str, *, careless: bool = False) -> tuple[list[float], ...]:
+    """Train with queues that are threads with random delays, evaluated and saved after each step."""
+    ranks, plan = PLANS[name]
+    memory, sections = MODES[how]
+    plan = plan | {"precision": {"compute": "bf16"}}
+    plan |= {"memory": {"optimizer": "host", **memory, "activations": "host"}, "tensor": {"overlap": True}}
+    found = []
+    for late in (False, True):
+        train = {"steps": 4, "eval_every": 1} | sections.get("train", {})
+        fields: dict[str, Any] = sections | {"train": train, "checkpoint": {"every": 2}}
+        config = make_config(folder / f"{late}", LLAMA, **fields)
+        if late:
+            run_ranks(_train_late, ranks, config, plan, careless)
+        else:
+            run_training(config, plan, ranks)
+        metrics = list(read_metrics(RunDir(folder / f"{late}")))
+        weights = load_file(folder / f"{late}" / "final" / "model.safetensors")
+        keys = ("loss", "grad_norm", "eval_loss")
+        found.append(([series(metrics, key) for key in keys], {n: t.tolist() for n, t in weights.items()}))
+    return tuple(found)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, "rolls back") for name in PLANS), ("sharded", "early"), ("wave", "waits")]
+)
+def test_time_changes_nothing_in_a_run(tmp_path: Path, name: str, how: str) -> None:
+    """A gather, a layer, a message of a tied weight, an evaluation and a save wait for the update of what they use."""
+    at_once, late = train_late(tmp_path, name, how)
+    assert at_once == late
+
+
+def test_a_run_that_does_not_wait_is_detected(tmp_path: Path) -> None:
+    at_once, late = train_late(tmp_path, "sharded", "early", careless=True)
+    assert at_once != late
 
 
 CONSUMED: dict[str, tuple[int, dict[str, Any]]] = {

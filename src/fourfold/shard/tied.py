@@ -26,8 +26,9 @@ __all__ = ["TiedCopy", "TiedOwner"]
 class _Verbs:
     """The operations of a unit that a program calls; the reduction also exchanges the tied weight."""
 
-    def __init__(self, unit: Unit, group: dist.ProcessGroup, peer: int, name: str):
-        self.unit, self.group, self.peer, self.name = unit, group, peer, name
+    def __init__(self, unit: Unit, group: dist.ProcessGroup, name: str):
+        self.unit, self.group, self.name = unit, group, name
+        self.peer = 1 - dist.get_rank(group)  # torch numbers its two members by rank, and either may be the owner
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._staged = "nccl" not in str(dist.get_backend_config(group))  # gloo sends only from host memory
 
@@ -82,8 +83,8 @@ class TiedOwner(_Verbs):
 class TiedCopy(_Verbs):
     """The head's unit that is reduced last; its projection is the parameter of `copy`, whose gradient goes to the owner."""
 
-    def __init__(self, unit: Unit, copy: Unit, group: dist.ProcessGroup, peer: int, name: str):
-        super().__init__(unit, group, peer, name)
+    def __init__(self, unit: Unit, copy: Unit, group: dist.ProcessGroup, name: str):
+        super().__init__(unit, group, name)
         self.copy = copy
 
     def reduce(self) -> None:

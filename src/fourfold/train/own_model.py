@@ -320,9 +320,9 @@ def make_own_units(
         held.units[name] = unit = make(name, name, borrow)
         held.slices[name] = Slice(own.layers[name], unit.pieces)
         if tie is not None and pair is not None and name == tie.first:
-            held.ties[name] = TiedOwner(unit, pair, 1, tie.name)
+            held.ties[name] = TiedOwner(unit, pair, tie.name)
         elif tie is not None and pair is not None and lender is not None:
-            held.ties[name] = TiedCopy(unit, lender, pair, 0, tie.name)
+            held.ties[name] = TiedCopy(unit, lender, pair, tie.name)
     if plan.memory.optimizer == "device":
         shared = () if tie is None else (tie.first, tie.second)
         alone = [c for of, c in layout.choices.items() if c.shards == 1 and c.reduce == "step" and of not in shared]

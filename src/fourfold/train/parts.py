@@ -282,9 +282,9 @@ def make_units(
             held.units[name] = make(name, of, part, borrow)
             held.slices[name] = part
         if pair is not None and of == "embed":
-            held.ties[first] = TiedOwner(held.units[first], pair, 1, "tokens.weight")
+            held.ties[first] = TiedOwner(held.units[first], pair, "tokens.weight")
         elif pair is not None and lender is not None:
-            held.ties[last] = TiedCopy(held.units[last], lender, pair, 0, "tokens.weight")
+            held.ties[last] = TiedCopy(held.units[last], lender, pair, "tokens.weight")
     if plan.memory.optimizer == "device":  # a streamed bucket waits only for its own unit
         alone = {c.names[0] for of, c in layout.choices.items() if _sums_may_wait(c) and not (tied and of in TIED)}
         for stage, names in enumerate(layout.units):
