@@ -256,9 +256,7 @@ def meet(store: dist.Store, order: list[int]) -> list[int]:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    with pytest.raises(
-        RankFailure, match=r"rank 0 waited 0 s for the other ranks of the job: ranks \[1, 2\] never joined"
-    ):
+    with pytest.raises(RankFailure, match=r"rank 0 waited 0 s for the other ranks of the job: ranks 1, 2 never joined"):
         agree(dist.HashStore(), 0, 3, timeout=0.3)
 
 

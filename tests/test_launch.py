@@ -23,8 +23,9 @@ import torch.distributed as dist
 from fourfold.cli import main
 from fourfold.errors import CheckpointError, ConfigError, FileError, RankFailure, RunDirError
 from fourfold.launch import local
+from fourfold.launch import place as place_module
 from fourfold.launch.local import launch_local
-from fourfold.launch.place import Place, join_group
+from fourfold.launch.place import Place, join_group, leave
 from fourfold.plan import Plan
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
@@ -219,6 +220,34 @@ def test_existing_runs_are_never_overwritten(tmp_path: Path) -> None:
         RunDir.create(tmp_path / "other", config, plan)
     with pytest.raises(RunDirError, match="not a run directory: no such directory"):
         RunDir.find(tmp_path / "nowhere")
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["train", write_config(tmp_path, steps=2), "--nproc", "1"]
+    dry = [*command, "--dry-run"]
+
+    def refused(command: list[str], why: str) -> None:
+        assert main(command) != 0
+        assert why in capfd.readouterr().err
+
+    assert main(dry) == 0
+    run = RunDir(tmp_path / "run")
+    assert not run.path.exists()
+    run.path.mkdir()
+    run.lock()
+    refused(dry, "run is in use by process")
+    run.unlock()
+    assert main(dry) == 0
+    (run.path / "note.txt").touch()
+    refused(dry, "is not empty (note.txt …)")
+    (run.path / "note.txt").unlink()
+    assert main(command) == 0
+    refused(dry, "already holds a run (at step 2)")
+    resume = ["train", "--resume", str(run.path), "--dry-run"]
+    assert main(resume) == 0
+    run.lock()
+    refused(resume, "run is in use by process")
+    run.unlock()
 
 
 def test_directories_that_cannot_be_written_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,3 +446,35 @@ def test_a_log_that_cannot_be_written_is_one_sentence(tmp_path: Path, capfd: pyt
     with pytest.raises(FileError, match=r"rank1\.log: cannot be written: Is a directory"):
         launch_local(in_group(lambda place: None), 2, tmp_path)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_ctrl_c_while_the_command_is_imported_prints_no_traceback() -> None:
+    program = """
+import os, runpy, signal, sys
+
+class Presses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "fourfold.commands.train":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Presses())
+runpy.run_module("fourfold", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_rank_that_cannot_leave_its_group_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Over NCCL it may wait for a peer that is gone, when no watchdog runs any more."""
+
+    def hang() -> None:
+        time.sleep(60)
+
+    def job(place: Place, store: dist.Store, console: object) -> None:
+        join_group(place, store, torch.device("cpu"), 20.0)
+        monkeypatch.setattr(place_module, "LEAVING", 0.2)
+        monkeypatch.setattr(dist, "destroy_process_group", hang)
+        leave()
+
+    with pytest.raises(RankFailure, match="could not leave its process group within 0.2 s"):
+        launch_local(job, 2, tmp_path)

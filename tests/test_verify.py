@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,49 @@ def test_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     again = failed["zero3, reduced per step"]["again"].split()
     assert Plan.load(again[again.index("--plan") + 1]).unit[0].mode == "zero3"
     assert {row["what"] for row in report["measured"]} == {"matmul, fp32", "all-reduce, 8 MiB", "broadcast, 8 MiB"}
+
+
+def test_a_report_under_srun_survives_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 reports although rank 1 was killed: what passed, what failed with its command, and what was not run."""
+    some = {"data alone", "col alone", "1f1b, ordered"}
+    chosen = [case for case in cases(2) if case.name in some]
+    monkeypatch.setattr(verify, "cases", lambda ranks, quick: chosen)
+    compare = verify._compared
+
+    def broken(place, store, config, case, reference):  # type: ignore[no-untyped-def]
+        if case.name == "col alone":
+            os.environ["FOURFOLD_FAULTS"] = "kill rank=1 step=2"
+        return compare(place, store, config, case, reference)
+
+    monkeypatch.setattr(verify, "_compared", broken)
+    monkeypatch.chdir(tmp_path)
+    job = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
+    for name, value in (job | {"SLURM_STEP_NODELIST": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, value)
+
+    def task(rank: int, *flags: str) -> None:
+        os.environ |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        os._exit(main(["verify", *flags]))
+
+    def codes(*flags: str) -> list[int | None]:
+        tasks = [multiprocessing.get_context("fork").Process(target=task, args=(r, *flags)) for r in range(2)]
+        for process in tasks:
+            process.start()
+        for process in tasks:
+            process.join(100)
+        return [process.exitcode for process in tasks]
+
+    assert codes("-o", "nowhere/report.json") == [2, 2]  # before anything is trained
+    assert "there is no folder nowhere" in capfd.readouterr().err
+    assert codes("-o", "report.json") == [1, -signal.SIGKILL]
+    report = {case["name"]: case for case in json.loads((tmp_path / "report.json").read_text())["cases"]}
+    results = {name: case["result"] for name, case in report.items()}
+    assert {name: results[name] for name in some} == {
+        "data alone": "passed",
+        "col alone": "failed",
+        "1f1b, ordered": "not run",
+    }
+    assert [name for name, case in report.items() if "again" in case] == ["col alone"]
+    assert "1 passed, 1 failed, 1 not run" in " ".join(capfd.readouterr().out.split())

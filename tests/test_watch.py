@@ -31,10 +31,35 @@ from tests.helpers import make_config
 # ---- the verdict ----
 
 
+def test_beats_of_hosts_whose_clocks_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The age of a beat was the difference of two hosts' clocks: a slow rank looked as if it was stopped."""
+    board = FileBoard(tmp_path)
+    watch = Watch(board, 0, 3, Limits.of(8.0), end=lambda text: None)
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def read(*theirs: tuple[int, int, float]) -> dict[int, float]:
+        """Ages after a read of (rank, number of the beat, that rank's clock)."""
+        watch._hear({r: beat(count=count, clock=clock, time=0.0) for r, count, clock in theirs})
+        return {r: round(now[0] - b["time"], 3) for r, b in watch._others.items()}
+
+    # at the first step: rank 1's clock is 900 s behind, rank 2's 5,000 s ahead, and its beat is 0.5 s old
+    assert read((1, 5, 100.0), (2, 5, 5999.5)) == {1: 0.0, 2: 0.0}
+    now[0] = 2000.0  # much later, rank 1 has been stopped for 4 s
+    assert read((1, 900, 1096.0), (2, 900, 7000.0)) == {1: 4.0, 2: 0.0}
+    now[0] = 2001.0
+    assert read((1, 900, 1096.0), (2, 901, 7000.8)) == {1: 5.0, 2: 0.2}
+    now[0] = 9000.0  # rank 2's host slept for 500 s: its beats look as old, until the next one is seen
+    assert read((1, 901, 8100.0), (2, 3000, 13500.0))[2] == 500.0
+    now[0] = 9001.0
+    assert read((1, 902, 8101.0), (2, 3001, 13501.0)) == {1: 0.0, 2: 1.0}
+
+
 def beat(**fields: Any) -> Beat:
     usual = {
         "count": 1,
         "time": 100.0,
+        "clock": 100.0,
         "idle": 9.0,
         "limit": 5.0,
         "setting": "train.timeout",
@@ -403,3 +428,22 @@ def test_a_rank_that_does_not_exit_after_its_work_is_ended(
 
     assert local.launch_local(job, 2, tmp_path)
     assert "rank 1 is stopped (SIGSTOP) after its work was done, and is ended" in capfd.readouterr().err
+
+
+def test_ranks_that_train_again_after_their_work_are_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`fourfold verify` trains many times in the same ranks: they were killed 60 s after the first time."""
+    monkeypatch.setattr(local, "EXITING", 0.5)
+
+    def job(place: Place, store: dist.Store, console: object) -> None:
+        for _ in range(3):
+            RECORD.enter(EXIT, float("inf"))
+            time.sleep(0.3)
+            RECORD.enter("step 1", float("inf"))
+            time.sleep(0.9)
+        (tmp_path / f"done-{place.rank}").touch()
+
+    assert local.launch_local(job, 2, tmp_path)
+    assert capfd.readouterr().err == ""
+    assert len(list(tmp_path.glob("done-*"))) == 2

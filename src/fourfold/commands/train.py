@@ -104,6 +104,8 @@ def _train(args: TrainArgs) -> int:
     config, plan, layout, data = _prepare(args)
     console = Console(highlight=False)
     if args.dry_run:
+        if not _launched():  # a job that was restarted continues its directory
+            _check_run_dir(args, config)
         _describe(console, args, config, plan, data)
         console.print("[green]all checks passed[/]; nothing was started or written")
         return 0
@@ -132,6 +134,18 @@ def _train(args: TrainArgs) -> int:
         return 130
     _say_end(console, run.path, config)
     return 0
+
+
+def _check_run_dir(args: TrainArgs, config: Config) -> None:
+    """Raise RunDirError if the run could not have its directory; writes nothing."""
+    from fourfold.train.rundir import RunDir
+
+    run = RunDir(config.train.run_dir)
+    run.check_unused()
+    if args.resume:
+        RunDir.find(args.resume).check_links()
+    else:
+        run.check_free()
 
 
 def _launched() -> bool:

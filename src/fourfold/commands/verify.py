@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -21,7 +22,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import fourfold
-from fourfold.errors import ConfigError, Interrupted, RankFailure
+from fourfold import files
+from fourfold.errors import ConfigError, FourfoldError, Interrupted, RankFailure
 from fourfold.schema import check_writable
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ __all__ = ["VerifyArgs", "verify"]
 FAULTS = "FOURFOLD_FAULTS"
 FAILED = "fourfold-verify-failed"
 """Folder for the plans of failed cases."""
+JOINING = 120.0
+"""Seconds to wait for the other ranks of the job."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class _Report:
 
     @property
     def failed(self) -> int:
-        return sum(c["result"] == "failed" for c in self.cases)
+        """Cases that failed, or that were not run since the job ended before."""
+        return sum(c["result"] in ("failed", "not run") for c in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.about, "seconds": self.seconds, "cases": self.cases, "measured": self.measured}
@@ -111,7 +116,7 @@ def _on_this_machine(args: VerifyArgs, ranks: int) -> _Report:
     gc.freeze()  # the ranks share what was imported, and need not look through it
     console = Console(highlight=False)
     todo = cases(ranks, args.quick)
-    console.print(f"{len(todo)} cases with {ranks} {'ranks' if ranks > 1 else 'rank'} …", style="dim")
+    console.print(f"{len(todo)} cases with {_ranks(ranks)} …", style="dim")
     report = _Report(_about(ranks))
     with tempfile.TemporaryDirectory(prefix="fourfold-verify-", dir=args.folder or None) as path:
         folder, results = Path(path), Path(path) / "results.jsonl"
@@ -170,16 +175,14 @@ def _job(
     console: IO[str] | None = None,
 ) -> None:
     """One rank: run the cases, each in separate process groups, then measure."""
-    from fourfold.launch.place import agree, choose_device, join_group, leave, open_store
+    from fourfold.launch.place import choose_device, join_group, leave
     from fourfold.train.verify import measure_rates, run_cases
 
     device = choose_device(args.device, place)
-    if store is None and place.ranks > 1:
-        store = agree(open_store(os.environ, place, 120.0), place.rank, place.ranks, 120.0)
     reference = json.loads((folder / "reference.json").read_text())
     run_cases(place, store, todo, reference, folder, args.device, args.backend, results)
     if place.ranks > 1:
-        join_group(place, store, device, 120.0, args.backend)
+        join_group(place, store, device, JOINING, args.backend)
     rates = measure_rates(place, device)
     if place.rank == 0:
         (folder / "measured.json").write_text(json.dumps(_with_preset(rates, place)))
@@ -240,33 +243,75 @@ def _training(config: Config, plan: Plan, layout: PipelineLayout, run: RunDir) -
 
 def _as_a_rank(args: VerifyArgs) -> _Report | None:
     """Started by torchrun or srun: every rank runs all cases; rank 0 reports."""
-    from fourfold.launch.place import current_place
+    from fourfold.launch.place import agree, current_place, open_store
     from fourfold.train.verify import cases
 
-    place = current_place()
+    place, store = current_place(), None
     if place.ranks > place.local_ranks and not args.folder:
         raise ConfigError("ranks on several machines: give --folder, a directory that all of them see")
-    folder = Path(args.folder or tempfile.gettempdir()) / f"fourfold-verify-{_job_name()}"
-    results, todo = folder / "results.jsonl", cases(place.ranks, args.quick)
+    if place.ranks > 1:
+        store = agree(open_store(os.environ, place, JOINING), place.rank, place.ranks, JOINING)
+    todo = cases(place.ranks, args.quick)
+    folder = _common_folder(args, place, store)
+    results, problem = folder / "results.jsonl", ""
     if place.rank == 0:
-        folder.mkdir(parents=True, exist_ok=False)
+        said = f"{len(todo)} cases with {_ranks(place.ranks)}; results so far: {results}"
+        Console(highlight=False, soft_wrap=True).print(said, style="dim", markup=False)
         _reference(args, folder, place.ranks)
-    _job(args, [case for case in todo if not case.impossible], folder, results, place, None)
+        if store is not None:
+            store.set("reference", "written")
+    elif store is not None:
+        store.wait(["reference"])
+    try:
+        _job(args, [case for case in todo if not case.impossible], folder, results, place, store)
+    except Exception as e:
+        if place.rank:
+            raise
+        problem = str(e) if isinstance(e, FourfoldError) else f"{type(e).__name__}: {e}"
+        with results.open("a") as f:
+            line = {"name": _begun(results), "result": "failed", "detail": problem, "seconds": 0.0}
+            f.write(json.dumps(line) + "\n")
     if place.rank:
         return None
     report = _Report(_about(place.ranks))
     report.cases = _collected(todo, _results(results), folder, args, place.ranks)
     why = "a killed rank would end the job: run `fourfold verify --nproc N` on one machine"
     report.cases.append({"name": "a killed rank is named, and the run resumes", "result": "impossible", "detail": why})
-    report.measured = json.loads((folder / "measured.json").read_text())
+    with contextlib.suppress(FileNotFoundError):  # the job ended before
+        report.measured = json.loads((folder / "measured.json").read_text())
     shutil.rmtree(folder, ignore_errors=True)
     return report
 
 
-def _job_name() -> str:
-    """The same on all ranks of a job."""
-    env = os.environ
-    return env.get("SLURM_JOB_ID") or f"{env.get('TORCHELASTIC_RUN_ID', '')}-{env.get('MASTER_PORT', '')}"
+def _common_folder(args: VerifyArgs, place: Place, store: dist.Store | None) -> Path:
+    """A new folder, made by rank 0; all ranks raise if it cannot be made, or if the report cannot be written."""
+    answer = {"folder": "", "problem": ""}
+    if place.rank == 0:
+        try:
+            if args.out:
+                check_writable(args.out, "a report", ConfigError)
+            answer["folder"] = tempfile.mkdtemp(prefix="fourfold-verify-", dir=args.folder or None)
+        except (OSError, ConfigError) as e:
+            where = f"--folder {args.folder or tempfile.gettempdir()}: "
+            answer["problem"] = f"{where}{files.why(e)}" if isinstance(e, OSError) else str(e)
+        if store is not None:
+            store.set("folder", json.dumps(answer))
+    elif store is not None:
+        answer = json.loads(store.get("folder"))
+    if store is not None:
+        store.add("told", 1)
+        patience = time.monotonic() + 10.0
+        while place.rank == 0 and store.add("told", 0) < place.ranks and time.monotonic() < patience:
+            time.sleep(0.02)  # the store may end with this rank
+    if answer["problem"]:
+        raise ConfigError(answer["problem"])
+    folder = Path(answer["folder"])
+    if not folder.is_dir():
+        raise ConfigError(
+            f"rank {place.rank} does not see {folder}, which rank 0 has made; --folder must be a directory that all "
+            "machines share"
+        )
+    return folder
 
 
 # ---- results ----
@@ -290,25 +335,32 @@ def _collected(
     todo: list[Case], results: dict[str, dict[str, Any]], folder: Path, args: VerifyArgs, ranks: int
 ) -> list[dict[str, Any]]:
     """One entry per case; a failed one with the command that runs it again."""
-    from fourfold.train.verify import tiny_config
-
     found = []
     for number, case in enumerate(todo):
-        entry = results.get(case.name, {"name": case.name, "result": "failed", "detail": "it was not run"})
+        entry = results.get(case.name, {"name": case.name, "result": "not run", "detail": "the job had ended"})
         if case.impossible:
             entry = {"name": case.name, "result": "impossible", "detail": case.impossible}
         if entry["result"] == "failed":
-            path = Path(FAILED)
-            path.mkdir(exist_ok=True)
-            config = tiny_config(folder, "again", ranks, args.device, args.backend).to_dict()
-            config["data"]["source"] = "stdlib"
-            config["train"]["run_dir"] = str(path / f"run-{number}")
-            (path / f"case-{number}.json").write_text(json.dumps(config, indent=1))
-            (path / f"case-{number}.plan.json").write_text(json.dumps(case.plan, indent=1))
-            again = f"fourfold train {path}/case-{number}.json --plan {path}/case-{number}.plan.json --nproc {ranks}"
-            entry = entry | {"again": again}
+            try:
+                entry = entry | {"again": _kept(number, case, folder, args, ranks)}
+            except OSError as e:  # the report must not be lost with them
+                entry = entry | {"detail": f"{entry['detail']}\nits plan cannot be written to {FAILED}: {files.why(e)}"}
         found.append(entry | {"plan": case.plan})
     return found
+
+
+def _kept(number: int, case: Case, folder: Path, args: VerifyArgs, ranks: int) -> str:
+    """Write config and plan of a failed case; returns the command that runs them."""
+    from fourfold.train.verify import tiny_config
+
+    path = Path(FAILED)
+    path.mkdir(exist_ok=True)
+    config = tiny_config(folder, "again", ranks, args.device, args.backend).to_dict()
+    config["data"]["source"] = "stdlib"
+    config["train"]["run_dir"] = str(path / f"run-{number}")
+    (path / f"case-{number}.json").write_text(json.dumps(config, indent=1))
+    (path / f"case-{number}.plan.json").write_text(json.dumps(case.plan, indent=1))
+    return f"fourfold train {path}/case-{number}.json --plan {path}/case-{number}.plan.json --nproc {ranks}"
 
 
 def _with_preset(rates: dict[str, float], place: Place) -> list[dict[str, Any]]:
@@ -356,6 +408,10 @@ def _gpus(device: str) -> int:
     return torch.cuda.device_count()
 
 
+def _ranks(count: int) -> str:
+    return f"{count} {'ranks' if count > 1 else 'rank'}"
+
+
 def _rate(value: float, unit: str) -> str:
     prefix, size = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
     return f"{value / size:.3g} {prefix}{unit}"
@@ -368,15 +424,16 @@ def _show(report: _Report) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("case", "result", ""):
         table.add_column(title, overflow="fold")
-    colours = {"passed": "green", "failed": "bold red", "impossible": "dim"}
+    colours = {"passed": "green", "failed": "bold red", "impossible": "dim", "not run": "red"}
     words = {"impossible": "not possible here"}
     for case in report.cases:
         result = case["result"]
         detail = short_duration(case["seconds"]) if result == "passed" else case["detail"]
-        if "again" in case:
-            detail += f"\nrun it again: {case['again']}"
         table.add_row(escape(case["name"]), f"[{colours[result]}]{words.get(result, result)}[/]", escape(detail))
     console.print(table)
+    for case in report.cases:
+        if "again" in case:
+            console.print(f"\nto run '{escape(case['name'])}' again:\n  {escape(case['again'])}", soft_wrap=True)
     if report.measured:
         rates = Table(box=None, pad_edge=False)
         for title in ("measured", "found", "assumed", "found / assumed"):
@@ -390,9 +447,10 @@ def _show(report: _Report) -> None:
         console.print(rates)
     about = report.about
     count = {r: sum(c["result"] == r for c in report.cases) for r in colours}
+    unrun = f"{count['not run']} not run, " if count["not run"] else ""
     console.print(
-        f"\n{count['passed']} passed, {count['failed']} failed, {count['impossible']} not possible here, "
-        f"{report.seconds:.0f} s; {about['ranks']} ranks, {about['device']}, torch {about['torch']}, "
+        f"\n{count['passed']} passed, {count['failed']} failed, {unrun}{count['impossible']} not possible here, "
+        f"{report.seconds:.0f} s; {_ranks(about['ranks'])}, {about['device']}, torch {about['torch']}, "
         f"fourfold {about['fourfold']}",
         soft_wrap=True,
     )

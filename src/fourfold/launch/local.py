@@ -249,7 +249,7 @@ def _watch(
     waiting = dict(enumerate(processes))
     deadline = show = float("inf")
     looks = 0  # how many in a row have found all ranks silent
-    done = float("inf")  # when all remaining ranks were seen to be done
+    done = float("inf")  # since when all remaining ranks are done
     late: set[int] = set()
     while waiting:
         wait([p.sentinel for p in waiting.values()], timeout=min(TICK, max(0.0, deadline - time.monotonic())))
@@ -270,17 +270,14 @@ def _watch(
             looks = looks + 1 if silent else 0
             if looks >= LOOKS:
                 end.silent, deadline = silent, time.monotonic()
-        if waiting and all(read_mirror(mirrors[rank])[0] == EXIT for rank in waiting):
-            done = min(done, time.monotonic())
-            if deadline == float("inf") and not late and time.monotonic() - done > EXITING:
-                late = set(waiting)
-                for rank, process in waiting.items():
-                    print(
-                        f"rank {rank} {_state(process)} after its work was done, and is ended",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                _signal(list(waiting.values()), signal.SIGKILL)
+        exiting = bool(waiting) and all(read_mirror(mirrors[rank])[0] == EXIT for rank in waiting)
+        done = min(done, time.monotonic()) if exiting else float("inf")  # a job may train several times
+        if exiting and deadline == float("inf") and not late and time.monotonic() - done > EXITING:
+            late = set(waiting)
+            for rank, process in waiting.items():
+                said = f"rank {rank} {_state(process)} after its work was done, and is ended"
+                print(said, file=sys.stderr, flush=True)
+            _signal(list(waiting.values()), signal.SIGKILL)
         if waiting and time.monotonic() >= deadline:
             end.doing = end.doing or {rank: read_mirror(mirror) for rank, mirror in enumerate(mirrors)}
             end.hung = end.hung or {rank: _state(p) for rank, p in waiting.items()}

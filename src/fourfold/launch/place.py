@@ -22,6 +22,8 @@ import math
 import os
 import re
 import subprocess
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -179,11 +181,26 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float
 
     A poll is at most five operations on the store, whatever the number of ranks; polls are rarer the more ranks there are.
     """
-    mine, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout, max(pause, ranks / 4000)
+    try:
+        return _agreed(store, rank, ranks, timeout, pause)
+    except dist.DistNetworkError as e:
+        raise RankFailure(
+            f"rank {rank} has lost the job's store while it waited for the other ranks: the process that hosts it (under srun "
+            f"rank 0, else torchrun's agent) has ended; its output says why ({str(e).splitlines()[0]})"
+        ) from None
+
+
+TELLING = 10.0
+"""Seconds after which rank 0 says which ranks have not joined yet."""
+
+
+def _agreed(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float) -> dist.Store:
+    mine, begin, pause = uuid.uuid4().hex, time.monotonic(), max(pause, ranks / 4000)
     keys = [f"fourfold/number/{r}" for r in range(ranks)]
     store.set(keys[rank], mine)
     offered: list[str] = []
     session = seen = accepted = ""
+    told = False
     while True:
         if rank == 0:
             numbers = _read_all(store, keys) if store.check(keys) else []
@@ -202,11 +219,21 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float
                     accepted = name
             if accepted and store.check([f"fourfold/{accepted}/open"]):
                 return dist.PrefixStore(f"fourfold/{accepted}", store)
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begin
+        if rank == 0 and waited > TELLING and not told:
+            told, missing = True, [r for r, k in enumerate(keys) if not store.check([k])]
+            if missing:
+                print(f"waiting for {_some(missing)} to join, at most {timeout:.0f} s", file=sys.stderr, flush=True)
+        if waited > timeout:
             missing = [r for r, k in enumerate(keys) if not store.check([k])]
-            who = f"ranks {missing} never joined" if missing else "not all ranks accepted the same session"
+            who = f"{_some(missing)} never joined" if missing else "not all ranks accepted the same session"
             raise RankFailure(f"rank {rank} waited {timeout:.0f} s for the other ranks of the job: {who}")
         time.sleep(pause)
+
+
+def _some(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _read_all(store: dist.Store, keys: list[str]) -> list[str]:
@@ -406,7 +433,29 @@ def check_joined(choice: str) -> None:
         )
 
 
+LEAVING = 60.0
+"""Seconds that a rank may take to leave its process group: NCCL may wait for a peer that is gone, and no watchdog runs then."""
+
+
 def leave() -> None:
-    """Leave the process group."""
-    if dist.is_initialized():
+    """Leave the process group; ends this process, with exit code 1, if that takes longer than `LEAVING`."""
+    if not dist.is_initialized():
+        return
+
+    def end(rank: int = dist.get_rank()) -> None:
+        print(
+            f"error: rank {rank} could not leave its process group within {LEAVING:g} s (destroy_process_group hangs), and is "
+            "ended; what it had written is complete",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(LEAVING, end)
+    timer.daemon = True
+    timer.start()
+    try:
         dist.destroy_process_group()
+    finally:
+        timer.cancel()
+        timer.join()

@@ -26,6 +26,12 @@ only rank of a job has no other to judge with: it is not ended, but its beats te
 Time in which the watchdog's own thread did not run does not count: the whole job was suspended (SIGSTOP, a paused container), and
 goes on when it is continued.
 
+[Note: clocks]
+The age of a beat is measured by the reader's monotonic clock: the clocks of hosts differ, and may be set while a job runs. A beat
+has the time of its rank's monotonic clock; the least delay with which the reader has seen beats of a rank is the difference of
+the two clocks. A beat that was not there at the previous read is not older than that read, which corrects the difference after a
+host was suspended. Each reader reads once in the first steps, when beats are fresh.
+
 [Note: finding the culprit]
 A rank whose beat is old does not answer: it is stopped or dead, or its host is. Otherwise, the culprit is a rank that waits for
 nothing while others wait for it. Otherwise the ranks wait for each other: a rank that skipped a collective is ahead of the
@@ -207,6 +213,8 @@ class Watch:
         self._count = self._seen = 0
         self._moved = self._answered = time.monotonic()
         self._others: dict[int, Beat] = {}
+        self._offsets: dict[int, float] = {}
+        self._read_at = 0.0
         self._verdict = ""
         self._reading = self._dumped = False
         self._threads = [
@@ -252,6 +260,7 @@ class Watch:
         return {
             "count": self._count,
             "time": time.time(),
+            "clock": time.monotonic(),
             "idle": self.idle,
             "limit": record.limit,
             "setting": record.setting,
@@ -274,14 +283,27 @@ class Watch:
             try:
                 self.board.publish(self.rank, json.dumps(self.beat()))
                 self._verdict = self.board.settled() if self.idle > self.patience / 2 else ""
-                if self._reading and not self._verdict:
-                    self._others = {r: json.loads(line) for r, line in self.board.read(self.ranks).items()}
+                first = not self._offsets and self.rank < READERS and self.record.setting == STEP
+                if (self._reading or first) and not self._verdict:
+                    self._hear({r: json.loads(line) for r, line in self.board.read(self.ranks).items()})
                 self._answered = time.monotonic()
             except Exception:  # the board is unreachable: the other thread counts how long
                 continue
         if isinstance(self.board, FileBoard):  # a launcher reads it
             with contextlib.suppress(OSError):
                 self.board.publish(self.rank, json.dumps(self.beat()))
+
+    def _hear(self, beats: dict[int, Beat]) -> None:
+        """Keep the beats just read, their times converted to this rank's clock: [Note: clocks]."""
+        now = time.monotonic()
+        for rank, beat in beats.items():
+            late, last = now - beat["clock"], self._others.get(rank)
+            offset = min(late, self._offsets.get(rank, late))
+            if last is not None and last["count"] != beat["count"]:
+                offset = max(offset, late - (now - self._read_at))
+            self._offsets[rank] = offset
+            beat["time"] = beat["clock"] + offset
+        self._others, self._read_at = beats, now
 
     def _poll(self) -> None:
         """Thread: see what the device has reached."""
@@ -333,7 +355,7 @@ class Watch:
                 "the process that hosts it (under srun rank 0, else torchrun's agent) is stopped or gone"
             )
         self._reading = self.idle > self.patience / 2 if self.rank < READERS else late > 3 + 2 * self.interval
-        text = verdict(self._others, self.ranks, time.time(), 5 * self.interval) if late > 0 and self._others else ""
+        text = verdict(self._others, self.ranks, now, 5 * self.interval) if late > 0 and self._others else ""
         if text:
             with contextlib.suppress(Exception):
                 text = self.board.settle(text)

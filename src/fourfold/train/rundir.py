@@ -90,18 +90,30 @@ class RunDir:
 
     # ---- claiming ----
 
+    def check_free(self) -> None:
+        """Raise RunDirError if the directory holds something, and so cannot be that of a new run."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise RunDirError(f"{self.path}: not a directory")
+        if left := [p.name for p in self.path.iterdir() if p.name != ".lock"]:
+            self._refuse(left)
+
+    def check_unused(self) -> None:
+        """Raise RunDirError if a process holds the lock; nothing is written."""
+        if self.in_use():
+            raise self._in_use_by((self.path / ".lock").read_text(errors="replace")[:200])
+
+    def _in_use_by(self, holder: str) -> RunDirError:
+        holder = holder.strip() or "another process"
+        return RunDirError(f"{self.path} is in use by {holder}; wait for it, or choose another run directory")
+
     @classmethod
     def create(cls, path: str | Path, config: Config, plan: Plan) -> RunDir:
         """Claim a directory for a new run and write config and plan into it; leaves nothing behind on failure."""
         run = cls(path)
-        if not run.path.exists():
-            made = [p for p in (run.path, *run.path.parents) if not p.exists()]
-        elif not run.path.is_dir():
-            raise RunDirError(f"{run.path}: not a directory")
-        elif left := [p.name for p in run.path.iterdir() if p.name != ".lock"]:
-            run._refuse(left)
-        else:
-            made = []
+        run.check_free()
+        made = [p for p in (run.path, *run.path.parents) if not p.exists()]
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             run.lock()
@@ -206,11 +218,9 @@ class RunDir:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
+            holder = os.read(handle, 200).decode(errors="replace")
             os.close(handle)
-            raise RunDirError(
-                f"{self.path} is in use by {holder}; wait for it, or choose another run directory"
-            ) from None
+            raise self._in_use_by(holder) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock = handle

@@ -55,8 +55,8 @@ def cases(ranks: int, quick: bool = False) -> list[Case]:
     """Every kind of plan for this number of ranks; `quick`: one per feature."""
     found: list[Case] = []
     factor = next((p for p in range(2, ranks) if ranks % p == 0), 0)
-    no_pair = f"{ranks} ranks are not a product of two axes"
     alone = "it needs at least two ranks"
+    no_pair = f"{ranks} ranks are not a product of two axes" if ranks > 1 else alone
 
     def add(name: str, mesh: dict[str, int], why: str = "", **sections: Any) -> None:
         plan = {"mesh": mesh, "precision": PRECISION} | sections
