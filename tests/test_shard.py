@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,33 @@ def serial_gradients(tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, t
     model, _ = make()
     model(tokens, targets).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_release_waits_for_a_gather_that_nothing_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A gather that writes when it is waited for."""
+
+        def __init__(self, out: torch.Tensor, *args: object):
+            self.out = out
+            gathers.append(self)
+            self.done = False
+
+        def wait(self) -> None:
+            self.out.fill_(1.0)  # raises if the memory is gone
+            self.done = True
+
+    gathers: list[Slow] = []
+    monkeypatch.setattr("fourfold.shard.unit.all_gather", Slow)
+    group: Any = object()
+    _, units = make(sharing=Sharing(2, gathers=group, reductions=group))
+    unit = units["blocks.0.mlp"]
+    unit.gather()
+    unit.release()
+    assert [each.done for each in gathers] == [True]
+    assert unit.full.untyped_storage().nbytes() == 0
+    unit.gather()
+    unit.need()
+    assert [each.done for each in gathers] == [True, True]
 
 
 def test_stage_gradients_equal_autograd() -> None:
