@@ -98,7 +98,7 @@ def _train_late(rank: int, ranks: int, config: Config, plan: dict[str, Any], car
         return made[-1]
 
     streamer.make_queues = activations.make_queues = queues  # type: ignore[attr-defined]
-    streamed.LEAST, streamed.BUFFER = 256, 4096  # bytes: activations of so small a model leave the device, and come back
+    streamed.LEAST, streamed.BUFFER = 256, 4096  # bytes: else all activations of so small a model stay
     fetched, fetch = [0], ActivationOffload._fetch
 
     def counted(self: ActivationOffload, parcel: Parcel) -> None:
