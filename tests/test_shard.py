@@ -138,6 +138,24 @@ def test_stage_gradients_equal_autograd() -> None:
                 assert torch.allclose(reduced(unit)[n], expected[f"{name}.{n}"], rtol=0, atol=1e-13), (name, n)
 
 
+def test_random_numbers_belong_to_a_step_a_micro_batch_and_a_unit() -> None:
+    tokens, targets = torch.randint(0, 50, (2, 4, 8))
+    for recompute in ("none", "full"):
+        model, units = make()
+        seen: list[tuple[int, int, int]] = []
+        links = [ChainLink(n, units[n], module, recompute) for n, module in model.units().items()]  # type: ignore[arg-type]
+        stage = Stage(links, reseed=lambda *at, seen=seen: seen.append(at))  # type: ignore[misc]
+        stage.step = 7
+        for m in range(2):
+            stage.forward(m, tokens[2 * m : 2 * m + 2], extra=(targets[2 * m : 2 * m + 2],))
+        assert seen == [(7, m, i) for m in range(2) for i in range(len(links))]
+        for m in (1, 0):
+            seen.clear()
+            stage.backward(m, torch.tensor(1.0, dtype=torch.float64))
+            assert bool(seen) == (recompute == "full")
+            assert {(step, micro_batch) for step, micro_batch, _ in seen} <= {(7, m)}
+
+
 def test_whole_ops_have_the_bits_of_parts() -> None:
     """One graph for a run of links, or one for each: the same additions, in the same order, tied weights too."""
     tokens, targets = torch.randint(0, 50, (2, 6, 8))
