@@ -30,7 +30,7 @@ from fourfold.supervision.guard import Guard
 from fourfold.supervision.watch import Limits
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
-from tests.helpers import make_config
+from tests.helpers import make_config, series
 
 
 def write_config(path: Path, run: str, **sections: dict[str, Any]) -> str:
@@ -151,7 +151,7 @@ def test_a_non_finite_copy_of_a_gradient_skips_the_step_on_all(tmp_path: Path) -
     assert [m["skipped"] for m in lines] == [0, 0, 1, 1]
 
 
-def _poisoned(rank: int, ranks: int, config: Config, bad_steps: tuple[int, ...]) -> None:
+def _poisoned(rank: int, ranks: int, config: Config, bad_steps: tuple[int, ...], resume: bool = False) -> None:
     from fourfold.train.worker import fit
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -165,7 +165,7 @@ def _poisoned(rank: int, ranks: int, config: Config, bad_steps: tuple[int, ...])
         reduce(self)
 
     Unit.reduce = poison  # type: ignore[method-assign]
-    fit(config, Plan.from_dict({"mesh": {"data": ranks}}))
+    fit(config, Plan.from_dict({"mesh": {"data": ranks}}), resume=resume)
 
 
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
@@ -182,6 +182,21 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(tmp_path: Path)
     digests = [state_digest(tmp_path / "run", step) for step in (1, 2, 3, 4)]
     assert digests[1] == digests[2]  # nothing changed, moments included
     assert len(set(digests)) == 3
+
+
+def test_a_resume_after_a_skipped_step_has_the_bits_of_no_stop(tmp_path: Path) -> None:
+    """Skipped steps do not count as updates, which correct the moments' bias; the number of them goes on."""
+    from tests.test_checkpoint import state_digest
+
+    found = []
+    for name, parts in (("whole", (5,)), ("parts", (3, 5))):
+        for steps in parts:
+            config = make_config(tmp_path / name, train={"steps": steps}, optim={"decay": "constant"})
+            run_ranks(_poisoned, 2, config, (2,) if steps == parts[0] else (), steps != parts[0])
+        lines = [m for m in read_metrics(RunDir(tmp_path / name)) if "loss" in m]
+        assert [m["skipped"] for m in lines] == [0, 1, 1, 1, 1]
+        found.append((state_digest(tmp_path / name, 5), series(lines, "loss"), series(lines, "grad_norm")))
+    assert found[0] == found[1]
 
 
 def test_too_many_non_finite_steps_in_a_row_end_the_run(tmp_path: Path) -> None:

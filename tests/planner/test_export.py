@@ -165,6 +165,12 @@ def test_the_prediction_is_of_the_plan_that_runs_there() -> None:
         assert export(rows, problem, system).predicted == export(data, problem, system).predicted
 
 
+@pytest.mark.parametrize("pipe", [16, 17, 32, 33, 34])
+def test_pipelines_of_about_as_many_ranks_as_layers(pipe: int) -> None:
+    for system in ("megatron", "torchtitan"):
+        assert "a step" in exported(system, pipe).predicted
+
+
 def test_rounds_that_interleaved_schedules_need() -> None:
     plan = Plan(
         mesh=Mesh(pipe=4), batch=Batch(micro_batches=9), pipeline=Pipeline(schedule="interleaved", stages_per_rank=2)

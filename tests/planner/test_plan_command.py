@@ -213,6 +213,15 @@ def test_judge_takes_plans_that_suit_the_model(capsys: pytest.CaptureFixture[str
     assert "blocks.77.mlp" in capsys.readouterr().err
 
 
+def test_one_device_without_a_network_that_is_too_small(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "calibrated.toml"  # as calibration of one rank writes it
+    file.write_text("devices = 1\nlevel = []\n[device]\nkind = 'cpu'\nmemory = '2GiB'\nreserve = '256MiB'\n")
+    assert main(["plan", CONFIG, "--cluster", str(file), "--global-batch", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "What would fit: devices with" in said
+    assert "nodes instead of 1" not in said
+
+
 def test_a_plan_by_hand_is_told_what_it_leaves_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[mesh]\ndata = 8\n[pipeline]\nmicro_batches = 2\n")

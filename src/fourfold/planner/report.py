@@ -18,7 +18,7 @@ from fourfold.planner.grid_cost import flow_report
 from fourfold.planner.prediction import StepTime, fits
 from fourfold.planner.problem import Constraints, PlanProblem
 from fourfold.planner.unit_cost import UnitChoice, unit_cost
-from fourfold.schema import format_bytes
+from fourfold.schema import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from fourfold.planner.search import SearchResult
@@ -144,10 +144,11 @@ def explain_no_fit(problem: PlanProblem, constraints: Constraints, smallest: Can
     fixed = " ".join(f"{k}={v}" for k, v in constraints.fixed.items())
     how = f"with {fixed}, the rest" if fixed else "everything"
     devices = "device" if layout.mesh.ranks == 1 else "devices"
+    reserve = format_bytes(parse_bytes(cluster.device.reserve, "device.reserve"))
     where = [f"{what} on the host" for what in ("optimizer", "activations") if getattr(layout, what) != "device"]
     text = (
         f"no plan fits: a device has {format_bytes(cluster.memory)}, of which {format_bytes(cluster.usable)} are for tensors "
-        f"(reserve {cluster.device.reserve}, margin {cluster.device.margin:.0%}); {spec.parameters / 1e9:.3g} B parameters on "
+        f"(reserve {reserve}, margin {cluster.device.margin:.0%}); {spec.parameters / 1e9:.3g} B parameters on "
         f"{layout.mesh.ranks} {devices} need about {format_bytes(need)} on each ({', '.join([str(layout), *where])}; {how} "
         f"sharded and recomputed as far as possible)"
     )
@@ -169,7 +170,7 @@ def _remedies(problem: PlanProblem, constraints: Constraints, need: float, host:
     if constraints.max_ranks and constraints.max_ranks < cluster.ranks:
         if _has_plan(problem, Constraints(constraints.fixed)):
             yield f"all {cluster.ranks} devices instead of --max-ranks {constraints.max_ranks}"
-    elif cluster.name != "local":  # the ranks of `local` share one machine
+    elif cluster.name != "local" and cluster.level:  # the ranks of `local` share one machine
         for times in _NODE_FACTORS:
             more = replace(cluster, nodes=cluster.nodes * times)
             if _has_plan(replace(problem, cluster=more), constraints):

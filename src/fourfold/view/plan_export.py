@@ -364,4 +364,5 @@ def _megatron_pipeline(plan: Plan, problem: PlanProblem, options: list[str], los
                 )
         if (first, last) != (per_rank, per_rank):
             options += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]
-    return Pipeline(schedule="1f1b", layers=(first, *[each] * (ranks - 2), last))
+    there = (first, *[each] * (ranks - 2), last)
+    return Pipeline(schedule="1f1b", layers=there if all(there) else "auto")  # more ranks than layers
