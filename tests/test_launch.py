@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -478,3 +479,53 @@ def test_a_rank_that_cannot_leave_its_group_ends(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(RankFailure, match="could not leave its process group within 0.2 s"):
         launch_local(job, 2, tmp_path)
+
+
+def _start_with(rank: int, ranks: int, folder: str) -> str:
+    from fourfold.train.worker import fit
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    config = make_config(Path(folder) / "run", optim={"lr": 0.02 if rank == 1 else 0.01})
+    try:
+        fit(config, Plan.from_dict({"mesh": {"data": ranks}}))
+    except ConfigError as e:
+        return str(e)
+    return ""
+
+
+def test_ranks_with_different_configs_are_refused(tmp_path: Path) -> None:
+    """As from two copies of a config file: replicas with two learning rates trained until they were compared."""
+    said = run_ranks(_start_with, 3, str(tmp_path))
+    assert (
+        said
+        == ["optim.lr is 0.02 on rank 1 and 0.01 on rank 0; start all ranks with the same config, flags and packages"]
+        * 3
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_jobs_at_one_port_do_not_mix() -> None:
+    """Rank 1 of a job whose store found the port in use reached the other job's store, and took its rank 1's place."""
+    env = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env["MASTER_PORT"] = str(free.getsockname()[1])
+
+    def task(job: str, rank: int) -> tuple[dict[str, str], Place]:
+        mine = env | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        place = place_module.place_from_environment(mine)
+        assert place is not None
+        return mine, place
+
+    store = place_module.open_store(*task("1", 0), 20.0)
+    with pytest.raises(RankFailure, match="set MASTER_PORT to a free one"):
+        place_module.open_store(*task("20001", 0), 2.0)
+    other = place_module.open_store(*task("20001", 1), 20.0)
+    other.set("number", "theirs")
+    assert not store.check(["number"])
+    place_module.open_store(*task("1", 1), 20.0).set("number", "ours")
+    assert store.get("number") == b"ours"
+    ports = {
+        place_module.store_address({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(n), "MASTER_ADDR": "x"}) for n in range(9)
+    }
+    assert len(ports) == 9  # steps of one job may run at once

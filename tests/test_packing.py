@@ -43,6 +43,7 @@ def test_best_fit_places_every_document_once(places: list[int]) -> None:
     sums = np.add.reduceat(np.array(places)[order], bounds[:-1])
     assert sums.max() <= 20
     assert len(sums) == _one_by_one(places, 20)
+    assert [len(x) for x in best_fit(np.array([], np.int64), 20)] == [0, 1]
 
 
 def _one_by_one(places: list[int], room: int) -> int:
@@ -448,6 +449,32 @@ def test_text_may_be_packed_by_documents(tmp_path: Path) -> None:
     s, _ = open_samples(config)
     assert s.segments.split == 1  # of 16 places
     assert (s.segments.lengths - 1).sum() == 110
+
+
+def test_one_long_text_is_divided_between_training_and_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 1600)
+    data = {"source": str(tmp_path / "a.txt"), "packing": "documents", "eval_fraction": 0.25}
+    config = make_config(tmp_path / "run", "gpt", data=data, train={"eval_every": 4}).resolve()
+    train, evaluation = open_samples(config)
+    assert evaluation is not None
+    assert (train.count, evaluation.count) == (75, 25)
+    for size, remedy in (
+        (1600, "use data.eval_fraction = 0.015 or more, more data"),
+        (16, "use more data, or train.eval"),
+    ):
+        (tmp_path / "a.txt").write_text("x" * size)
+        config = make_config(tmp_path / "run", "gpt", data=data | {"eval_fraction": 0.0001}, train={"eval_every": 4})
+        with pytest.raises(ConfigError, match=remedy):
+            open_samples(config.resolve())
+
+
+def test_sources_of_which_nothing_is_left_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 16)
+    data = {"sources": [f"0.000001 {tmp_path / 'a.txt'}"], "packing": "documents"}
+    config = make_config(tmp_path / "run", "gpt").to_dict()
+    config["data"] = data
+    with pytest.raises(DataError, match="no example is left to train; raise the weights in data.sources"):
+        open_samples(Config.from_dict(config).resolve())
 
 
 def test_attention_is_counted_by_document() -> None:

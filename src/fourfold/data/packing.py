@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def best_fit(places: Ints, room: int) -> tuple[Ints, Ints]:
     # windows by remaining room, in runs, and a bit for each room that occurs
     waiting: defaultdict[int, list[Ints]] = defaultdict(list)
     rooms = 0
-    for length, start, stop in zip(-lengths, where, [*where[1:], len(places)], strict=True):
+    for length, (start, stop) in zip(-lengths, pairwise([*where, len(places)]), strict=True):
         documents, size = by_length[start:stop], int(length)
         while len(documents):
             larger = rooms >> size

@@ -582,13 +582,15 @@ class Samples:
         if not len(found):
             raise DataError(f"{corpus.name}: no example has a token to predict within model.seq_len = {self.seq_len}")
         last = len(found) - int(len(found) * eval_fraction)
-        if last < len(found):  # a document that was split stays on one side
+        if last < len(found):  # a document that was split stays on one side, unless nothing were left to train
             document = np.searchsorted(corpus.starts, found.first[last], side="right") - 1
-            last = int(np.searchsorted(found.first, corpus.starts[document]))
+            last = int(np.searchsorted(found.first, corpus.starts[document])) or last
         self.segments = found.part(last, len(found)) if self.split == "eval" else found.part(0, last)
         self.held_out = len(found) - last if self.split == "train" else 0
         if self.weights:
             self.segments = self.segments.chosen(self._repeated(self.segments.first))
+        if self.split == "train" and not len(self.segments):
+            raise DataError(f"{corpus.name}: no example is left to train; raise the weights in data.sources")
         if self.packing == "documents":
             self._order, self._bounds = best_fit(self.segments.lengths - 1, self.seq_len)
         else:
@@ -805,8 +807,14 @@ def open_samples(config: Config, examples: Examples | None = None) -> tuple[Samp
         )
     held = Samples(corpus, split="eval", eval_fraction=held_out, weights=weights, **kinds)
     if held.count < 1:
-        raise ConfigError(
-            f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "
-            f"{train.count} windows leaves none to evaluate on; use {1.5 / train.count:.2g} or more"
-        )
+        raise none_held_out(config, f"{train.count} window{'s' * (train.count > 1)}", train.count)
     return train, held
+
+
+def none_held_out(config: Config, what: str, parts: int) -> ConfigError:
+    """The error if no data is left to evaluate on; `parts`: number of windows or groups of samples that stay together."""
+    less = "" if parts < 3 else f"data.eval_fraction = {1.5 / parts:.2g} or more, "
+    return ConfigError(
+        f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of {what} leaves "
+        f"none to evaluate on; use {less}more data, or train.eval_every = 0"
+    )

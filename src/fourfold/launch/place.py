@@ -153,18 +153,22 @@ def first_host(nodes: str) -> str:
 def store_address(env: Mapping[str, str]) -> tuple[str, int]:
     """Host and port of the job's store."""
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
-    port = _number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
+    number = _number(env, "SLURM_JOB_ID", 0) + 1009 * _number(env, "SLURM_STEP_ID", 0)  # steps may run at once
+    port = _number(env, "MASTER_PORT", 20000 + number % 20000)
     if port > 65535:
         raise ConfigError(f"MASTER_PORT = {port} must be at most 65535")
     return host, port
 
 
 def open_store(env: Mapping[str, str], place: Place, timeout: float) -> dist.Store:
-    """The store the launcher provides (torchrun), or one that rank 0 hosts (srun)."""
+    """The store the launcher provides (torchrun), or one that rank 0 hosts (srun).
+
+    Keys begin with the name of the job: ranks of another one, whose own store found the port in use, may reach this store.
+    """
     host, port = store_address(env)
     theirs = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             host,
             port,
             None if theirs else place.ranks,
@@ -173,7 +177,9 @@ def open_store(env: Mapping[str, str], place: Place, timeout: float) -> dist.Sto
             wait_for_workers=False,
         )
     except dist.DistError as e:
-        raise RankFailure(f"rank {place.rank} cannot reach the job's store at {host}:{port}: {e}") from None
+        way = "; another job uses this port, set MASTER_PORT to a free one" if "EADDRINUSE" in str(e) else ""
+        raise RankFailure(f"rank {place.rank} cannot reach the job's store at {host}:{port}: {e}{way}") from None
+    return dist.PrefixStore(place.job, store) if place.job else store
 
 
 def agree(store: dist.Store, rank: int, ranks: int, timeout: float, pause: float = 0.02) -> dist.Store:

@@ -42,7 +42,7 @@ from fourfold import files
 from fourfold.collectives import all_reduce
 from fourfold.config import Config
 from fourfold.data.own_data import LENGTH, OwnSamples, PairRows, TokenRows
-from fourfold.data.samples import Samples, open_run_corpus, open_samples
+from fourfold.data.samples import Samples, none_held_out, open_run_corpus, open_samples
 from fourfold.errors import CheckpointError, ConfigError, DataError
 from fourfold.runtime.stage import Finish
 
@@ -265,10 +265,7 @@ def open_run(
         return train, None, loss
     evaluated = OwnSamples(rows, split="eval", **kinds)
     if not evaluated.count:
-        raise ConfigError(
-            f"train.eval_every = {config.train.eval_every}, but data.eval_fraction = {config.data.eval_fraction} of "
-            f"{train.whole_count} samples leaves none to evaluate on; use {1.5 / train.groups:.2g} or more"
-        )
+        raise none_held_out(config, f"{train.whole_count} samples", train.groups)
     return train, evaluated, loss
 
 

@@ -189,12 +189,32 @@ def join_and_work(
     if joins:
         join_group(place, None, device, max(limits.step, 300.0), config.train.backend, LONGEST_WAIT)
     with _leaving(joins):
+        _check_same(place, config)
         plan, layout = _agree_on_plan(place, config, plan, layout, user)
         run = claim(place, config, plan, resume)
         try:
             return work(place, None, config, plan, layout, run, callbacks=callbacks, console=console, user=user)
         finally:
             run.unlock()
+
+
+def _check_same(place: Place, config: Config) -> None:
+    """Raise ConfigError on all ranks if one has another config or version than rank 0. Paths may differ between hosts."""
+    if place.ranks == 1:
+        return
+    sections = {name: section for name, section in config.to_dict().items() if isinstance(section, dict)}
+    mine = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    mine |= {"the version of fourfold": fourfold.__version__, "the version of torch": torch.__version__}
+    offered = [mine]
+    dist.broadcast_object_list(offered, src=0)
+    problem = ""
+    for key, value in offered[0].items():
+        if (own := mine.get(key)) != value and not ("/" in str(own) and "/" in str(value)):
+            problem = f"{key} is {own!r} on rank {place.rank} and {value!r} on rank 0"
+            break
+    problems = [found for found in _everyone(problem, place) if found]
+    if problems:
+        raise ConfigError(f"{problems[0]}; start all ranks with the same config, flags and packages")
 
 
 def _agree_on_plan(
