@@ -186,8 +186,9 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(tmp_path: Path)
     assert len(set(digests)) == 3
 
 
+@pytest.mark.parametrize("memory", [{}, {"optimizer": "host"}, {"optimizer": "host", "rollback": "1GiB"}], ids=str)
 def test_an_infinite_loss_with_a_finite_gradient_skips_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: dict[str, str]
 ) -> None:
     step = Runner.step
 
@@ -199,7 +200,8 @@ def test_an_infinite_loss_with_a_finite_gradient_skips_the_step(
 
     run = tmp_path / "run"
     with open(os.devnull, "w") as nowhere:
-        fit(make_config(run, checkpoint={"every": 1, "keep": 5}), console=nowhere)
+        config = make_config(run, checkpoint={"every": 1, "keep": 5}, optim={"clip": 100.0})
+        fit(config, Plan.from_dict({"memory": memory}), console=nowhere)
     lines = [m for m in read_metrics(RunDir(run)) if "loss" in m]
     assert [m["skipped"] for m in lines] == [0, 0, 1, 1]
     assert lines[2]["loss"] is None
