@@ -4,7 +4,8 @@
     python -m benchmarks.compose --rerun plan.json
 
 A draw chooses a mesh over all axes, and any features that it allows: schedules, executors, modes, groups, splits, recomputation,
-flows, layouts, host memory, kinds of models and of data. It is trained for a few steps in fp64; losses, gradient norms and the
+flows, layouts, host memory, kinds of models and of data. A third of the pipelines follow a random valid order of ops on a random
+placement of stages, as from a schedule file. A draw is trained for a few steps in fp64; losses, gradient norms and the
 evaluation's loss must be those of one process to 1e-9. A plan that `Plan.check` refuses is counted with its reason, and another
 one is drawn. A plan that fails is written to a file, with its config, from which `--rerun` repeats it.
 
@@ -44,6 +45,7 @@ from fourfold.config import Config
 from fourfold.data.samples import open_samples
 from fourfold.errors import FourfoldError, RankFailure
 from fourfold.plan import AXES, Plan
+from fourfold.program import Op, Schedule
 from fourfold.testing.ranks import run_ranks
 from fourfold.train import metrics, streamed
 from fourfold.train.worker import fit
@@ -55,9 +57,9 @@ LLAMA = {"family": "llama", "kv_heads": 2, "tie": True}
 AT_MOST = {"pipe": 4, "col": 4}
 """Of these axes: the model has four heads, and two layers for every rank of a pipeline."""
 
-SMALL_BUCKET, SMALL_ACTIVATION = 4096, 256
-"""Parameters that are updated at once, and bytes that are worth a copy to the host. By the usual ones this model would be one
-bucket, and none of its activations would leave the device."""
+SMALL_BUCKET, SMALL_ACTIVATION, SMALL_BUFFER = 4096, 256, 4096
+"""Parameters that are updated at once, bytes that are worth a copy to the host, and bytes of activations on the device. By the
+usual ones this model would be one bucket, and none of its activations would leave the device."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Draw:
     config: dict[str, Any]
 
     def title(self) -> str:
-        return f"{self.ranks} ranks: {', '.join(self.features)}"
+        own = ["own order"] if "order" in self.plan.get("pipeline", {}) else []
+        return f"{self.ranks} ranks: {', '.join([*self.features, *own])}"
 
 
 def compose(mesh: dict[str, int], micro_batches: int, features: Sequence[Feature]) -> Draw:
@@ -167,15 +170,60 @@ def draw(rng: random.Random, ranks: int, most: int = 6) -> Draw:
     axes = [FEATURES[axis] for axis in AXES if mesh[axis] > 1]
     groups = [group for group in GROUPS if not group.startswith("axis")]
     chosen = []
+    own = mesh["pipe"] > 1 and rng.random() < 1 / 3
     if mesh["pipe"] > 1:
-        chosen.append(rng.choice(GROUPS["schedule"]))
         groups.remove("schedule")
+    if mesh["pipe"] > 1 and not own:
+        chosen.append(rng.choice(GROUPS["schedule"]))
+    elif own:
+        groups.remove("backward")  # the order says which backwards are split
     for group in rng.sample(groups, rng.randint(1, most)):
         allowed = [f for f in GROUPS[group] if all(mesh[axis] > 1 for axis in f.needs)]
         allowed = [f for f in allowed if not f.square or mesh["row"] == mesh["col"]]
         if allowed:
             chosen.append(rng.choice(allowed))
-    return compose(mesh, micro_batches, axes + chosen)
+    made = compose(mesh, micro_batches, axes + chosen)
+    if own:
+        schedule = random_schedule(rng, mesh["pipe"], micro_batches)
+        made.plan["pipeline"] = made.plan.get("pipeline", {}) | {"order": schedule.to_dict()}
+        made.config["model"] = made.config["model"] | {"layers": max(made.config["model"]["layers"], schedule.stages)}
+    return made
+
+
+def random_schedule(rng: random.Random, ranks: int, micro_batches: int) -> Schedule:
+    """A valid schedule: stages on random ranks, at least one on each, and any order of ops that their dependencies allow."""
+    place = [*range(ranks), *(rng.randrange(ranks) for _ in range(rng.randint(0, 2 * ranks)))]
+    rng.shuffle(place)
+    last, splits = len(place) - 1, rng.choice((0.0, 0.5, 1.0))
+    waiting: dict[Op, list[Op]] = {}  # what each op needs first
+    backward: dict[tuple[int, int], Op] = {}
+    for m in range(micro_batches):
+        for s in reversed(range(len(place))):
+            forward = Op(s, "F", m)
+            in_order = m > 0 and (s == last or rng.random() < 0.5)
+            waiting[forward] = [Op(s - 1, "F", m)] * (s > 0) + [Op(s, "F", m - 1)] * in_order
+            op = backward[s, m] = Op(s, "I" if rng.random() < splits else "B", m)
+            waiting[op] = [forward, backward[s + 1, m]] if s < last else [forward]
+            if op.kind == "I":
+                waiting[Op(s, "W", m)] = [op]
+    rows: list[list[Op]] = [[] for _ in range(ranks)]
+    while waiting:
+        op = rng.choice([op for op, needs in waiting.items() if not any(need in waiting for need in needs)])
+        del waiting[op]
+        rows[place[op.stage]].append(op)
+    return Schedule.of(rows)
+
+
+def plan_of(plan: dict[str, Any], folder: Path) -> Plan:
+    """The plan of a draw; an order of its own becomes a schedule file."""
+    pipeline = dict(plan.get("pipeline", {}))
+    if "order" in pipeline:
+        order = pipeline.pop("order")
+        pipeline["schedule"] = str(folder / f"order-{_key(order)}.json")
+        if not Path(pipeline["schedule"]).exists():
+            Schedule.from_dict(order).save(pipeline["schedule"])
+        plan = plan | {"pipeline": pipeline}
+    return Plan.from_dict(plan)
 
 
 def smallest(features: Sequence[Feature]) -> Draw:
@@ -232,7 +280,7 @@ def refusal(d: Draw, folder: Path) -> str:
     try:
         _prepare(d.config, folder)
         config = config_of(d.config, folder, "check").resolve()
-        Plan.from_dict(d.plan).check(config, d.ranks)
+        plan_of(d.plan, folder).check(config, d.ranks)
         if "data" in d.config:
             open_samples(config)
     except FourfoldError as e:
@@ -264,12 +312,11 @@ class Job:
 def _rank(rank: int, ranks: int, jobs: Sequence[Job], folder: Path) -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (a rank's, until it ends)
     metrics.measured_flops = lambda *_: 1e11  # MFU is not what is measured here
-    streamed.BUCKET, streamed.LEAST = SMALL_BUCKET, SMALL_ACTIVATION
+    streamed.BUCKET, streamed.LEAST, streamed.BUFFER = SMALL_BUCKET, SMALL_ACTIVATION, SMALL_BUFFER
     for job in jobs:
-        plan = Plan.from_dict(job.draw.plan)
-        fit(config_of(job.draw.config, folder, job.name), plan)
+        fit(config_of(job.draw.config, folder, job.name), plan_of(job.draw.plan, folder))
         if job.then is not None:
-            fit(config_of(job.draw.config, folder, job.name, 2 * STEPS), Plan.from_dict(job.then.plan), resume=True)
+            fit(config_of(job.draw.config, folder, job.name, 2 * STEPS), plan_of(job.then.plan, folder), resume=True)
         if rank == 0:
             (folder / job.name / "series.json").write_text(json.dumps(_series(folder / job.name)))
 
@@ -282,6 +329,9 @@ def run_jobs(jobs: Sequence[Job], folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for job in jobs:
         _prepare(job.draw.config, folder)
+        for each in (job.draw, job.then):
+            if each is not None:
+                plan_of(each.plan, folder)  # write its schedule once, before several ranks read it
     for ranks, some in itertools.groupby(sorted(jobs, key=lambda job: job.draw.ranks), key=lambda job: job.draw.ranks):
         left = list(some)
         while left:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import compose
 from fourfold.offload.activations import ActivationOffload
 from fourfold.offload.streamer import Streamer
+from fourfold.program import validate
 from fourfold.testing.ranks import run_ranks
 
 
@@ -44,6 +45,21 @@ def test_draws_have_the_features_that_they_name() -> None:
         groups = [compose.FEATURES[name].group for name in one.features]
         assert len(groups) == len(set(groups))
     assert seen == set(compose.FEATURES)
+
+
+def test_orders_of_their_own_are_valid_and_run(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    placements = set()
+    for _ in range(200):
+        schedule = compose.random_schedule(rng, rng.randint(2, 4), rng.choice(compose.MICRO_BATCHES))
+        validate(schedule)
+        placements.add(schedule.placement)
+    assert len(placements) > 100
+    while "order" not in (one := compose.draw(rng, 2, 1)).plan.get("pipeline", {}):
+        pass
+    assert not compose.refusal(one, tmp_path)
+    assert compose.run_jobs([compose.Job(one, "own")], tmp_path) == {"own": ""}
+    assert list(tmp_path.glob("order-*.json"))
 
 
 def _on_host(rank: int, ranks: int, job: compose.Job, folder: Path) -> tuple[int, int]:

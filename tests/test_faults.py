@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from fourfold.launch.place import Place, agree, first_host, place_from_environme
 from fourfold.launch.restarts import Restarts, next_delay
 from fourfold.launch.supervise import Supervisor
 from fourfold.plan import Plan
+from fourfold.runtime.runner import Runner
 from fourfold.shard.unit import Unit
 from fourfold.supervision.faults import Fault, parse
 from fourfold.supervision.flight import read_history
@@ -181,6 +183,33 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(tmp_path: Path)
 
     digests = [state_digest(tmp_path / "run", step) for step in (1, 2, 3, 4)]
     assert digests[1] == digests[2]  # nothing changed, moments included
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize("memory", [{}, {"optimizer": "host"}, {"optimizer": "host", "rollback": "1GiB"}], ids=str)
+def test_an_infinite_loss_with_a_finite_gradient_skips_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: dict[str, str]
+) -> None:
+    step = Runner.step
+
+    def poisoned(self: Runner, index: int, feed: Any) -> dict[int, Any]:
+        return {m: loss + (math.inf if index == 2 else 0) for m, loss in step(self, index, feed).items()}
+
+    monkeypatch.setattr(Runner, "step", poisoned)
+    from fourfold.train.worker import fit
+
+    run = tmp_path / "run"
+    with open(os.devnull, "w") as nowhere:
+        config = make_config(run, checkpoint={"every": 1, "keep": 5}, optim={"clip": 100.0})
+        fit(config, Plan.from_dict({"memory": memory}), console=nowhere)
+    lines = [m for m in read_metrics(RunDir(run)) if "loss" in m]
+    assert [m["skipped"] for m in lines] == [0, 0, 1, 1]
+    assert lines[2]["loss"] is None
+    assert lines[2]["grad_norm"] > 0
+    from tests.test_checkpoint import state_digest
+
+    digests = [state_digest(run, step) for step in (1, 2, 3, 4)]
+    assert digests[1] == digests[2]
     assert len(set(digests)) == 3
 
 

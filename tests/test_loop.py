@@ -113,6 +113,16 @@ def test_a_stop_loses_no_step_that_was_issued(tmp_path: Path, monkeypatch: pytes
     assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{last:06d}"]  # what was issued is saved
 
 
+def test_a_step_with_nothing_to_predict_has_no_loss_and_no_gradient(tmp_path: Path) -> None:
+    """Windows of concatenated text may consist of prompts alone; 0 / 0 would be a step that is not finite."""
+    config = make_config(tmp_path / "run", data={"packing": "concat", "eval_fraction": 0.1}, train={"eval_every": 4})
+    prompts = [{"tokens": list(range(60, 100)), "loss_mask": [0] * 40} for _ in range(40)]
+    with open(os.devnull, "w") as nowhere:
+        fit(config, data=prompts, console=nowhere)
+    assert [(m["loss"], m["grad_norm"], m["skipped"]) for m in lines(tmp_path / "run")] == [(0.0, 0.0, 0)] * 4
+    assert [m["eval_loss"] for m in lines(tmp_path / "run", "eval_loss")] == [0.0]
+
+
 def test_the_time_that_saves_and_evaluations_take_is_a_metric(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

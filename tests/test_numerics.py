@@ -55,6 +55,23 @@ def test_same_plan_twice_gives_the_same_bits(tmp_path: Path, compute: str) -> No
     assert weights[0] == weights[1]
 
 
+def test_dropout_is_for_training_and_not_for_evaluation(tmp_path: Path) -> None:
+    """With weights that do not change: evaluations are those without dropout, the steps between them are not."""
+    found = []
+    for rate in (0.0, 0.4):
+        config = make_config(
+            tmp_path / f"{rate}",
+            MODELS["gpt"] | {"dropout": rate},
+            optim={"lr": 1e-30},
+            train={"steps": 3, "eval_every": 1},
+        )
+        metrics = run_training(config, plan(1, 2), 1)
+        found.append((series(metrics, "loss"), series(metrics, "eval_loss")))
+    (losses, evaluated), (dropped, also) = found
+    assert also == pytest.approx(evaluated, rel=1e-6)
+    assert all(abs(a - b) > 1e-4 for a, b in zip(losses, dropped, strict=True))
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_recomputation_changes_no_bit(tmp_path: Path, model: str, recompute: str) -> None:

@@ -128,10 +128,13 @@ def test_windows_hold_every_example_once_an_epoch() -> None:
 
 
 def test_evaluation_documents_are_apart() -> None:
-    train, held = (samples(split=split, eval_fraction=0.25, overlong="split") for split in ("train", "eval"))
-    assert train.segments.first.max() < held.segments.first.min()
-    assert held.segments.first[0] in np.asarray(held.corpus.starts)  # no document is on both sides
-    assert len(held.segments) > 10
+    for fraction in (0.1, 0.2, 0.25, 0.3, 0.4):
+        train, held = (
+            samples(seq_len=5, split=split, eval_fraction=fraction, overlong="split") for split in ("train", "eval")
+        )
+        assert train.segments.first.max() < held.segments.first.min()
+        assert held.segments.first[0] in np.asarray(held.corpus.starts)  # no document is on both sides
+        assert len(held.segments) > 5
 
 
 # ---- attention and positions by document ----

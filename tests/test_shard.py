@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,33 @@ def serial_gradients(tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, t
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def test_a_release_waits_for_a_gather_that_nothing_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A gather that writes when it is waited for."""
+
+        def __init__(self, out: torch.Tensor, *args: object):
+            self.out = out
+            gathers.append(self)
+            self.done = False
+
+        def wait(self) -> None:
+            self.out.fill_(1.0)  # raises if the memory is gone
+            self.done = True
+
+    gathers: list[Slow] = []
+    monkeypatch.setattr("fourfold.shard.unit.all_gather", Slow)
+    group: Any = object()
+    _, units = make(sharing=Sharing(2, gathers=group, reductions=group))
+    unit = units["blocks.0.mlp"]
+    unit.gather()
+    unit.release()
+    assert [each.done for each in gathers] == [True]
+    assert unit.full.untyped_storage().nbytes() == 0
+    unit.gather()
+    unit.need()
+    assert [each.done for each in gathers] == [True, True]
+
+
 def test_stage_gradients_equal_autograd() -> None:
     tokens, targets = torch.randint(0, 50, (2, 4, 8))
     expected = serial_gradients(tokens, targets)
@@ -108,6 +136,24 @@ def test_stage_gradients_equal_autograd() -> None:
         for name, unit in units.items():
             for n in unit.params:
                 assert torch.allclose(reduced(unit)[n], expected[f"{name}.{n}"], rtol=0, atol=1e-13), (name, n)
+
+
+def test_random_numbers_belong_to_a_step_a_micro_batch_and_a_unit() -> None:
+    tokens, targets = torch.randint(0, 50, (2, 4, 8))
+    for recompute in ("none", "full"):
+        model, units = make()
+        seen: list[tuple[int, int, int]] = []
+        links = [ChainLink(n, units[n], module, recompute) for n, module in model.units().items()]  # type: ignore[arg-type]
+        stage = Stage(links, reseed=lambda *at, seen=seen: seen.append(at))  # type: ignore[misc]
+        stage.step = 7
+        for m in range(2):
+            stage.forward(m, tokens[2 * m : 2 * m + 2], extra=(targets[2 * m : 2 * m + 2],))
+        assert seen == [(7, m, i) for m in range(2) for i in range(len(links))]
+        for m in (1, 0):
+            seen.clear()
+            stage.backward(m, torch.tensor(1.0, dtype=torch.float64))
+            assert bool(seen) == (recompute == "full")
+            assert {(step, micro_batch) for step, micro_batch, _ in seen} <= {(7, m)}
 
 
 def test_whole_ops_have_the_bits_of_parts() -> None:

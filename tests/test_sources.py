@@ -150,13 +150,14 @@ def test_weights_of_sources(tmp_path: Path, packing: str) -> None:
     sources = [jsonl(tmp_path / f"{c}.jsonl", [{"prompt": "p", "completion": c * 9}] * 200) for c in "bc"]
     corpus = open_corpus(sources)
     counts = []
-    for weights in ((1, 1), (2, 0.5)):
+    for weights in ((1, 1), (3, 1), (2, 0.5)):
         s = Samples(corpus, seq_len=10, vocab=256, seed=0, packing=packing, weights=weights)
         tokens = np.concatenate([s[k][1] for k in range(s.count)])
         counts.append([int((tokens == ord(c)).sum()) / 9 for c in "bc"])
     assert counts[0] == pytest.approx([200, 200], rel=0.05)
-    assert counts[1][0] == pytest.approx(400, rel=0.02)
-    assert counts[1][1] == pytest.approx(100, rel=0.2)
+    assert counts[1] == pytest.approx([600, 200], rel=0 if s.whole else 0.05)  # from the first example of a source on
+    assert counts[2][0] == pytest.approx(400, rel=0.02)
+    assert counts[2][1] == pytest.approx(100, rel=0.2)
     assert s.fingerprint.endswith("-2,0.5")
     said = s.describe(1, 1).split(" tokens")[0].split()[-1]
     held = s.segments.lengths.sum() if s.whole else s.count * 10

@@ -59,6 +59,18 @@ def test_time_changes_nothing(seed: int) -> None:
         assert all(map(torch.equal, grads(None, step), grads(offload, step)))
 
 
+def test_a_tensor_changed_in_place_is_another() -> None:
+    offload, t = make_offload(stash=1 << 12), torch.ones(256, device=DEVICE)
+    first = offload.put(t)
+    second = offload.put(t.add_(1))
+    assert first is not second
+    assert offload.put(t) is second
+    others = [offload.put(torch.zeros(1024, device=DEVICE)) for _ in range(3)]  # fill the stash: both leave
+    t.zero_()
+    assert [float(offload.get(parcel).mean()) for parcel in (first, second)] == [1.0, 2.0]
+    assert len(others) == 3
+
+
 def test_a_queue_that_does_not_wait_is_detected() -> None:
     offload = make_offload(queues=slow_queues(1, DEVICE, 5e-3, careless="compute"))
     assert not all(all(map(torch.equal, grads(None, s), grads(offload, s))) for s in range(3))

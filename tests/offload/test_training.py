@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from fourfold.config import Config
 from fourfold.errors import PlanError, RankFailure
+from fourfold.offload.activations import ActivationOffload, Parcel
 from fourfold.offload.queues import DeviceQueues
 from fourfold.plan import Plan
 from fourfold.program import Stream
@@ -97,12 +98,21 @@ def _train_late(rank: int, ranks: int, config: Config, plan: dict[str, Any], car
         return made[-1]
 
     streamer.make_queues = activations.make_queues = queues  # type: ignore[attr-defined]
+    streamed.LEAST, streamed.BUFFER = 256, 4096  # bytes: else all activations of so small a model stay
+    fetched, fetch = [0], ActivationOffload._fetch
+
+    def counted(self: ActivationOffload, parcel: Parcel) -> None:
+        fetched[0] += parcel.value is None
+        fetch(self, parcel)
+
+    ActivationOffload._fetch = counted  # type: ignore[method-assign]
     if careless:  # what uses the weights does not wait for their update
         StreamedUnits.wait = lambda self, unit: None  # type: ignore[method-assign]
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
         fit(config, Plan.from_dict(plan))
     assert len(made) == 2
+    assert fetched[0] > 10
     for queue in list(OPEN):
         queue.close()
 

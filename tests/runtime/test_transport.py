@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fourfold.errors import CommunicationError, RankFailure
-from fourfold.program import build
+from fourfold.program import Op, Schedule, build
 from fourfold.runtime.message_driven import drive, run_driven
 from fourfold.runtime.sizes import room_for
 from fourfold.runtime.transport import Name, Transport
@@ -296,6 +296,13 @@ class Meeting(nn.Module):
         dist.all_gather(both, mark, group=self.group)
         assert torch.equal(both[0], both[1]), "twins met over different micro-batches"
         return self.inner(*args)
+
+
+def test_how_many_micro_batches_a_stage_may_hold() -> None:
+    """As many as at any time in its program, which need not be at the end, and `slack` more."""
+    schedule = Schedule.of([[Op.parse(op) for op in ["0F0", "0F1", "0B0", "0B1", "0F2", "0B2"]]])
+    for slack, most in ((0, 2), (1, 3), (5, 3)):
+        assert drive(lowered(schedule).of(0), {"0": (0,)}, slack).caps == {0: most}
 
 
 def _side_by_side(rank: int, ranks: int) -> list[str]:

@@ -27,6 +27,7 @@ from fourfold.offload.host import available_bytes
 from fourfold.offload.queues import DeviceQueues
 from fourfold.offload.split import join, split
 from fourfold.offload.streamer import Streamer
+from fourfold.offload_sizes import ACTIVATION_BUFFER_BYTES as BUFFER
 from fourfold.offload_sizes import LEAST_ACTIVATION_BYTES as LEAST
 from fourfold.offload_sizes import STREAM_BUCKET as BUCKET
 from fourfold.plan import Memory, Plan
@@ -57,7 +58,7 @@ def make_keeper(plan: Plan, device: torch.device, ranks_here: int = 1) -> Activa
     if plan.memory.activations == "device":
         return None
     budget = int(plan.memory.host_share * available_bytes() / ranks_here)
-    return ActivationOffload(device, budget=budget, least=LEAST)
+    return ActivationOffload(device, budget=budget, least=LEAST, ahead=BUFFER, stash=BUFFER)
 
 
 class StreamedUnits:
