@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from fourfold.checkpoint import folder as checkpoint_folder
 from fourfold.checkpoint import save_load, tensor_files
 from fourfold.checkpoint.export import load_model
+from fourfold.checkpoint.holdings import Chunks
 from fourfold.checkpoint.index import read_index
 from fourfold.checkpoint.save_load import Checkpointer, Holding, holding_of, verify
 from fourfold.cli import main
@@ -197,6 +198,38 @@ def _shards(rank: int, ranks: int, path: Path) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_fused_padded_and_sharded_parameters(tmp_path: Path, ranks: int) -> None:
     assert all(run_ranks(_shards, ranks, tmp_path))
+
+
+def test_boxes_of_one_part_of_a_file(tmp_path: Path) -> None:
+    """What a rank of a grid holds of a fused matrix: several runs of rows, in any order."""
+    whole = torch.randn(10, 4)
+    Checkpointer(tmp_path).save(1, [holding_of("w", whole)], {"step": 1})
+    folder = tmp_path / "step-000001"
+    for starts in ((1, 6), (6, 1), (0, 3, 7)):
+        chunks = Chunks((10, 4), torch.float32)
+        views = {at: torch.full((3, 4), torch.nan) for at in starts}
+        chunks.views.update({torch.Size((at, 0)): view for at, view in views.items()})
+        save_load._fill(folder, read_index(folder), {"w": chunks})
+        for at, view in views.items():
+            assert torch.equal(view, whole[at : at + 3]), (starts, at)
+
+
+def test_a_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
+    """They use the same group of ranks, and on GPUs the same memory of the host."""
+    saver, seen = Checkpointer(tmp_path, background=True), []
+    write = saver._write
+
+    def slow(path: Path, *args: Any) -> None:
+        seen.append(f"{path.name} begins")
+        time.sleep(0.2)
+        write(path, *args)
+        seen.append(f"{path.name} ends")
+
+    saver._write = slow  # type: ignore[method-assign]
+    for step in (1, 2):
+        saver.save(step, [holding_of("x", torch.zeros(10))], {"step": step})
+    saver.wait()
+    assert seen == ["step-000001 begins", "step-000001 ends", "step-000002 begins", "step-000002 ends"]
 
 
 # ---- whole, or not there ----

@@ -102,6 +102,8 @@ def test_bidirectional_samples_hide_tokens(tmp_path: Path) -> None:
     assert (tokens[~chosen] > 1).all()
     again = samples(text_file(tmp_path / "a.txt", 20000), seq_len=100, bidirectional=True)
     assert (again.batch(range(200))[0] == tokens).all()
+    rare = samples(text_file(tmp_path / "a.txt", 20000), seq_len=100, bidirectional=True, mask_rate=1e-9)
+    assert ((rare.batch(range(50))[1] != IGNORE).sum(1) == 1).all()  # every sample has a target
 
 
 def test_stdlib_is_on_every_machine() -> None:

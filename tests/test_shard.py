@@ -233,8 +233,9 @@ def test_adamw_equals_torch_bit_for_bit() -> None:
             {"params": [p for p in masters.values() if p.ndim == 1], "weight_decay": 0.0},
         ]
         theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
-        for _ in range(5):
-            grads = {key: torch.randn_like(p) for key, p in masters.items()}
+        for step in range(5):
+            size = (1.0, 1e-6)[step % 2]  # clipped, and not
+            grads = {key: size * torch.randn_like(p) for key, p in masters.items()}
             norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
             for (u, n), g in grads.items():
                 units[u].main_grad(n).copy_(g)

@@ -47,10 +47,11 @@ def check_model(
     return gaps | {"loss": float(total)}
 
 
-def worst_model(config: ModelConfig, degrees: Degrees, **options: Any) -> float:
+def worst_model(config: ModelConfig, degrees: Degrees, each: int = 2, **options: Any) -> float:
+    """The largest gap of any rank; `each`: sequences of a row of the grid."""
     serial = restless_model(config)
     generator = torch.Generator().manual_seed(1)
-    sequences = 2 * degrees[0] * degrees[1]
+    sequences = each * degrees[0] * degrees[1]
     tokens = torch.randint(0, config.vocab, (sequences, config.seq_len), generator=generator)
     targets = torch.randint(0, config.vocab, (sequences, config.seq_len), generator=generator)
     targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORE
@@ -71,6 +72,12 @@ def test_models_equal_serial(name: str, residual: str) -> None:
     for degrees in [*grids, (1, 2, 2)]:
         if degrees[2] <= config.heads:
             assert worst_model(config, degrees, residual=residual) < 1e-10, degrees
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert", "llama"])
+def test_a_column_may_begin_within_a_sequence(name: str) -> None:
+    for columns, each in ((2, 1), (2, 3), (3, 2), (4, 1)):
+        assert worst_model(config_of(name), (1, 1, columns), each, residual="sequence") < 1e-10, (columns, each)
 
 
 @pytest.mark.parametrize("flow", ["summa", "os", "ls", "ws"])
