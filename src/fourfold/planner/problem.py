@@ -310,6 +310,10 @@ class SearchConfig:
     """On GPUs, a plan with rows must gain at least this share."""
     synthesized_ranks: int = 4
     """Maximum pipeline ranks for which a schedule is synthesized after the search."""
+    synthesized_share: float = 0.1
+    """Pipelines within this share of the best plan get a synthesized schedule."""
+    most_synthesized: int = 3
+    """Maximum number of meshes for which schedules are synthesized."""
     more_memory: float = 1.2
     """If memory is full and one more GiB gains nothing in this layout, this multiple of the memory is tried in all layouts."""
 

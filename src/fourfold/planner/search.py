@@ -360,7 +360,7 @@ class _Search:
 
         Rows replace data parallelism, also that of a plan without a grid which is nearly as fast.
         """
-        layout, config, fixed = best.layout, self.config, self.constraints.fixed
+        config, fixed = self.config, self.constraints.fixed
         near, tried = (1 + config.improved_share) * best.prediction.seconds, []
         plans = [best, *(c for c in _distinct(self.built) if c.prediction.seconds <= near)]
         flat = next((c.layout for c in plans if not c.layout.on_grid), None)
@@ -368,8 +368,14 @@ class _Search:
             mesh = flat.mesh
             rows = [row for row in (2, 4, 8) if mesh.data % row == 0]
             tried += [replace(flat, mesh=replace(mesh, data=mesh.data // row, row=row)) for row in rows]
-        if 1 < layout.mesh.pipe <= config.synthesized_ranks and self.constraints.schedule is None:
-            tried.append(replace(layout, schedule="synthesized", stages_per_rank=1))
+        if self.constraints.schedule is None:
+            piped: dict[object, ParallelLayout] = {}  # the fastest of every mesh
+            enough = (1 + config.synthesized_share) * best.prediction.seconds
+            for c in [best, *_distinct(self.built)]:
+                if 1 < c.layout.mesh.pipe <= config.synthesized_ranks and c.prediction.seconds <= enough:
+                    piped.setdefault(c.layout.mesh, c.layout)
+            few = list(piped.values())[: config.most_synthesized]
+            tried += [replace(c, schedule="synthesized", stages_per_rank=1) for c in few]
         enough = (1 - config.outside_gain) * best.prediction.seconds
         for other in tried:
             if compute_bound(self.problem, other, grid=True) < enough:
