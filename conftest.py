@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ if os.environ.get("FOURFOLD_TEST_DEVICE", "cpu") == "cpu":
 
 import pytest
 import torch
-from tests.forked import ForkedPopen
 
 torch.set_num_threads(1)
 
@@ -55,13 +53,6 @@ def random_numbers_are_the_same() -> None:
 
 def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.name.startswith(IDLE)]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def programs_are_forked() -> Iterator[None]:
-    """Programs that tests start import torch by being forked; CUDA does not survive that."""
-    with patch("subprocess.Popen", ForkedPopen if not os.environ.get("FOURFOLD_TEST_DEVICE") else subprocess.Popen):
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
