@@ -23,12 +23,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import os
 import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -83,10 +85,19 @@ class _Cuda:
 
     def __init__(self, library: Any):
         self.library = library
-        self.number = 0  # of events and host waits, in order
+        self.numbers = itertools.count(1)  # of events and host waits, in order; counting is atomic
         self.reached: dict[int, int] = {}  # by stream, the last event that is known to be reached
         self.default = self.make_stream(0)
-        self.streams: list[Any] = [self.default]  # those entered, innermost last; the others' threads have the default
+        self.lock = threading.Lock()  # for `reached`
+        self.entered = threading.local()  # the streams that a thread has entered, innermost last
+
+    @property
+    def streams(self) -> list[Any]:
+        """Of this thread; every thread begins with the default stream."""
+        if not hasattr(self.entered, "streams"):
+            self.entered.streams = [self.default]
+        found: list[Any] = self.entered.streams
+        return found
 
     def make_stream(self, number: int) -> Any:
         outer = self
@@ -137,8 +148,7 @@ class _Cuda:
 
             def record(self, stream: Any = None) -> None:
                 stream = stream or outer.streams[-1]
-                outer.number += 1
-                self.number, self.stream, self.at = outer.number, stream.cuda_stream, time.perf_counter()
+                self.number, self.stream, self.at = next(outer.numbers), stream.cuda_stream, time.perf_counter()
                 self.behind = stream.behind | {self.stream: self.number}
                 self.copies = library.pretend_issued()
 
@@ -146,8 +156,9 @@ class _Cuda:
                 return outer.reached.get(self.stream, 0) >= self.number
 
             def synchronize(self) -> None:
-                for stream, number in self.behind.items():
-                    outer.reached[stream] = max(number, outer.reached.get(stream, 0))
+                with outer.lock:
+                    for stream, number in self.behind.items():
+                        outer.reached[stream] = max(number, outer.reached.get(stream, 0))
                 library.pretend_flush(ctypes.c_int64(self.copies))
 
             def wait(self, stream: Any = None) -> None:
@@ -204,9 +215,9 @@ class _Cuda:
                 return 0
 
         def synchronize(_: object = None) -> None:
-            outer.number += 1
-            for stream in list(outer.all_streams):
-                outer.reached[stream] = outer.number
+            with outer.lock:
+                now = next(outer.numbers)
+                outer.reached.update(dict.fromkeys(outer.all_streams, now))
             library.pretend_flush(ctypes.c_int64(library.pretend_issued()))
 
         def stream(_: object = None, priority: int = 0) -> Any:
