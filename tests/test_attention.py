@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from fourfold.model import attention
 from fourfold.model.attention import blocked_attention
 from fourfold.runtime.stage import keep_products
 from fourfold.train import attention_kernel, worker
-from fourfold.train.rundir import RunDir
 from tests.helpers import make_config
 
 TOKENS = 23
@@ -90,11 +87,10 @@ def test_the_fastest_kernel_is_first_unless_it_is_not_deterministic() -> None:
     assert exact.order == ("flash", "efficient", "cudnn")
     assert "cudnn is faster, but its gradient is not deterministic: train.deterministic = false" in str(exact)
     assert exact.to_dict() == {"kernel": "flash", "seconds": seconds}
-    for time, first in ((0.0041, "flash"), (0.0039, "efficient")):  # the same bits twice: not by noise
-        near = attention_kernel.choose_kernel({"flash": 0.005, "efficient": time}, deterministic=True)
-        assert near is not None
-        assert near.order[0] == first
-        assert "is faster" not in str(near)
+    other = attention_kernel.choose_kernel({"efficient": 0.002, "flash": 0.005, "cudnn": 0.004}, deterministic=True)
+    assert other is not None
+    assert other.order == exact.order  # the same bits twice: not by times, which are noisy
+    assert "is faster" not in str(other)
     only = attention_kernel.choose_kernel({"efficient": 0.03}, deterministic=True)
     assert only is not None
     assert only.order == ("efficient", "cudnn", "flash")  # torch still asks the others, which refuse
@@ -113,23 +109,6 @@ def test_torch_takes_the_order() -> None:
     finally:
         torch._C._set_sdp_priority_order(before)
         torch.compiler.config.cache_key_tag = attention_kernel._USER_TAG
-
-
-def test_a_resumed_run_keeps_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
-    run, gpu = RunDir(tmp_path), torch.device("cuda")
-    assert worker._attention_before(run, gpu) == {}
-    env: dict[str, Any] = {"torch": torch.__version__, "device": "H200"}
-    seconds = {"flash": 0.02, "efficient": 0.01}
-    for change, expected in (
-        ({}, {}),
-        ({"attention": {"kernel": "efficient", "seconds": seconds}}, seconds),
-        ({"attention": {"seconds": seconds | {"cudnn": -1, "new": 1}}}, seconds),
-        ({"attention": {"seconds": seconds}, "device": "L4"}, {}),
-        ({"attention": {"seconds": seconds}, "torch": "2.0"}, {}),
-    ):
-        run.env_file.write_text(json.dumps(env | change))
-        assert worker._attention_before(run, gpu) == expected
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from fourfold.cli import main
 from fourfold.errors import ConfigError, DeviceError
+from fourfold.launch import gpu_errors
 from fourfold.launch import place as places
 from fourfold.launch.gpu_errors import explain, translated
 from fourfold.launch.place import check_joined, choose_backend, own_host_settings
@@ -130,6 +132,22 @@ def test_other_errors_stay_what_they_are() -> None:
     error.add_note("in instruction 3F0")
     with pytest.raises(DeviceError, match=r"\(in instruction 3F0\)$"), translated():
         raise error
+
+
+def test_a_gpu_that_cannot_start_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says what nvidia-smi finds: CUDA calls every want of a resource "out of memory"."""
+    error = RuntimeError("CUDA error: out of memory")
+    for out, expected in (
+        ("0, 139000, 143771\n", "too little free memory to start: 135.7 of 140.4 GiB are in use; other processes"),
+        (
+            "0, 2000, 143771\n1, 9, 143771\n",
+            "cannot start another process or stream on the GPU, although 138.4 of 140.4 GiB are free",
+        ),
+        ("", "the GPU has too little free memory to start: other processes use it"),
+    ):
+        done = subprocess.CompletedProcess([], 0, out, "")
+        monkeypatch.setattr(gpu_errors.subprocess, "run", lambda *_, done=done, **__: done)
+        assert expected in (explain(error) or "")
 
 
 def test_the_backend_by_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,12 +92,13 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     assert losses[0][-1] < losses[0][0]
 
 
-def test_compiled_units_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_compiled_units_match(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured and differentiated ahead of time by torch.compile; generating C++ would take most of a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     losses = []
     for compiled in (False, True):
-        config = make_config(tmp_path / str(compiled), "llama", train={"steps": 2})
+        config = make_config(tmp_path / str(compiled), name, train={"steps": 2})
         losses.append(series(run_training(config, plan(1, compile=compiled), 1), "loss"))
     assert largest_gap(*losses) <= 1e-5
 

@@ -416,12 +416,15 @@ def test_random_plans(tmp_path: Path, seed: int) -> None:
     assert_alike(run_training(packed_config(tmp_path / "run", model, **train), plan | FP64, ranks), expected)
 
 
-def test_compiled_units_take_documents(tmp_path: Path, references: SerialRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["neox", "gemma"])
+def test_compiled_units_take_documents(
+    name: str, tmp_path: Path, references: SerialRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Traced as for a GPU, without generating code."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, backend="aot_eager"))
     plan = {"precision": {"compute": "fp64", "compile": True}, "unit": [{"match": "*.attn", "recompute": "selective"}]}
-    assert_alike(run_training(packed_config(tmp_path / "run", "neox"), plan, 1), references["neox"])
+    assert_alike(run_training(packed_config(tmp_path / "run", name), plan, 1), references[name])
 
 
 # ---- choices and what is said of them ----

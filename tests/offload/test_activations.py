@@ -59,16 +59,36 @@ def test_time_changes_nothing(seed: int) -> None:
         assert all(map(torch.equal, grads(None, step), grads(offload, step)))
 
 
-def test_a_tensor_changed_in_place_is_another() -> None:
-    offload, t = make_offload(stash=1 << 12), torch.ones(256, device=DEVICE)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_tensor_changed_in_place_is_another(late: bool) -> None:
+    """One that is changed before its copy is done is refused, as autograd refuses it without offload."""
+    offload, t = make_offload(stash=1 << 12, late=late), torch.ones(256, device=DEVICE)
     first = offload.put(t)
     second = offload.put(t.add_(1))
     assert first is not second
     assert offload.put(t) is second
     others = [offload.put(torch.zeros(1024, device=DEVICE)) for _ in range(3)]  # fill the stash: both leave
     t.zero_()
-    assert [float(offload.get(parcel).mean()) for parcel in (first, second)] == [1.0, 2.0]
+    assert float(offload.get(second).mean()) == 2.0
+    with pytest.raises(
+        RuntimeError, match=r"tensor \[256\] of torch.float32 .* was changed in place after it was saved"
+    ):
+        offload.get(first)
+    kept = offload.put(t)  # still on the device
+    t.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        offload.get(kept)
     assert len(others) == 3
+
+
+def test_a_layer_that_changes_what_it_saved_is_refused() -> None:
+    x = torch.ones(256, requires_grad=True, device=DEVICE)
+    with make_offload(stash=1 << 16).saving():
+        y = x * 2
+        z = (y * y).sum()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        z.backward()
 
 
 def test_a_queue_that_does_not_wait_is_detected() -> None:

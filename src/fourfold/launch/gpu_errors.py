@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -37,6 +38,35 @@ def _full(found: Match) -> str:
     return f"GPU {found[2]} is out of memory: {found[1]} were requested, {found[4]} of {found[3]} are free{taken}; " + (
         "end them or choose another GPU (CUDA_VISIBLE_DEVICES)" if who else "a plan that fits: fourfold plan"
     )
+
+
+def _cannot_start(_: Match) -> str:
+    """CUDA has no memory for a context or a stream; perhaps not for want of memory."""
+    in_use = _memory_in_use()
+    others = "other processes use it (nvidia-smi lists them); end them or choose another GPU (CUDA_VISIBLE_DEVICES)"
+    if in_use is None:
+        return f"the GPU has too little free memory to start: {others}"
+    used, total = in_use
+    if used > 0.9 * total:
+        return f"the GPU has too little free memory to start: {used / 1024:.1f} of {total / 1024:.1f} GiB are in use; {others}"
+    free = f"{(total - used) / 1024:.1f} of {total / 1024:.1f} GiB"
+    return (
+        f"CUDA cannot start another process or stream on the GPU, although {free} are free: too many processes share it, or the "
+        f"host has too little free memory; {others}"
+    )
+
+
+def _memory_in_use() -> tuple[int, int] | None:
+    """MiB in use, and in all, of the visible GPU with the least free memory; None: unknown."""
+    command = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    rows = re.findall(r"^(\d+), (\d+), (\d+)$", out, re.MULTILINE)
+    found = [(int(used), int(total)) for index, used, total in rows if not visible or index in visible.split(",")]
+    return min(found, key=lambda pair: pair[1] - pair[0], default=None)
 
 
 def _interface(found: Match) -> str:
@@ -90,8 +120,7 @@ EXPLANATIONS: tuple[tuple[str, str | Callable[[Match], str]], ...] = (
     ),
     (
         r"CUDA error: out of memory|Cuda failure 2? ?'out of memory'",
-        "the GPU has too little free memory to start: other processes use it (nvidia-smi lists them); end them or "
-        "choose another GPU (CUDA_VISIBLE_DEVICES)",
+        _cannot_start,
     ),
     (
         r"Duplicate GPU detected : rank (\d+) and rank (\d+)",

@@ -87,7 +87,9 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 class _SoftCap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
-        out = (x / cap).tanh_().mul_(cap)
+        out = (x / cap).tanh_()
+        # torch 2.11's compiler gives no gradient, silently, where a function returns a tensor that was changed in place
+        out = out * cap if torch.compiler.is_compiling() else out.mul_(cap)
         ctx.save_for_backward(out)
         ctx.cap = cap
         return out

@@ -48,6 +48,8 @@ class Parcel:
         self.back: Any = None
         self.leaving = True  # still on the device, until its copy to the host is done
         self.known = True  # whether the compute queue has waited for `value`
+        self.version = value._version
+        self.changed = False  # in place, while it was on the device: the copy on the host may be of either time
         self.address: Any = None
         self.below: weakref.ref[Parcel] | None = None
 
@@ -58,6 +60,16 @@ class Parcel:
     @property
     def host(self) -> Tensor:
         return self.buffer[: self.bytes].view(self.dtype)
+
+    def check(self) -> None:
+        """Refuse a tensor that was changed in place after it was saved, as autograd does without offload."""
+        if self.leaving:
+            self.changed = self.value._version != self.version
+        if self.changed:
+            raise RuntimeError(
+                f"a tensor {list(self.size)} of {self.dtype} that the backward needs was changed in place after it was saved; "
+                "use an operation that is not in place"
+            )
 
     def __del__(self) -> None:
         self.offload._take_back(self)
@@ -143,6 +155,7 @@ class ActivationOffload:
         """The tensor on the device; prefetches the parcels below it in its stack."""
         if not isinstance(packed, Parcel):
             return packed
+        packed.check()
         self._gone_back = True
         self._fetch(packed)
         if not packed.known:
@@ -196,6 +209,7 @@ class ActivationOffload:
     def _leave(self, parcel: Parcel) -> None:
         """Called before a parcel's device memory is freed: whatever reuses the memory runs after the copy."""
         self.queues.compute.wait(parcel.out)
+        parcel.changed = parcel.value._version != parcel.version
         self._leaving_bytes -= parcel.bytes
         self._same.pop(parcel.address, None)
         parcel.leaving = False

@@ -134,7 +134,8 @@ def _age(run: RunDir) -> str:
 def cause_of(kind: str, message: str) -> str:
     """The cause of a failure, from the name of the error (or signal) and its text."""
     if re.search(
-        r"out of memory:|CUDA out of memory|no memory left|too little free memory|OutOfMemoryError|cannot allocate memory",
+        r"out of memory:|CUDA out of memory|no memory left|too little free memory|cannot start another process|OutOfMemoryError|"
+        r"cannot allocate memory",
         message,
     ):
         return "memory"

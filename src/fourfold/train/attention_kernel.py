@@ -5,9 +5,9 @@ length and width of heads, and torch's own order on its version and cuDNN's. Eac
 backward, and torch's order is set by these times; a kernel that refuses a shape is skipped. Rank 0's measurement counts for
 all ranks.
 
-cuDNN's gradient is not deterministic: with `train.deterministic` torch does not use it. It is timed nevertheless, and the choice
-says what that costs. The gradients of the other two are then deterministic (unless torch only warns) and slower: they
-are timed as they will run.
+With `train.deterministic` the order is fixed: a choice by measured times could differ between two runs, and another kernel
+gives other bits. FlashAttention comes first, then the memory-efficient kernel; their gradients are then deterministic (unless
+torch only warns) and slower. cuDNN's is not, and torch does not use it. All are timed nevertheless, to say what that costs.
 
 Only for what the fused kernel computes: windows and soft-capping have their own code (model/attention.py), as have documents.
 """
@@ -36,8 +36,8 @@ KERNELS = {
 }
 CALLS = 5
 """Forwards and backwards of each kernel that are timed."""
-CLEARLY = 1.25
-"""With `deterministic`, how much faster than FlashAttention a kernel must be: the same run twice must not choose by noise."""
+DETERMINISTIC = ("flash", "efficient", "cudnn")
+"""The order where the same run twice must have the same bits."""
 _USER_TAG = torch.compiler.config.cache_key_tag
 TOKENS = 1 << 14
 """Tokens of a measurement, at most, unless one sequence is longer."""
@@ -69,17 +69,10 @@ class AttentionChoice:
 
 
 def choose_kernel(seconds: Mapping[str, float], *, deterministic: bool) -> AttentionChoice | None:
-    """The fastest first. None where no fused kernel takes the shape.
-
-    With `deterministic`, cuDNN's is last, and FlashAttention first unless another is clearly faster (`CLEARLY`).
-    """
+    """The fastest first, or with `deterministic` in a fixed order. None where no fused kernel takes the shape."""
     if not seconds:
         return None
-
-    def place(name: str) -> tuple[bool, float]:
-        return deterministic and name == "cudnn", seconds[name] / (CLEARLY if deterministic and name == "flash" else 1)
-
-    order = sorted(seconds, key=place)
+    order = sorted(seconds, key=DETERMINISTIC.index if deterministic else seconds.__getitem__)
     return AttentionChoice((*order, *(name for name in KERNELS if name not in seconds)), dict(seconds), deterministic)
 
 

@@ -54,7 +54,7 @@ from fourfold.supervision.guard import Guard
 from fourfold.supervision.watch import Board, Limits, Watch, make_board
 from fourfold.tensor.own_layers import OwnRule
 from fourfold.train._torch import default_store
-from fourfold.train.attention_kernel import KERNELS, AttentionChoice, attention_seconds, choose_kernel, use_kernel
+from fourfold.train.attention_kernel import AttentionChoice, attention_seconds, choose_kernel, use_kernel
 from fourfold.train.callbacks import Callback, RunInfo, extra_callbacks
 from fourfold.train.clock import make_clock
 from fourfold.train.loop import Engine, Loop, RankContext, RunServices
@@ -569,17 +569,12 @@ def _choose_attention(
     run: RunDir,
     console: IO[str] | None,
 ) -> AttentionChoice | None:
-    """Measure torch's attention kernels on a GPU and use the fastest; None on CPUs, and where none was measured.
-
-    A deterministic run that resumes uses what it measured before: another kernel gives other bits.
-    """
+    """Measure torch's attention kernels on a GPU and set their order; None on CPUs, and where none was measured."""
     m, col = config.model, plan.mesh.col
     if device.type != "cuda" or compute == torch.float64:
         return None
     seconds: dict[str, float] = {}
-    if place.rank == 0 and config.train.deterministic:
-        seconds = _attention_before(run, device)
-    if place.rank == 0 and not seconds:
+    if place.rank == 0:
         heads, kv_heads = -(-m.heads // col), max(1, -(-m.kv_heads // col))
         heads = -(-heads // kv_heads) * kv_heads
         try:
@@ -594,16 +589,6 @@ def _choose_attention(
         if place.rank == 0:
             print(choice, file=console, flush=True)
     return choice
-
-
-def _attention_before(run: RunDir, device: torch.device) -> dict[str, float]:
-    """The times of attention kernels that a run has measured before with the same torch on such a GPU; empty: none."""
-    before = schema.read(run.env_file, RunDirError, follow=False) if run.env_file.exists() else {}
-    same = (before.get("torch"), before.get("device")) == (torch.__version__, torch.cuda.get_device_name(device))
-    found = before.get("attention")
-    times = found.get("seconds") if same and isinstance(found, dict) else None
-    times = times if isinstance(times, dict) else {}
-    return {name: float(t) for name, t in times.items() if name in KERNELS and isinstance(t, int | float) and t > 0}
 
 
 def _environment(
