@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,7 +26,7 @@ from fourfold.offload import host
 from fourfold.offload.queues import DeviceQueues, make_queues
 from fourfold.offload.split import join, split, square_sum
 from tests.helpers import rounded_half_up
-from tests.offload.threads import slow_queues
+from tests.offload.threads import ThreadQueue, slow_queues
 
 torch.set_num_threads(1)
 DEVICE = torch.device(os.environ.get("FOURFOLD_TEST_DEVICE", "cpu"))
@@ -556,3 +558,27 @@ def test_the_documentation_runs() -> None:
     assert len(examples) == 2
     for example in examples:
         exec(compile(example, "docs/offload.md", "exec"), {})
+
+
+def test_a_slot_is_written_after_what_has_yet_to_read_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator gives a slot memory that was freed, while work that was issued before the free still reads it."""
+    memory, make, seen = torch.ones(1 << 16, dtype=torch.uint8), torch.empty, list[bool]()
+    compute = ThreadQueue(0, 0.0)
+    queues = dataclasses.replace(slow_queues(0, torch.device("cpu")), compute=compute)
+
+    def reused(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if dtype == torch.uint8 and "pin_memory" not in options:
+            return memory[: size[0]]
+        return make(*size, dtype=dtype, **options)
+
+    compute.submit(lambda: time.sleep(0.2))
+    compute.submit(lambda: seen.append(bool((memory == 1).all())))
+    weight = nn.Parameter(torch.zeros(64))
+    monkeypatch.setattr(torch, "empty", reused)
+    optimizer = StreamedAdamW([weight], queues=queues, ring=1)
+    monkeypatch.undo()
+    weight.grad = torch.ones(64)
+    optimizer.step()
+    queues.synchronize()
+    compute.synchronize()
+    assert seen == [True]

@@ -139,6 +139,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         if any(_local(p).device != device for p in order):
             raise ConfigError("the parameters are on several devices; make one StreamedAdamW for each")
         room = {"host": 0, "device": 1 << 62}.get(self._placement, self._device_bytes)
+        if (before := getattr(self, "streamer", None)) is not None:
+            before.finish()  # its copies may be under way, and its memory is about to be freed
         self.streamer = Streamer(
             list(self._blocks.values()),
             device_bytes=room_on_device(device) if room is None else room,

@@ -148,9 +148,9 @@ class Streamer:
         streamed = [b for b in self.buckets if b.streamed]
         size = max((b.spare_bytes if b.spare else b.elements * b.region.element_bytes for b in streamed), default=0)
         slots = min(len(streamed), max(1, ring, staging // size if size else 0))
-        self._free: deque[tuple[Tensor, Any]] = deque(
-            (torch.empty(size, dtype=torch.uint8, device=self.device), None) for _ in range(slots)
-        )
+        memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(slots)]
+        free = self.queues.compute.record()  # the allocator reuses memory that issued work has yet to read
+        self._free: deque[tuple[Tensor, Any]] = deque((slot, free) for slot in memory)
         self.ring_bytes = slots * size
 
     def _make_scratch(self) -> None:
