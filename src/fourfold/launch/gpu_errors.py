@@ -41,7 +41,7 @@ def _full(found: Match) -> str:
 
 
 def _cannot_start(_: Match) -> str:
-    """CUDA has no memory for a context or a stream; perhaps not for want of memory."""
+    """CUDA cannot make a context or a stream: it calls the lack of any resource "out of memory"."""
     in_use = _memory_in_use()
     others = "other processes use it (nvidia-smi lists them); end them or choose another GPU (CUDA_VISIBLE_DEVICES)"
     if in_use is None:
