@@ -45,6 +45,9 @@ def plans() -> list[tuple[str, str, dict[str, Any]]]:
             add(f"data 2, {recompute}", model, mesh={"data": 2}, unit=[{"match": "*", "recompute": recompute}])
         add("data 2, 4 micro-batches", model, mesh={"data": 2}, batch={"micro_batches": 4})
         add("data 2, bf16", model, mesh={"data": 2}, precision={"compute": "bf16"}, batch={"micro_batches": 2})
+        for compute in ("fp32", "bf16"):
+            chunks = {"memory": {"logits": "32KiB"}, "precision": {"compute": compute}}
+            add(f"data 2, {compute}, the loss in chunks", model, mesh={"data": 2}, **chunks)
         for schedule in ("1f1b", "gpipe", "zb-h1", "wave", "interleaved", "zb-v"):
             add(
                 f"pipe 2, {schedule}",
@@ -145,13 +148,8 @@ def alone(fields: dict[str, Any], sections: dict[str, Any], rank: int = 0, batch
     made = {"model": model, "train": {**train, "guard": norm}, "optim": optim, "lora": fields.get("lora", {})}
     resolved = Config.from_dict(made).resolve()
     plan.check(resolved, plan.mesh.ranks)
-    problem = PlanProblem(
-        ModelSpec.from_config(resolved.model),
-        Cluster.local(plan.mesh.ranks),
-        batch,
-        plan.precision,
-        plan.memory.moments,
-    )
+    cluster = Cluster.local(plan.mesh.ranks)
+    problem = PlanProblem(ModelSpec.from_config(resolved.model), cluster, batch, plan.precision).of_plan(plan)
     budget = Budget()
     with one_of_many(max(2, plan.mesh.ranks), rank), budget:
         one = OneRank(resolved, plan, rank, optimizer=True)
@@ -173,7 +171,8 @@ def measure(name: str, model: str, sections: dict[str, Any]) -> Row | str:
         except PlanError as e:
             return f"{model}, {name}: {e}"
         spec = ModelSpec.from_config(resolved.model)
-        problem = PlanProblem(spec, Cluster.local(plan.mesh.ranks), resolved.train.global_batch, plan.precision)
+        cluster, batch = Cluster.local(plan.mesh.ranks), resolved.train.global_batch
+        problem = PlanProblem(spec, cluster, batch, plan.precision).of_plan(plan)
         predicted = predict(plan, problem)
         real = counted(resolved, plan)
     by_rank = plan.mesh.ranks // plan.mesh.pipe

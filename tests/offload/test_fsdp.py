@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fourfold import StreamedAdamW
 from fourfold.testing.ranks import run_ranks
+from tests.offload.threads import slow_queues
 
 
 def make_net() -> nn.Sequential:
@@ -51,3 +52,23 @@ def train_sharded(rank: int, ranks: int) -> None:
 
 def test_sharded_parameters() -> None:
     run_ranks(train_sharded, 2)
+
+
+def train_without_waits(rank: int, ranks: int) -> None:
+    torch.set_num_threads(1)
+    losses = []
+    for queues in (None, slow_queues(rank, torch.device("cpu"), 2e-2)):
+        net = make_net()
+        optimizer = StreamedAdamW(net.parameters(), lr=1e-2, bucket=256, overlap=net, queues=queues)
+        for step in range(4):
+            loss = net(torch.randn(8, 24, generator=torch.Generator().manual_seed(step))).square().sum()
+            losses.append(float(loss))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[:4] == losses[4:]
+
+
+def test_weights_are_gathered_after_their_update() -> None:
+    """FSDP2 gathers them before the hooks of a layer run."""
+    run_ranks(train_without_waits, 2)

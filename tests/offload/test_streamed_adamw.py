@@ -26,7 +26,7 @@ from fourfold.offload import host
 from fourfold.offload.queues import DeviceQueues, make_queues
 from fourfold.offload.split import join, split, square_sum
 from tests.helpers import rounded_half_up
-from tests.offload.threads import ThreadQueue, slow_queues
+from tests.offload.threads import CallerQueue, ThreadQueue, slow_queues
 
 torch.set_num_threads(1)
 DEVICE = torch.device(os.environ.get("FOURFOLD_TEST_DEVICE", "cpu"))
@@ -582,3 +582,38 @@ def test_a_slot_is_written_after_what_has_yet_to_read_its_memory(monkeypatch: py
     queues.synchronize()
     compute.synchronize()
     assert seen == [True]
+
+
+def test_what_is_under_way_ends_before_its_memory_is_freed() -> None:
+    """The optimizer is dropped after a step: its weights are final, and its workspace is used no more."""
+    net, ended = make_net(torch.bfloat16), list[bool]()
+
+    class Queue(CallerQueue):
+        def synchronize(self) -> None:
+            ended.append(all(memory() is not None for memory in held))
+
+    optimizer = StreamedAdamW(net.parameters(), overlap=net, queues=DeviceQueues(*(Queue() for _ in range(4))))
+    net(next(batches(1))).backward()
+    optimizer.step()
+    streamer = optimizer.streamer
+    held = [weakref.ref(t) for t in streamer._scratch.values()]
+    assert not ended
+    del optimizer, streamer
+    assert ended == [True] * 3
+    assert not any(memory() is not None for memory in held)
+
+
+def test_host_memory_is_unregistered_after_the_copies_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class Runtime:
+        def cudaHostUnregister(self, address: int) -> None:
+            done.append(address)
+
+    monkeypatch.setattr(host, "_register", lambda memory, device: (Runtime(), memory.data_ptr()))
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    device = torch.device("cuda", 0)
+    memory = host.host_memory(4096, device)
+    address = memory.data_ptr()
+    del memory
+    assert done == [device, address]

@@ -59,6 +59,8 @@ class ThreadQueue:
             pass
 
     def synchronize(self) -> None:
+        if self.closed.is_set():  # an optimizer that outlives its test
+            return
         assert self.record().wait(30)
         if self.error is not None:
             raise self.error

@@ -274,16 +274,24 @@ class ModelSpec:
         text = json.dumps([asdict(u, dict_factory=_said) for u in self.units], sort_keys=True, default=str)
         return hashlib.blake2b(f"{self.seq_len} {self.tied} {text}".encode(), digest_size=6).hexdigest()
 
-    def with_context(self, context: float) -> ModelSpec:
-        """The spec on packed data (`data.packing = "documents"`): attention costs Σ L² / Σ L keys for documents of L tokens."""
-        if not context or self.config is None or context >= self.seq_len:
+    def with_context(self, context: float, *, expands: bool = False) -> ModelSpec:
+        """The spec on packed data (`data.packing = "documents"`): attention costs Σ L² / Σ L keys for documents of L tokens.
+
+        `expands`: the kernel takes as many key heads as query heads, so keys and values are copied for it where there are fewer.
+        """
+        if not context or self.config is None:
             return self
         units, m = [], self.config
+        copied = (
+            Held(2.0 * m.heads * m.head_dim) if expands and m.kv_heads < m.heads and not m.attn_softcap else NOTHING
+        )
+        if context >= self.seq_len and not copied.narrow:
+            return self
         for u in self.units:
             if u.kind.startswith("attn"):
-                share = keys_per_query(m, u.layer - 1, context) / keys_per_query(m, u.layer - 1)
+                share = min(1.0, keys_per_query(m, u.layer - 1, context) / keys_per_query(m, u.layer - 1))
                 operators = (replace(o, flops=o.flops * share) if o.kind == "attention" else o for o in u.operators)
-                u = replace(u, operators=tuple(operators))
+                u = _with_copies(replace(u, operators=tuple(operators)), copied)
             units.append(u)
         return replace(self, units=tuple(units), context=context)
 
@@ -636,6 +644,18 @@ def _scores_moment(m: ModelConfig, index: int) -> tuple[Moment, ...]:
 def _more(moment: Moment, held: Held, times: float = 1.0) -> Moment:
     both = moment.held
     return moment._replace(held=Held(times * both.narrow + held.narrow, times * both.wide + held.wide))
+
+
+def _with_copies(unit: UnitSpec, copied: Held) -> UnitSpec:
+    """An attention unit that also saves what was copied for its kernel, or copies it again."""
+    if not copied.narrow:
+        return unit
+    none = unit.saved["none"]
+    forward = {
+        mode: moments if mode == "none" else (_more(moments[0], copied), *moments[1:])
+        for mode, moments in unit.forward.items()
+    }
+    return replace(unit, saved={**unit.saved, "none": Held(none.narrow + copied.narrow, none.wide)}, forward=forward)
 
 
 def _mlp(m: ModelConfig, name: str, layer: int) -> UnitSpec:

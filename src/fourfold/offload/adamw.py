@@ -15,6 +15,9 @@ not fine.
 [Note: reading weights elsewhere]
 The model's forward, `model.state_dict()` and `optimizer.state_dict()` wait for pending updates. Call `optimizer.wait()` before
 any other code that reads weights (a moving average of the weights, a direct forward of a submodule).
+
+FSDP2 gathers a layer's weights before the layer's hooks run, on streams that wait for the current one only when the forward of
+the whole model begins. So with FSDP2 the current stream waits in `step()`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fourfold.errors import ConfigError
@@ -158,6 +162,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._called: set[nn.Module] = set()
         if self._model is None:
             return
+        self._gathered = any(isinstance(module, FSDPModule) for module in self._model.modules())
         self._layers = {layer: self._blocks_of(layer.parameters()) for layer in _layers(self._model)}
         inside = {block for blocks in self._layers.values() for block in blocks}
         self._layers[self._model] = [b for b in self._blocks_of(self._model.parameters()) if b not in inside]
@@ -229,7 +234,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _wait_unhooked(self) -> None:
         """After a step, wait for the blocks that no layer's forward hook will wait for."""
-        if self._model is None:
+        if self._model is None or self._gathered:
             self.wait()
             return
         for block in self._outside:

@@ -59,7 +59,7 @@ def host_memory(size: int, device: torch.device) -> Tensor:
     memory = torch.frombuffer(region, dtype=torch.uint8)
     if device.type == "cuda":
         memory.zero_()  # all threads touch it
-        weakref.finalize(region, _unregister, *_register(memory, device))
+        weakref.finalize(region, _unregister, *_register(memory, device), device)
     return memory
 
 
@@ -83,5 +83,7 @@ def _register(memory: Tensor, device: torch.device) -> tuple[Any, int]:
     return runtime, memory.data_ptr()
 
 
-def _unregister(runtime: Any, address: int) -> None:
+def _unregister(runtime: Any, address: int, device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # the device has failed, or this is a forked process
+        torch.cuda.synchronize(device)  # copies under way still use the memory
     runtime.cudaHostUnregister(address)

@@ -43,6 +43,7 @@ block's gradient is computed, at most one other still waits for its update. Buck
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ class Streamer:
         self._stepped: set[WeightBlock] = set()
         self._factor: Tensor | None = None
         self._skip: Tensor | None = None
+        # copies and updates under way use memory that is freed with this object, and write weights that nothing else waits for
+        weakref.finalize(self, self.queues.synchronize).atexit = False
 
     # ---- memory ----
 

@@ -13,6 +13,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
 from fourfold import schema
@@ -274,12 +275,21 @@ def problem_of_run(
     config: Config, cluster: Cluster, precision: Precision | None = None, context: float = 0.0
 ) -> PlanProblem:
     """The planning problem of a run."""
-    spec = ModelSpec.from_config(config.model).with_context(context)
     precision, together = precision or default_precision(cluster), config.sequences_together
+    expands = cluster.device.kind == "cuda" and precision.compute == "bf16" and _torch_version() < (2, 12)
+    spec = ModelSpec.from_config(config.model).with_context(context, expands=expands)
     problem = PlanProblem(
         spec, cluster, config.train.global_batch, precision, together=together, needs_norm=config.needs_norm
     )
     return problem.with_engine(own_engine(config.train.deterministic))
+
+
+def _torch_version() -> tuple[int, ...]:
+    """Of the torch that is installed here; the newest if there is none."""
+    try:
+        return tuple(map(int, version("torch").split(".")[:2]))
+    except (PackageNotFoundError, ValueError):
+        return (1 << 30,)
 
 
 def _data_parallel(config: Config, problem: PlanProblem, ranks: int) -> Plan | None:
