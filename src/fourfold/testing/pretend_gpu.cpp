@@ -3,6 +3,7 @@
 // Tensors of device "cuda" have memory of the host's allocator. An operator on them runs the CPU's kernel on tensors that
 // share this memory (`fallback`); a CPU tensor among its arguments is an error, unless it is a scalar, as on a GPU. Copies to
 // the host with non_blocking=True are put off until `pretend_flush`: until then the target is filled with NaN bytes.
+// Work is done when it is issued, but its order is that of the streams: what a GPU could do in another order is an error.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -17,6 +18,7 @@
 
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -37,13 +39,82 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 std::atomic<int64_t> bytes_now{0}, bytes_most{0};
 
-struct Memory final : c10::Allocator {
-  struct Block {
-    c10::DataPtr data;
-    int64_t size;
+// ---- the order of work in streams ----
+//
+// Events and waits of the host are numbered (moments). Work has the number of the last one before it, so an event comes after
+// the work of its stream if its number is larger.
+
+constexpr int HOST = -1;
+thread_local int current = 0;  // the stream of this thread
+std::recursive_mutex order_lock;
+int64_t moments = 0;
+std::map<int, std::map<int, int64_t>> known;  // by stream: the last moment of each other one that its work now comes after
+std::string problem;                          // with a free, which cannot throw
+
+struct Use {
+  int64_t moment;
+  const std::string* op;  // of a schema, which stays
+};
+
+struct Block {
+  c10::DataPtr data;
+  int64_t size;
+  int stream;
+  int64_t born;
+  std::map<int, Use> reads, writes;  // the last of each stream
+  std::set<int> recorded;            // `record_stream`
+};
+
+// Whether work of a stream that is issued now comes after that of another which was issued at a moment.
+bool follows(int stream, int other, int64_t moment) {
+  return stream == other || known[stream][other] > moment || known[HOST][other] > moment;
+}
+
+// The host waits for this thread's stream.
+void host_waits() {
+  std::lock_guard<std::recursive_mutex> lock(order_lock);
+  for (auto [other, moment] : known[current]) known[HOST][other] = std::max(known[HOST][other], moment);
+  known[HOST][current] = ++moments;
+}
+
+void use(Block& block, const std::string& op, bool write) {
+  std::lock_guard<std::recursive_mutex> lock(order_lock);
+  if (!problem.empty()) {
+    std::string found;
+    found.swap(problem);
+    TORCH_CHECK(false, found);
+  }
+  TORCH_CHECK(
+      follows(current, block.stream, block.born), "pretended GPU: ", op, " in stream ", current, " uses ", block.size,
+      " bytes that were allocated in stream ", block.stream, ", without waiting for it: its earlier work may still use them");
+  auto check = [&](const std::map<int, Use>& uses, const char* does) {
+    for (auto& [other, last] : uses)
+      TORCH_CHECK(
+          follows(current, other, last.moment), "pretended GPU: ", op, " in stream ", current, write ? " writes " : " reads ",
+          block.size, " bytes that ", *last.op, " in stream ", other, does, ", without waiting for it");
   };
+  check(block.writes, " writes");
+  if (write) check(block.reads, " reads");
+  (write ? block.writes : block.reads)[current] = {moments, &op};
+}
+
+void check_free(Block& block) {
+  std::lock_guard<std::recursive_mutex> lock(order_lock);
+  for (auto* uses : {&block.reads, &block.writes})
+    for (auto& [other, last] : *uses)
+      if (problem.empty() && !block.recorded.count(other) && !follows(block.stream, other, last.moment))
+        problem = c10::str(
+            "pretended GPU: ", block.size, " bytes of stream ", block.stream, " were freed while ", *last.op, " in stream ", other,
+            " may still use them (found after the free)");
+}
+
+struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    auto* block = new Block{c10::GetCPUAllocator()->allocate(size), static_cast<int64_t>(size)};
+    auto* block = new Block{c10::GetCPUAllocator()->allocate(size), static_cast<int64_t>(size), current};
+    {
+      std::lock_guard<std::recursive_mutex> lock(order_lock);
+      block->born = moments;
+    }
     if (size > 0) std::memset(block->data.get(), 0xFF, size);  // nobody may count on zeros
     bytes_now += block->size;
     bytes_most = std::max(bytes_most.load(), bytes_now.load());
@@ -52,6 +123,7 @@ struct Memory final : c10::Allocator {
   static void release(void* context) {
     auto* block = static_cast<Block*>(context);
     bytes_now -= block->size;
+    check_free(*block);
     delete block;
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -61,6 +133,16 @@ Memory memory;
 struct Register {
   Register() { c10::SetAllocator(GPU, &memory); }
 } register_memory;
+
+Block* block_of(c10::StorageImpl* storage) {
+  auto& data = storage->data_ptr();
+  return data.get_deleter() == &Memory::release ? static_cast<Block*>(data.get_context()) : nullptr;
+}
+
+void use(const Tensor& t, const std::string& op, bool write) {
+  if (!t.defined() || !t.is_cuda() || t.numel() == 0) return;
+  if (auto* block = block_of(t.storage().unsafeGetStorageImpl())) use(*block, op, write);
+}
 
 std::mutex pinned_lock;
 std::set<const void*> pinned;
@@ -143,7 +225,19 @@ struct Call {
   std::unordered_map<c10::TensorImpl*, Tensor> originals;  // by alias
   std::vector<Tensor> aliases;                             // keeps them alive
 
-  Tensor enter(const Tensor& t, const std::string& name) {
+  // Collectives write to their first argument; messages are read.
+  bool writes(const c10::Argument& argument) const {
+    const auto& name = op.schema().name();
+    if (name.rfind("c10d::", 0) == 0) return name != "c10d::send" && &argument == &op.schema().arguments()[0];
+    const auto* alias = argument.alias_info();
+    if (alias == nullptr || argument.name() == "grads") return false;  // of fused optimizers, which write them to unscale them only
+    for (const auto& inner : alias->containedTypes())
+      if (inner.isWrite()) return true;
+    return alias->isWrite();
+  }
+
+  Tensor enter(const Tensor& t, const c10::Argument& argument) {
+    const auto& name = argument.name();
     if (!t.defined()) return t;
     if (!t.is_cuda()) {
       TORCH_CHECK(
@@ -151,6 +245,7 @@ struct Call {
           "' beside tensors of the device");
       return t;
     }
+    use(t, op.schema().name(), writes(argument));
     auto alias = on_host(t);
     aliases.push_back(alias);
     originals.emplace(alias.unsafeGetTensorImpl(), t);
@@ -181,17 +276,17 @@ struct Call {
     }
   }
 
-  c10::IValue entered(const c10::IValue& v, const std::string& name) {
-    if (v.isTensor()) return enter(v.toTensor(), name);
+  c10::IValue entered(const c10::IValue& v, const c10::Argument& argument) {
+    if (v.isTensor()) return enter(v.toTensor(), argument);
     if (v.isTensorList()) {
       std::vector<Tensor> found;
-      for (const Tensor& t : v.toTensorVector()) found.push_back(enter(t, name));
+      for (const Tensor& t : v.toTensorVector()) found.push_back(enter(t, argument));
       return found;
     }
     if (v.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> found;
       for (const std::optional<Tensor>& t : v.toOptionalTensorVector())
-        found.push_back(t.has_value() ? std::optional<Tensor>(enter(*t, name)) : std::nullopt);
+        found.push_back(t.has_value() ? std::optional<Tensor>(enter(*t, argument)) : std::nullopt);
       return found;
     }
     if (v.isDevice()) return c10::IValue(c10::Device(c10::kCPU));
@@ -204,9 +299,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   auto first = stack->size() - arguments.size();
   Call call{op, {}, {}};
-  for (size_t i = 0; i < arguments.size(); ++i) (*stack)[first + i] = call.entered((*stack)[first + i], arguments[i].name());
+  for (size_t i = 0; i < arguments.size(); ++i) (*stack)[first + i] = call.entered((*stack)[first + i], arguments[i]);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.settle();
+  if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) host_waits();
   auto outputs = op.schema().returns().size();
   for (auto i = stack->size() - outputs; i < stack->size(); ++i) {
     auto& v = (*stack)[i];
@@ -238,6 +334,10 @@ Tensor empty(
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  static const std::string name = "aten::copy_";
+  use(source, name, false);
+  use(self, name, true);
+  if (!non_blocking && self.is_cuda() != source.is_cuda()) host_waits();
   std::lock_guard<std::recursive_mutex> lock(copies_lock);
   if (!source.is_cuda()) flush(issued);  // what is read may be on its way to the host
   auto from = on_host(source);
@@ -255,6 +355,9 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 }
 
 at::Scalar local_scalar(const Tensor& self) {
+  static const std::string name = "aten::item";
+  use(self, name, false);
+  host_waits();
   flush(issued);
   return on_host(self).item();
 }
@@ -362,6 +465,25 @@ void pretend_flush(int64_t until) {
   at::AutoDispatchBelowADInplaceOrView guard;
   flush(until);
 }
+// The number of a new event or wait of the host.
+int64_t pretend_moment() {
+  std::lock_guard<std::recursive_mutex> lock(order_lock);
+  return ++moments;
+}
+// This thread's stream.
+void pretend_stream(int stream) { current = stream; }
+// From now on the work of a stream (-1: what the host issues) comes after a moment of another.
+void pretend_order(int stream, int other, int64_t moment) {
+  std::lock_guard<std::recursive_mutex> lock(order_lock);
+  known[stream][other] = std::max(known[stream][other], moment);
+}
+// record_stream
+void pretend_record(c10::StorageImpl* storage, int stream) {
+  std::lock_guard<std::recursive_mutex> lock(order_lock);
+  if (auto* block = block_of(storage)) block->recorded.insert(stream);
+}
+// What a free was too early for, if no operator has reported it; empty: nothing.
+const char* pretend_problem() { return problem.c_str(); }
 int64_t pretend_bytes(int most) { return most ? bytes_most : bytes_now; }
 void pretend_reset_peak() { bytes_most = bytes_now.load(); }
 // Resize a storage of the device (torch's own needs a CUDA build).

@@ -11,19 +11,22 @@ a run on the CPU. What differs from a CPU is what breaks code on GPUs:
 - a copy to the host with `non_blocking=True` arrives when the host waits for it, not before: until then the target has NaNs;
 - the device is as late as it can be: an event is reached when the host waits for it, for one that comes after it, or for a
   value; reading the time of an event that is not reached raises CUDA's own error;
+- work in one stream that uses memory which another has written, still reads, or has just allocated is an error, unless it waits
+  for the other, or the host has; so is freeing memory that another stream still uses, without `record_stream`;
 - autograd runs the backward in a thread of its own.
 
-Not covered: kernels (Triton, flash attention), missing waits between streams, collectives of NCCL.
+Not covered: kernels (Triton, flash attention), collectives of NCCL (they are work of the stream that starts them), and memory of
+the host that is freed or changed while a copy reads it.
 
 torch must be loaded after the library of the device, so this is a program of its own, not a context. It needs g++.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import importlib.util
-import itertools
 import os
 import runpy
 import shutil
@@ -40,6 +43,8 @@ __all__ = ["available", "build", "install"]
 SOURCE = Path(__file__).with_suffix(".cpp")
 TOTAL = 16 << 30
 """Bytes of memory that the device says it has."""
+HOST = -1
+"""Instead of a stream: what is issued later, in any of them."""
 
 
 def available() -> bool:
@@ -75,9 +80,20 @@ def install() -> None:
     ctypes.CDLL(str(libraries / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(libraries / "libtorch_cpu.so"))
     library = ctypes.CDLL(str(build()))
-    for name in ("pretend_issued", "pretend_bytes"):
+    for name in ("pretend_issued", "pretend_bytes", "pretend_moment"):
         getattr(library, name).restype = ctypes.c_int64
+    library.pretend_problem.restype = ctypes.c_char_p
+    library.pretend_order.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    library.pretend_record.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    atexit.register(_report_free, library)
     _Cuda(library).install()
+
+
+def _report_free(library: Any) -> None:
+    """At exit: end with code 1 if memory was freed too early, and no operator has reported it."""
+    if found := library.pretend_problem():
+        print(found.decode(), file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class _Cuda:
@@ -85,7 +101,6 @@ class _Cuda:
 
     def __init__(self, library: Any):
         self.library = library
-        self.numbers = itertools.count(1)  # of events and host waits, in order; counting is atomic
         self.reached: dict[int, int] = {}  # by stream, the last event that is known to be reached
         self.default = self.make_stream(0)
         self.lock = threading.Lock()  # for `reached`
@@ -119,6 +134,7 @@ class _Cuda:
             def wait_event(self, event: Any) -> None:
                 for stream, at in event.behind.items():
                     self.behind[stream] = max(at, self.behind.get(stream, 0))
+                    outer.library.pretend_order(number, stream, at)
 
             def wait_stream(self, other: Any) -> None:
                 self.wait_event(other.record_event())
@@ -148,7 +164,7 @@ class _Cuda:
 
             def record(self, stream: Any = None) -> None:
                 stream = stream or outer.streams[-1]
-                self.number, self.stream, self.at = next(outer.numbers), stream.cuda_stream, time.perf_counter()
+                self.number, self.stream, self.at = library.pretend_moment(), stream.cuda_stream, time.perf_counter()
                 self.behind = stream.behind | {self.stream: self.number}
                 self.copies = library.pretend_issued()
 
@@ -159,6 +175,7 @@ class _Cuda:
                 with outer.lock:
                     for stream, number in self.behind.items():
                         outer.reached[stream] = max(number, outer.reached.get(stream, 0))
+                        library.pretend_order(HOST, stream, number)
                 library.pretend_flush(ctypes.c_int64(self.copies))
 
             def wait(self, stream: Any = None) -> None:
@@ -182,10 +199,12 @@ class _Cuda:
             def __enter__(self) -> None:
                 if self.stream is not None:
                     outer.streams.append(self.stream)
+                    library.pretend_stream(self.stream.cuda_stream)
 
             def __exit__(self, *_: object) -> None:
                 if self.stream is not None:
                     outer.streams.pop()
+                    library.pretend_stream(outer.streams[-1].cuda_stream)
 
         class Nothing:
             """The context of `torch.cuda.device`."""
@@ -216,8 +235,10 @@ class _Cuda:
 
         def synchronize(_: object = None) -> None:
             with outer.lock:
-                now = next(outer.numbers)
+                now = library.pretend_moment()
                 outer.reached.update(dict.fromkeys(outer.all_streams, now))
+                for each in outer.all_streams:
+                    library.pretend_order(HOST, each, now)
             library.pretend_flush(ctypes.c_int64(library.pretend_issued()))
 
         def stream(_: object = None, priority: int = 0) -> Any:
@@ -254,7 +275,10 @@ class _Cuda:
 
         storages: Any = torch.UntypedStorage
         tensors: Any = torch.Tensor
-        storages.resize_, tensors.record_stream = resize_, lambda tensor, stream: None
+        storages.resize_ = resize_
+        tensors.record_stream = lambda tensor, stream: library.pretend_record(
+            tensor.untyped_storage()._cdata, stream.cuda_stream
+        )
         exists = Path.exists
         Path.exists = lambda path, **how: str(path) == "/dev/nvidiactl" or exists(path, **how)  # type: ignore[method-assign]
         assert torch.zeros(1, device=device).is_cuda
