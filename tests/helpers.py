@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.offload.split import round_half_up
 from fourfold.plan import Plan
+from fourfold.runtime import compiled
 from fourfold.testing.order import SameOrder
 from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir, read_metrics
@@ -82,6 +85,16 @@ class SerialRuns(dict[str, list[dict[str, Any]]]):
     def __missing__(self, name: str) -> list[dict[str, Any]]:
         self[name] = run_training(self._config(name), {"precision": {"compute": "fp64"}, **self._plan}, 1)
         return self[name]
+
+
+def compile_without_code(monkeypatch: pytest.MonkeyPatch, *, fullgraph: bool = True) -> None:
+    """Let units be captured and differentiated ahead of time as for a GPU; generating C++ would take most of a minute."""
+    from torch._dynamo.backends.registry import lookup_backend  # it takes seconds
+
+    aot_eager = lookup_backend("aot_eager")
+    monkeypatch.setattr(compiled, "_lower", lambda graph, inputs, options: aot_eager(graph, inputs))
+    if fullgraph:
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True))
 
 
 def series(metrics: list[dict[str, Any]], key: str) -> list[float]:

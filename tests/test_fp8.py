@@ -21,7 +21,7 @@ from fourfold.plan import Plan
 from fourfold.planner.api import named_precision, plan_problem
 from fourfold.planner.compute_cost import matmul_seconds
 from fourfold.planner.problem import Constraints, PlanProblem
-from tests.helpers import MODELS, make_config, run_training, series
+from tests.helpers import MODELS, compile_without_code, make_config, run_training, series
 from tests.test_packing import packed_config
 
 BF16 = torch.bfloat16
@@ -245,8 +245,7 @@ def test_resumed_runs_have_the_same_bits(folder: Path) -> None:
 
 def test_a_split_backward_under_compile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp8 linears that queue their weight gradients are captured whole."""
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options: compiler(f, backend="aot_eager", fullgraph=True))
+    compile_without_code(monkeypatch)
     plan = {"mesh": {"pipe": 2}, "pipeline": {"schedule": "zb-h1"}, "batch": {"micro_batches": 3}}
     losses, _ = final(folder, "compiled", plan | {"precision": PRECISION | {"compile": True}}, 2, optim={"clip": 0.0})
     assert losses == pytest.approx(serial(folder)[0], rel=0.01)

@@ -20,7 +20,7 @@ from fourfold.shard.replicas import unequal_replicas
 from fourfold.train.loop import Loop
 from fourfold.train.mesh import RankMesh
 from fourfold.train.parts import _reseeder
-from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, compile_without_code, make_config, run_training, series
 
 STEPS = {"steps": 10, "global_batch": 24, "eval_every": 10}
 MODEL: dict[str, dict[str, Any]] = {
@@ -186,23 +186,21 @@ def test_bf16_and_fp32_stay_near_one_process(tmp_path: Path) -> None:
         assert largest_gap(*found, "grad_norm") <= norm_gap
 
 
-def test_compiled_units_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("residual", ["sequence", "hidden"])
+def test_compiled_units_match(residual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured whole, collectives and queued weight gradients included; generating C++ would take most of a minute."""
-    monkeypatch.setattr(torch, "compile", functools.partial(_compile, torch.compile))
+    compile_without_code(monkeypatch)
     found = []
     for compiled in (False, True):
         config = make_config(tmp_path / str(compiled), MODEL["gpt"], train={"steps": 2, "global_batch": 24})
         plan = {
             "mesh": {"col": 2},
+            "tensor": {"residual": residual},
             "pipeline": {"schedule": "zb-h1"},
             "precision": {"compute": "fp64", "compile": compiled},
         }
         found.append(run_training(config, plan, 2))
     assert largest_gap(*found, "loss", "grad_norm") <= 1e-9
-
-
-def _compile(compile: Any, run: Any, options: Any = None) -> Any:
-    return compile(run, backend="aot_eager", fullgraph=True)
 
 
 @pytest.mark.parametrize(

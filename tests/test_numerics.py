@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fourfold.collectives import Pending
 from fourfold.shard import sharing
-from tests.helpers import MODELS, make_config, run_training, series
+from tests.helpers import MODELS, compile_without_code, make_config, run_training, series
 
 
 def plan(data: int, micro_batches: int = 1, **precision: Any) -> dict[str, Any]:
@@ -95,7 +93,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_compiled_units_match(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured and differentiated ahead of time by torch.compile; generating C++ would take most of a minute."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    compile_without_code(monkeypatch)
     losses = []
     for compiled in (False, True):
         config = make_config(tmp_path / str(compiled), name, train={"steps": 2})

@@ -30,7 +30,7 @@ from fourfold.model.build import serial_model
 from fourfold.model.operators import ModelSpec
 from fourfold.model.spec import flops_per_token, keys_per_query
 from fourfold.planner import api
-from tests.helpers import SerialRuns, make_config, run_training, series
+from tests.helpers import SerialRuns, compile_without_code, make_config, run_training, series
 from tests.test_attention import made, plain
 
 # ---- which documents share a window ----
@@ -422,8 +422,7 @@ def test_compiled_units_take_documents(
     name: str, tmp_path: Path, references: SerialRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced as for a GPU, without generating code."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda run, **_: real(run, backend="aot_eager"))
+    compile_without_code(monkeypatch, fullgraph=False)
     plan = {"precision": {"compute": "fp64", "compile": True}, "unit": [{"match": "*.attn", "recompute": "selective"}]}
     assert_alike(run_training(packed_config(tmp_path / "run", name), plan, 1), references[name])
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fourfold.cli import main
 from fourfold.config import Config
@@ -17,7 +16,7 @@ from fourfold.errors import PlanError
 from fourfold.plan import Plan
 from fourfold.program import Op, Schedule
 from fourfold.program.stages import lay_out_pipeline
-from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, compile_without_code, make_config, run_training, series
 
 MODEL = {
     "gpt": MODELS["gpt"] | {"layers": 4},
@@ -272,8 +271,7 @@ def test_layers_are_partitioned_by_their_work() -> None:
 
 def test_a_split_backward_under_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue of weight gradients survives torch.compile (up to the generation of C++, which takes half a minute)."""
-    whole = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options: whole(f, backend="aot_eager", fullgraph=True))
+    compile_without_code(monkeypatch)
     plan = {"mesh": {"pipe": 2}, "batch": {"micro_batches": 3}, "pipeline": {"schedule": "zb-h1"}}
     plain = run_training(make_config(tmp_path / "plain", MODEL["gpt"]), plan, 2)
     compiled = run_training(

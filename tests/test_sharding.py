@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fourfold.errors import PlanError
 from fourfold.plan import Plan
-from tests.helpers import MODELS, SerialRuns, make_config, run_training, series
+from tests.helpers import MODELS, SerialRuns, compile_without_code, make_config, run_training, series
 
 MODEL: dict[str, dict[str, Any]] = {
     "gpt": MODELS["gpt"] | {"layers": 4},
@@ -162,7 +160,7 @@ def test_modes_obey_the_contract(tmp_path: Path, references: SerialRuns, name: s
 
 def test_compiled_units_are_sharded_and_split_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each unit a graph of its own, captured whole; gathers stay outside of it."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    compile_without_code(monkeypatch)
     losses = []
     for compiled in (False, True):
         config = make_config(tmp_path / str(compiled), MODELS["llama"], train={"steps": 2})

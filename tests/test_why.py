@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -31,7 +30,7 @@ from fourfold.testing.ranks import run_ranks
 from fourfold.train.rundir import RunDir
 from fourfold.train.worker import fit
 from fourfold.view.why import Explanation, _Case, explain_run
-from tests.helpers import make_config
+from tests.helpers import compile_without_code, make_config
 
 RATE = 80e6
 """FLOP/s of an emulated accelerator: a forward of a stage takes about 5 ms a sequence."""
@@ -238,7 +237,7 @@ def test_units_that_fell_out_of_the_compiler_are_named_first(
     seconds: float,
 ) -> None:
     if seconds:  # what is slow is the forward that does not compile: no C++ is needed for the others
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        compile_without_code(monkeypatch, fullgraph=False)
     monkeypatch.setattr(RECORD, "uncompiled", {"blocks.0": "an earlier run of this process"})
     # a busy machine takes minutes to compile, while other ranks wait in a collective
     run_ranks(_fit_layers, ranks, tmp_path / "run", opaque, failing, seconds, timeout=280, group_timeout=280)

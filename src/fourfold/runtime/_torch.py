@@ -1,4 +1,4 @@
-"""The private torch names that this package uses: autograd's engine, and the compiler's errors.
+"""The private torch names that this package uses: autograd's engine, and the compiler's errors, settings and graphs.
 
 `torch.autograd.grad` checks shapes and types in Python before it calls the engine, which checks them again: 0.1 ms a call, as
 long as the whole backward of a small unit. A stage calls it once per unit and micro-batch, with gradients of the right shapes.
@@ -6,13 +6,23 @@ long as the whole backward of a small unit. A stage calls it once per unit and m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
+from torch.fx import GraphModule, Node
 
-__all__ = ["accumulate", "compile_errors", "compile_gradients_early", "compile_often", "gradients"]
+__all__ = [
+    "accumulate",
+    "compile_errors",
+    "compile_gradients_early",
+    "compile_often",
+    "gradients",
+    "keep_gradients",
+    "register_compiler",
+]
 
 
 def compile_gradients_early() -> None:
@@ -38,6 +48,44 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException,)
+
+
+def register_compiler(name: str, compiler: Callable[..., Any]) -> None:
+    """Let `torch.compile(backend=name)` use `compiler(graph, inputs, *, options)`; does nothing if the name is registered."""
+    from torch._dynamo.backends.registry import list_backends, register_backend
+
+    if name not in list_backends(exclude_tags=()):
+        register_backend(compiler, name=name)
+
+
+def keep_gradients(graph: GraphModule) -> None:
+    """Mend captured autograd functions of torch 2.11, which lose gradients; those of torch 2.13 are right as they are.
+
+    torch 2.11 lets the captured forward also return its intermediate results, whose gradients the captured backward ignores. One
+    of them may be the very tensor that the function returns: `y.mul_(2)`, `y.contiguous()` and `y.to(y.dtype)` can be `y`. Of two
+    outputs that are one tensor, autograd gives the gradient to the last: the function's inputs get zeros, and nothing is said. So
+    outputs whose gradients are ignored are returned as tensors of their own.
+    """
+    for module in list(graph.modules()):
+        for node in list(module.graph.nodes) if isinstance(module, GraphModule) else ():
+            if node.op == "call_function" and getattr(node.target, "__name__", "") == "autograd_function_apply":
+                _part_outputs(module, node)
+
+
+def _part_outputs(module: Any, node: Any) -> None:
+    forward, backward = (module.get_submodule(body.target) for body in node.args[:2])
+    end = forward.graph.output_node()
+    outputs, saved = end.args[0]
+    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+        return
+    made, dirty = list(outputs), node.kwargs.get("dirty_idx", ())
+    with forward.graph.inserting_before(end):
+        for i, grad in enumerate(backward.graph.find_nodes(op="placeholder")[: len(made)]):
+            value = made[i].meta.get("example_value") if isinstance(made[i], Node) else None  # a size, where sizes vary
+            if not grad.users and isinstance(value, Tensor) and i not in dirty:
+                made[i] = forward.graph.call_method("detach", (made[i],))
+    end.args = ((tuple(made), saved),)
+    forward.recompile()
 
 
 def gradients(

@@ -48,6 +48,7 @@ from fourfold.launch.place import current_place, join_group, leave
 from fourfold.piece import whole
 from fourfold.plan import Mesh, Plan, UnitRule
 from fourfold.program.modes import gathered_for_each_op
+from fourfold.runtime.compiled import compiled
 from fourfold.runtime.stage import keep_products
 from fourfold.shard.hooks import HookDriver, Hooked, tensors_in
 from fourfold.shard.joined import join_units
@@ -130,7 +131,7 @@ class Parallel:
             mode = rule.mode if shards[name] > 1 else "replicate"
             part = module.get_submodule(_path(name))
             if name != REST:
-                _wrap(part, rule, compiled=plan.precision.compile is True)
+                _wrap(part, rule, compile=plan.precision.compile is True)
             parts.append(Hooked(unit, part, mode, rule.reduce))
         wholes = [
             p.unit for p in reversed(parts) if (p.mode, p.reduce) == ("replicate", "step") and p.unit.name in names
@@ -534,14 +535,14 @@ def _check(plan: Plan) -> None:
     plan.check_sharding([rule.match for rule in plan.unit])
 
 
-def _wrap(module: nn.Module, rule: UnitRule, *, compiled: bool) -> None:
+def _wrap(module: nn.Module, rule: UnitRule, *, compile: bool) -> None:
     """Wrap a unit's forward for recomputation or compilation; its hooks stay outside."""
     run = module.forward
     if rule.recompute != "none":
         context = keep_products if rule.recompute == "selective" else noop_context_fn
         run = functools.partial(checkpoint, run, use_reentrant=False, context_fn=context)
-    if compiled:
-        run = torch.compile(run)
+    if compile:
+        run = compiled(run)
     if run != module.forward:
         module.forward = run
 
