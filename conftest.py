@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # a job in the background of a script, whose children would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MEMORY_DISK = Path("/dev/shm")
 if os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 4 << 30:
