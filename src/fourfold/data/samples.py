@@ -151,10 +151,6 @@ class HuggingFaceTokenizer:
     """A tokenizer.json, through the `tokenizers` package."""
 
     def __init__(self, path: Path):
-        try:
-            from tokenizers import Tokenizer as Library
-        except ImportError:
-            raise DataError(f"{path}: tokenizer files need the extra: pip install 'fourfold[hf]'") from None
         if not path.is_file():
             older = next((n for n in OLDER_TOKENIZERS if (path.parent / n).is_file()), None)
             if older is not None:
@@ -163,6 +159,10 @@ class HuggingFaceTokenizer:
                     f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained({str(path.parent)!r})"
                 )
             raise DataError(f"{path}: no such tokenizer file; use 'bytes' or the path of a tokenizer.json")
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise DataError(f"{path}: tokenizer files need the extra: pip install 'fourfold[hf]'") from None
         text = files.read_text(path, DataError, most=TOKENIZER_BYTES)
         files.parse_json(text, f"{path}: not a tokenizer.json", DataError)
         with _library_errors(path, "not a tokenizer.json"):
